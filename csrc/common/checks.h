@@ -1,0 +1,262 @@
+// Argument checks and sizes of every op, shared by its CPU and CUDA implementations, so that both refuse the same inputs with
+// the same words. Each check_<op> throws (RuntimeError in Python) with the argument's name, what was expected and what came.
+#pragma once
+
+#include <cmath>
+#include <sstream>
+#include <string>
+#include <tuple>
+
+#include "stable.h"
+
+namespace ella {
+
+inline std::string shape_string(const Tensor& tensor) {
+  std::ostringstream out;
+  out << '(';
+  for (int64_t i = 0; i < tensor.dim(); ++i) out << (i ? ", " : "") << tensor.size(i);
+  out << (tensor.dim() == 1 ? ",)" : ")");
+  return out.str();
+}
+
+// Knows the op's name and the tensor that sets dtype and device; every other argument is held against it.
+class ArgumentCheck {
+ public:
+  ArgumentCheck(const char* op, const char* name, const Tensor& reference) : op_(op), name_(name), reference_(reference) {
+    const ScalarType type = reference.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, op_, ": ", name,
+                    " must be float32 or float64, got ", torch::headeronly::toString(type));
+  }
+
+  // Shape, dtype and device; -1 in `shape` accepts any size. `meaning` names the axes in the message.
+  void tensor(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    dimensions(name, value, shape, meaning);
+    STD_TORCH_CHECK(value.scalar_type() == reference_.scalar_type(), op_, ": ", name, " must have the dtype of ", name_, " (",
+                    torch::headeronly::toString(reference_.scalar_type()), "), got ",
+                    torch::headeronly::toString(value.scalar_type()));
+    device(name, value);
+  }
+
+  void index(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    dimensions(name, value, shape, meaning);
+    STD_TORCH_CHECK(value.scalar_type() == ScalarType::Long, op_, ": ", name, " must be int64, got ",
+                    torch::headeronly::toString(value.scalar_type()));
+    device(name, value);
+  }
+
+  void dimensions(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    bool matches = value.dim() == static_cast<int64_t>(shape.size());
+    if (matches) {
+      int64_t axis = 0;
+      for (const int64_t size : shape) {
+        matches = matches && (size < 0 || value.size(axis) == size);
+        ++axis;
+      }
+    }
+    STD_TORCH_CHECK(matches, op_, ": ", name, " must have shape ", meaning, expected(shape), ", got ", shape_string(value));
+  }
+
+ private:
+  static std::string expected(std::initializer_list<int64_t> shape) {
+    std::ostringstream out;
+    bool known = false;
+    out << " = (";
+    for (const int64_t* size = shape.begin(); size != shape.end(); ++size) {
+      if (size != shape.begin()) out << ", ";
+      if (*size < 0) {
+        out << '*';
+      } else {
+        out << *size;
+        known = true;
+      }
+    }
+    out << (shape.size() == 1 ? ",)" : ")");
+    return known ? out.str() : std::string();
+  }
+
+  void device(const char* name, const Tensor& value) const {
+    int32_t expected_type = 0, got_type = 0;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(reference_.get(), &expected_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(value.get(), &got_type));
+    STD_TORCH_CHECK(expected_type == got_type && reference_.get_device_index() == value.get_device_index(), op_, ": ", name,
+                    " must be on the device of ", name_, " (", device_string(expected_type, reference_), "), got ",
+                    device_string(got_type, value));
+  }
+
+  static std::string device_string(int32_t type, const Tensor& tensor) {
+    if (type == aoti_torch_device_type_cpu()) return "cpu";
+    const std::string kind = type == aoti_torch_device_type_cuda() ? "cuda" : "device type " + std::to_string(type);
+    return kind + ":" + std::to_string(tensor.get_device_index());
+  }
+
+  const char* op_;
+  const char* name_;
+  const Tensor& reference_;
+};
+
+// ---- factored_linear ----
+
+struct FactoredLinearSizes {
+  int64_t N, C, X, D, Y;
+};
+
+inline FactoredLinearSizes check_factored_weights(const ArgumentCheck& check, const Tensor& x, const Tensor& weight_in,
+                                                  const Tensor& weight_out) {
+  check.tensor("x", x, {-1, -1, -1}, "(N, C, X)");
+  const int64_t C = x.size(1), X = x.size(2);
+  check.tensor("weight_in", weight_in, {-1, C, X}, "(D, C, X)");
+  const int64_t D = weight_in.size(0);
+  check.tensor("weight_out", weight_out, {D, C, -1}, "(D, C, Y)");
+  return {x.size(0), C, X, D, weight_out.size(2)};
+}
+
+inline FactoredLinearSizes check_factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                                 const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out) {
+  const ArgumentCheck check("factored_linear", "x", x);
+  const FactoredLinearSizes s = check_factored_weights(check, x, weight_in, weight_out);
+  if (bias_in) check.tensor("bias_in", *bias_in, {s.D}, "(D,)");
+  if (bias_out) check.tensor("bias_out", *bias_out, {s.Y}, "(Y,)");
+  return s;
+}
+
+inline FactoredLinearSizes check_factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
+                                                          const Tensor& weight_out, const std::optional<Tensor>& bias_in) {
+  const ArgumentCheck check("factored_linear_backward", "x", x);
+  const FactoredLinearSizes s = check_factored_weights(check, x, weight_in, weight_out);
+  check.tensor("grad", grad, {s.N, s.D, s.Y}, "(N, D, Y)");
+  if (bias_in) check.tensor("bias_in", *bias_in, {s.D}, "(D,)");
+  return s;
+}
+
+// ---- kron_accumulate_ ----
+
+struct KronAccumulateSizes {
+  int64_t N, G, d;
+};
+
+inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Tensor& rows) {
+  const ArgumentCheck check("kron_accumulate_", "factor", factor);
+  check.tensor("factor", factor, {-1, -1, -1}, "(G, d, d)");
+  const int64_t G = factor.size(0), d = factor.size(1);
+  check.tensor("factor", factor, {G, d, d}, "(G, d, d)");
+  check.tensor("rows", rows, {-1, G, d}, "(N, G, d)");
+  STD_TORCH_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
+  return {rows.size(0), G, d};
+}
+
+// ---- conv_kron_accumulate_ ----
+
+struct ConvGeometry {
+  int64_t N, C, H, W;                             // x
+  int64_t kernel_h, kernel_w;                     // patch
+  int64_t stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
+  int64_t out_h, out_w;                           // positions of the patches
+  bool circular;                                  // outside the image: wrap, else zeros
+
+  int64_t patch() const { return C * kernel_h * kernel_w; }
+  int64_t positions() const { return N * out_h * out_w; }
+};
+
+inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
+                                               const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                                               const std::vector<int64_t>& dilation, bool circular) {
+  const char* op = "conv_kron_accumulate_";
+  const ArgumentCheck check(op, "factor", factor);
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t least) {
+    STD_TORCH_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
+    STD_TORCH_CHECK(value[0] >= least && value[1] >= least, op, ": ", name, " must be at least ", least, ", got (", value[0],
+                    ", ", value[1], ")");
+  };
+  pair("kernel_size", kernel_size, 1);
+  pair("stride", stride, 1);
+  pair("padding", padding, 0);
+  pair("dilation", dilation, 1);
+  ConvGeometry g{};
+  g.N = x.size(0), g.C = x.size(1), g.H = x.size(2), g.W = x.size(3);
+  g.kernel_h = kernel_size[0], g.kernel_w = kernel_size[1];
+  g.stride_h = stride[0], g.stride_w = stride[1];
+  g.padding_h = padding[0], g.padding_w = padding[1];
+  g.dilation_h = dilation[0], g.dilation_w = dilation[1];
+  g.circular = circular;
+  check.tensor("factor", factor, {g.patch(), g.patch()}, "(C*kh*kw, C*kh*kw)");
+  STD_TORCH_CHECK(factor.is_contiguous(), op, ": factor must be contiguous, it is updated in place");
+  STD_TORCH_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op,
+                  ": circular padding must not exceed the image (", g.H, ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w,
+                  ")");
+  const int64_t span_h = g.H + 2 * g.padding_h - g.dilation_h * (g.kernel_h - 1) - 1;
+  const int64_t span_w = g.W + 2 * g.padding_w - g.dilation_w * (g.kernel_w - 1) - 1;
+  STD_TORCH_CHECK(span_h >= 0 && span_w >= 0, op, ": kernel_size (", g.kernel_h, ", ", g.kernel_w, ") with dilation (",
+                  g.dilation_h, ", ", g.dilation_w, ") does not fit the padded image (", g.H + 2 * g.padding_h, ", ",
+                  g.W + 2 * g.padding_w, ")");
+  g.out_h = span_h / g.stride_h + 1;
+  g.out_w = span_w / g.stride_w + 1;
+  return g;
+}
+
+// ---- kron_logdet and its derivatives ----
+
+struct KronLogdetSizes {
+  int64_t G, a, b;
+  bool shared;  // one row of eigenvalues_out for all groups
+};
+
+inline KronLogdetSizes check_kron_logdet(const char* op, const Tensor& eigenvalues_in, const Tensor& eigenvalues_out,
+                                         const Tensor& precision) {
+  const ArgumentCheck check(op, "eigenvalues_in", eigenvalues_in);
+  check.tensor("eigenvalues_in", eigenvalues_in, {-1, -1}, "(G, a)");
+  check.tensor("eigenvalues_out", eigenvalues_out, {-1, -1}, "(G, b) or (1, b)");
+  check.tensor("precision", precision, {}, "()");
+  const int64_t G = eigenvalues_in.size(0), rows = eigenvalues_out.size(0);
+  STD_TORCH_CHECK(rows == G || rows == 1, op, ": eigenvalues_out must have shape (G, b) or (1, b) with G = ", G, ", got ",
+                  shape_string(eigenvalues_out));
+  return {G, eigenvalues_in.size(1), eigenvalues_out.size(1), rows == 1};
+}
+
+inline KronLogdetSizes check_kron_logdet_hvp(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out,
+                                             const Tensor& precision, const Tensor& v_in, const Tensor& v_out,
+                                             const Tensor& v_precision) {
+  const char* op = "kron_logdet_hvp";
+  const KronLogdetSizes s = check_kron_logdet(op, eigenvalues_in, eigenvalues_out, precision);
+  const ArgumentCheck check(op, "eigenvalues_in", eigenvalues_in);
+  check.tensor("v_in", v_in, {s.G, s.a}, "(G, a)");
+  check.tensor("v_out", v_out, {eigenvalues_out.size(0), s.b}, "that of eigenvalues_out");
+  check.tensor("v_precision", v_precision, {}, "()");
+  return s;
+}
+
+// ---- polyphase ----
+
+struct PolyphaseSizes {
+  int64_t N, C, h, w;  // of the pooled image; the full one is (2h, 2w)
+};
+
+inline PolyphaseSizes check_polyphase_image(const ArgumentCheck& check, const char* op, const Tensor& x) {
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  return {x.size(0), x.size(1), x.size(2) / 2, x.size(3) / 2};
+}
+
+inline PolyphaseSizes check_polyphase_pool(const Tensor& x, double norm) {
+  const char* op = "polyphase_pool";
+  STD_TORCH_CHECK(norm == 1.0 || norm == 2.0 || (std::isinf(norm) && norm > 0), op, ": norm must be 1, 2 or inf, got ", norm);
+  return check_polyphase_image(ArgumentCheck(op, "x", x), op, x);
+}
+
+inline PolyphaseSizes check_polyphase_select(const Tensor& x, const Tensor& index) {
+  const char* op = "polyphase_select";
+  const ArgumentCheck check(op, "x", x);
+  const PolyphaseSizes s = check_polyphase_image(check, op, x);
+  check.index("index", index, {s.N}, "(N,)");
+  return s;
+}
+
+inline PolyphaseSizes check_polyphase_scatter(const Tensor& grad, const Tensor& index) {
+  const char* op = "polyphase_scatter";
+  const ArgumentCheck check(op, "grad", grad);
+  check.tensor("grad", grad, {-1, -1, -1, -1}, "(N, C, h, w)");
+  check.index("index", index, {grad.size(0)}, "(N,)");
+  return {grad.size(0), grad.size(1), grad.size(2), grad.size(3)};
+}
+
+}  // namespace ella

@@ -1,0 +1,42 @@
+// The Python module ella_cuda._C: importing it registers the ops (static initialisers of the other sources); by itself it
+// only tells how it was built.
+#undef TORCH_TARGET_VERSION  // the pybind11 that ships inside torch refuses to be compiled against the stable ABI
+#include <pybind11/pybind11.h>
+
+#include "ella_build_info.h"
+
+#include <string>
+
+namespace py = pybind11;
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#elif defined(__GNUC__)
+  return "gcc " __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = ELLA_VERSION;
+  info["cuda"] = ELLA_CUDA_VERSION;
+  info["cuda_archs"] = ELLA_CUDA_ARCHS;
+  info["compiler"] = compiler();
+  info["torch_headers"] = ELLA_TORCH_HEADERS;
+  info["summary"] = ELLA_BUILD_SUMMARY;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled ops of ella_cuda; importing it registers torch.ops.ella_cuda.";
+  m.def("build_info", &build_info,
+        "How this extension was built: version, cuda (toolkit version, \"\" if built without), cuda_archs, compiler, "
+        "torch_headers (version of the torch whose headers were used), summary (one line).");
+}

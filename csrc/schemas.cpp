@@ -1,0 +1,44 @@
+// Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
+// All tensors are float32 or float64 (indices int64), of one dtype and one device; any strides unless said otherwise; any
+// size may be zero. Symbols as in README: N data, C and D channels, X and Y positions in and out, G blocks of a factor.
+#include "common/stable.h"
+
+STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
+  // y[n,d,y] = sum_c weight_out[d,c,y] (sum_x weight_in[d,c,x] x[n,c,x] + bias_in[d]) + bias_out[y]; x (N,C,X),
+  // weight_in (D,C,X), weight_out (D,C,Y), bias_in (D,), bias_out (Y,) -> contiguous (N,D,Y)
+  m.def("factored_linear(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out) -> Tensor");
+
+  // Gradients of x, weight_in, weight_out, bias_in, bias_out for grad (N,D,Y), contiguous; one not asked for has shape (0,).
+  m.def(
+      "factored_linear_backward(Tensor grad, Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, bool grad_x, "
+      "bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric.
+  m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha) -> ()");
+
+  // factor += alpha sum a a^T over the patches a of x (N,C,H,W) at every output position of a convolution; factor contiguous
+  // (C kh kw, C kh kw) in the order of torch.nn.functional.unfold. Outside the image: wrapped if circular, else zeros.
+  m.def(
+      "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
+      "int[2] dilation, bool circular, float alpha) -> ()");
+
+  // sum_{g,i,j} log(eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), (G,a), (G,b) or (1,b), () -> ()
+  m.def("kron_logdet(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> Tensor");
+
+  // Its partial derivatives, in the shapes of the three inputs.
+  m.def("kron_logdet_gradient(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> (Tensor, Tensor, Tensor)");
+
+  // Its Hessian times (v_in, v_out, v_precision), in the shapes of the three inputs.
+  m.def(
+      "kron_logdet_hvp(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision, Tensor v_in, Tensor v_out, "
+      "Tensor v_precision) -> (Tensor, Tensor, Tensor)");
+
+  // Of the components x[:, :, (i&1)::2, (i>>1)::2], i = 0..3, each image's own one with the largest l_norm (1, 2 or inf), the
+  // first of equals; x (N,C,H,W), H and W even -> contiguous (N,C,H/2,W/2) and the index i (N,).
+  m.def("polyphase_pool(Tensor x, float norm) -> (Tensor, Tensor)");
+
+  // The components named by index (N,), and the transpose of that map: grad (N,C,h,w) -> (N,C,2h,2w), zeros elsewhere.
+  m.def("polyphase_select(Tensor x, Tensor index) -> Tensor");
+  m.def("polyphase_scatter(Tensor grad, Tensor index) -> Tensor");
+}

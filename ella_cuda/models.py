@@ -1,0 +1,94 @@
+"""The network of the paper, for any sum of paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.nn import FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance
+
+# Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
+STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
+HEAD_CHANNELS = 64  # hidden units of the head, in units of the width
+
+
+def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
+    """A 3x3 convolution on a torus; where the stage halves the size, at stride 1 followed by the polyphase choice."""
+    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1, padding_mode="circular")
+    nn.init.kaiming_uniform_(conv.weight, nonlinearity="relu")
+    nn.init.zeros_(conv.bias)
+    return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
+
+
+PATHS: dict[str, Callable[[int, int, int, int], nn.Module]] = {
+    "fc": FullyConnected2d,
+    "f_fc": FactoredLinear2d,
+    "conv": conv_path,
+}
+
+
+class Neyshabur(nn.Module):
+    """Eight relaxed equivariance layers and a fully connected head; see :func:`neyshabur`."""
+
+    def __init__(self, paths: tuple[str, ...], in_channels: int, num_classes: int, width: int, image_size: int) -> None:
+        super().__init__()
+        self.in_channels, self.image_size = in_channels, image_size
+        self.blocks = nn.ModuleList()
+        channels, size = in_channels, image_size
+        for multiple, shrink in STAGES:
+            geometry = (channels, multiple * width, size, size // shrink)
+            self.blocks.append(RelaxedEquivariance({name: PATHS[name](*geometry) for name in paths}))
+            channels, size = multiple * width, size // shrink
+        features = channels * size * size
+        hidden = HEAD_CHANNELS * width
+        self.head = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+        for linear in (self.head[0], self.head[2]):
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, in_channels, image_size, image_size) -> (N, num_classes)``, logits."""
+        if x.dim() != 4 or tuple(x.shape[1:]) != (self.in_channels, self.image_size, self.image_size):
+            raise ValueError(
+                f"x must have shape (N, {self.in_channels}, {self.image_size}, {self.image_size}), got {tuple(x.shape)}."
+            )
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x.flatten(1))
+
+
+def neyshabur(
+    layer: str = "f_fc+conv", in_channels: int = 3, num_classes: int = 10, width: int = 10, image_size: int = 32
+) -> Neyshabur:
+    """The paper's network, after Neyshabur (2020), with every layer a sum of the named paths.
+
+    Eight stages (channels from ``width`` to ``16 * width``, sides ``image_size`` down to ``image_size / 32``), ReLU after each, then two
+    fully connected layers. With ``image_size=32``, ``width=10`` it has 1,771,945 parameters for "f_fc+conv" on 3 channels and 10 classes.
+
+    Args:
+        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``; the names are the paths' names in ``model.blocks[i]``.
+        in_channels: channels of the images.
+        num_classes: K, the number of outputs.
+        width: α, the multiple of all channel counts.
+        image_size: height and width of the images, a multiple of 32.
+
+    Returns:
+        A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
+
+    Raises:
+        ValueError: an unknown or repeated path, or a size that is not positive or not a multiple of 32.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Neyshabur, "Towards learning convolutions from scratch",
+    NeurIPS 2020.
+    """
+    paths = tuple(layer.split("+"))
+    unknown = [p for p in paths if p not in PATHS]
+    if unknown or len(set(paths)) != len(paths):
+        raise ValueError(f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {layer!r}.")
+    for name, value in (("in_channels", in_channels), ("num_classes", num_classes), ("width", width), ("image_size", image_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    if image_size % 32:
+        raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
+    return Neyshabur(paths, in_channels, num_classes, width, image_size)

@@ -1,0 +1,8 @@
+"""Layers that hold, relax or learn a symmetry."""
+
+from ella_cuda.nn.factored import FactoredLinear2d
+from ella_cuda.nn.fully_connected import FullyConnected2d
+from ella_cuda.nn.pooling import PolyphasePool2d
+from ella_cuda.nn.relaxed import RelaxedEquivariance
+
+__all__ = ["FactoredLinear2d", "FullyConnected2d", "PolyphasePool2d", "RelaxedEquivariance"]

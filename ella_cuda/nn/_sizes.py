@@ -1,0 +1,21 @@
+"""Checks that the layers on images share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+Size = int | tuple[int, int]
+
+
+def as_size(name: str, value: Size) -> tuple[int, int]:
+    """``(H, W)`` from one number or a pair; ValueError unless both are positive integers."""
+    size = (value, value) if isinstance(value, int) else tuple(value)
+    if len(size) != 2 or any(not isinstance(s, int) or s < 1 for s in size):
+        raise ValueError(f"{name} must be a positive integer or a pair (height, width) of them, got {value!r}.")
+    return size
+
+
+def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int]) -> None:
+    """ValueError unless x is ``(N, channels, *size)``."""
+    if x.dim() != 4 or tuple(x.shape[1:]) != (channels, *size):
+        raise ValueError(f"{layer}: x must have shape (N, {channels}, {size[0]}, {size[1]}), got {tuple(x.shape)}.")

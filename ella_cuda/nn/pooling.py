@@ -1,0 +1,25 @@
+"""Subsampling that keeps a network strictly equivariant."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ella_cuda import ops
+
+
+class PolyphasePool2d(nn.Module):
+    """Subsample by two, keeping for each image the polyphase component with the largest norm: ``(N, C, H, W) -> (N, C, H/2, W/2)``.
+
+    See :func:`ella_cuda.ops.polyphase_pool` for the arguments, errors and source.
+    """
+
+    def __init__(self, norm: float = 2) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, H, W) -> (N, C, H/2, W/2)``."""
+        return ops.polyphase_pool(x, self.norm)
+
+    def extra_repr(self) -> str:
+        return f"norm={self.norm}"

@@ -1,0 +1,45 @@
+"""A relaxed equivariance layer: several paths over one input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+
+class RelaxedEquivariance(nn.Module):
+    """The mean of several paths over the same input, each with its own symmetry.
+
+    The prior precision of each path's parameters says how much the path may do; learned from the marginal likelihood, it says how
+    much symmetry the layer wants. Paths are children under their own names: ``layer.conv``, ``layer.f_fc``.
+
+    Args:
+        paths: name -> module; every module maps the layer's input to outputs of one shape.
+
+    Raises:
+        ValueError: no path. In forward: two paths give outputs of different shapes (the message names them).
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 3.4; their released code divides the sum by the number of paths.
+    """
+
+    def __init__(self, paths: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        if not paths:
+            raise ValueError("RelaxedEquivariance: paths must name at least one module, got an empty mapping.")
+        self.path_names = tuple(paths)
+        for name, module in paths.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mean of the paths' outputs."""
+        first, *others = self.path_names
+        total = self.get_submodule(first)(x)
+        for name in others:
+            y = self.get_submodule(name)(x)
+            if y.shape != total.shape:
+                raise ValueError(
+                    f"RelaxedEquivariance: path {name!r} gives shape {tuple(y.shape)} where path {first!r} gives {tuple(total.shape)}; "
+                    "all paths of a layer must agree."
+                )
+            total = total + y
+        return total / len(self.path_names)

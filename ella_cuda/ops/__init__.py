@@ -1,0 +1,20 @@
+"""Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch twin (``<name>_torch``) of the same signature."""
+
+from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
+from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
+from ella_cuda.ops.kron_accumulate import kron_accumulate_, kron_accumulate_torch_
+from ella_cuda.ops.kron_logdet import kron_logdet, kron_logdet_torch
+from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
+
+__all__ = [
+    "conv_kron_accumulate_",
+    "conv_kron_accumulate_torch_",
+    "factored_linear",
+    "factored_linear_torch",
+    "kron_accumulate_",
+    "kron_accumulate_torch_",
+    "kron_logdet",
+    "kron_logdet_torch",
+    "polyphase_pool",
+    "polyphase_pool_torch",
+]

@@ -1,0 +1,167 @@
+"""Make a registered C++ op differentiable everywhere: one definition serves eager autograd, ``torch.compile`` and ``torch.func``.
+
+``torch.library`` covers eager mode, double backward, ``vmap`` and ``torch.compile``, but ``torch.func.grad`` refuses such an op and
+``torch.func.jvp`` silently returns zero tangents. A :class:`torch.autograd.Function` covers all of ``torch.func`` but not
+``torch.compile(fullgraph=True)``. :func:`differentiable` builds both from the same formulas and picks by what is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from ella_cuda._extension import build_info
+
+NAMESPACE = "ella_cuda"
+
+
+def require_backend(name: str, tensor: Tensor) -> None:
+    """Raise a RuntimeError that says how to get one when this build has no kernel for the tensor's device."""
+    device = tensor.device.type
+    if device == "cpu" or device == "meta" or (device == "cuda" and build_info()["cuda"]):
+        return
+    if device == "cuda":
+        raise RuntimeError(
+            f"ella_cuda.ops.{name}: the tensors are on {tensor.device}, but this ella_cuda was built without CUDA. Install the CUDA toolkit "
+            "(nvcc), then `ELLA_CUDA=1 pip install --force-reinstall --no-deps .`; `ella-cuda info` shows what was built."
+        )
+    raise RuntimeError(f"ella_cuda.ops.{name}: expected tensors on cpu or cuda, got {tensor.device}; move them with .to('cpu').")
+
+
+def _transforms_active() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode AD is on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def differentiable(
+    name: str,
+    *,
+    fake: Callable[..., Any],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
+    vmap: Callable[..., Any],
+) -> Callable[..., Any]:
+    """Register the rules of ``torch.ops.ella_cuda.<name>`` and return a callable that uses whichever mechanism applies.
+
+    Args:
+        name: the op's name in ``csrc/schemas.cpp``.
+        fake: shapes, dtypes and strides of the outputs.
+        save: ``save(ctx, inputs, output)``; keeps tensors with :func:`keep`.
+        backward: ``backward(ctx, *grads)`` -> one gradient or None per input; may only call differentiable code.
+        jvp: ``jvp(ctx, *tangents)`` -> tangents of the outputs.
+        vmap: ``vmap(info, in_dims, *inputs)`` -> ``(outputs, out_dims)``, on physical tensors.
+    """
+    op = getattr(getattr(torch.ops, NAMESPACE), name)
+    qualified = f"{NAMESPACE}::{name}"
+    torch.library.register_fake(qualified, fake)
+    torch.library.register_autograd(qualified, backward, setup_context=save)
+    torch.library.register_vmap(qualified, vmap)
+
+    def forward(*args: Any) -> Any:
+        return op(*args)
+
+    function = type(
+        "".join(part.capitalize() for part in name.split("_")),
+        (torch.autograd.Function,),
+        {
+            "generate_vmap_rule": True,
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(save),
+            "backward": staticmethod(backward),
+            "jvp": staticmethod(jvp),
+        },
+    )
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return op(*args)
+        require_backend(name, args[0])
+        return function.apply(*args) if _transforms_active() else op(*args)
+
+    call.__name__ = name
+    return call
+
+
+def keep(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for backward and forward mode alike."""
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def batched_first(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+    """The physical tensor of a vmapped argument with its batch axis in front; an unbatched one as it is."""
+    return tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
+
+
+def map_over_batch(call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The vmap rule of last resort: one call per batch entry, outputs stacked along a new leading axis."""
+    moved = [batched_first(arg, dim) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)]
+    if info.batch_size == 0:
+        raise ValueError(f"ella_cuda.ops.{call.__name__}: expected a vmap axis with at least one entry, got none.")
+    results = [
+        call(*(arg if dim is None else arg[i] for arg, dim in zip(moved, in_dims, strict=True))) for i in range(info.batch_size)
+    ]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    if results[0] is None:
+        return None, None
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def refuse_graph(name: str, **tensors: Tensor) -> None:
+    """Raise ValueError when a tensor of an in-place op carries a graph or a tangent: the op has no derivative.
+
+    Args:
+        name: the op's name, for the message.
+        tensors: the op's tensor arguments by name.
+    """
+    for label, tensor in tensors.items():
+        if tensor.requires_grad and (torch.is_grad_enabled() or label == "factor"):
+            raise ValueError(
+                f"ella_cuda.ops.{name}: {label} requires grad, but {name} writes in place and has no derivative; pass {label}.detach()."
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ValueError(
+                f"ella_cuda.ops.{name}: {label} carries a forward-mode tangent, but {name} has no derivative; pass the primal only."
+            )
+
+
+def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..., Any]) -> Callable[..., None]:
+    """Register the rules of an op that writes its first argument, and return a callable that keeps the version counter honest.
+
+    Autograd notices a tensor changed after it was saved by its version counter, which the dispatcher does not move for such ops.
+    """
+    op = getattr(getattr(torch.ops, NAMESPACE), name)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
+
+    def physical(info: Any, in_dims: tuple[Any, ...], target: Tensor, *rest: Any) -> tuple[Any, Any]:
+        if in_dims[0] is None:
+            raise ValueError(f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too.")
+        return vmap(info, in_dims, target, *rest)
+
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", physical)
+
+    def call(target: Tensor, *rest: Any) -> None:
+        op(target, *rest)
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(target)
+
+    return call
+
+
+def map_in_place_over_batch(op: Callable[..., None], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[None, None]:
+    """One in-place call per batch entry, each on its own slice of the first argument."""
+    moved = [arg.movedim(dim, 0) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
+    for i in range(info.batch_size):
+        entry = [arg[i] if isinstance(dim, int) else arg for arg, dim in zip(moved, in_dims, strict=True)]
+        target = entry[0].contiguous()
+        op(target, *entry[1:])
+        if target.data_ptr() != entry[0].data_ptr():
+            entry[0].copy_(target)
+    return None, None

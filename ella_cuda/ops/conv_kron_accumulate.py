@@ -1,0 +1,102 @@
+"""The input-side Kronecker factor of a convolution, without storing patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ella_cuda.ops._operator import map_in_place_over_batch, refuse_graph, register_in_place, require_backend
+
+Size = int | tuple[int, int]
+
+
+def conv_kron_accumulate_(
+    factor: Tensor,
+    x: Tensor,
+    kernel_size: Size,
+    padding_mode: str = "circular",
+    alpha: float = 1.0,
+    *,
+    stride: Size = 1,
+    padding: Size | None = None,
+    dilation: Size = 1,
+) -> Tensor:
+    """Add ``alpha`` times the sum of ``a a^T`` over all patches ``a`` of ``x`` that a convolution reads.
+
+    Equivalent to :func:`conv_kron_accumulate_torch_`; patches exist one cache-sized tile at a time.
+
+    Args:
+        factor: ``(C*kh*kw, C*kh*kw)``, contiguous, symmetric, in the order of :func:`torch.nn.functional.unfold`; changed in place.
+        x: ``(N, C, H, W)``, the convolution's input.
+        kernel_size: ``k`` or ``(kh, kw)``.
+        padding_mode: "circular" (positions wrap) or "zeros".
+        alpha: weight of the sum.
+        stride: of the convolution.
+        padding: per side; None is ``dilation * (kernel_size - 1) // 2``, which keeps the size for odd kernels.
+        dilation: of the convolution.
+
+    Returns:
+        ``factor``.
+
+    Raises:
+        ValueError: an unknown ``padding_mode``, or a tensor carries a graph or a tangent.
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+
+    Source: Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016, eq. 33 (the
+    expanded sum over positions, KFAC-expand).
+    """
+    geometry = _geometry(kernel_size, padding_mode, stride, padding, dilation)
+    refuse_graph("conv_kron_accumulate_", factor=factor, x=x)
+    require_backend("conv_kron_accumulate_", factor)
+    _accumulate(factor, x, *geometry, float(alpha))
+    return factor
+
+
+def conv_kron_accumulate_torch_(
+    factor: Tensor,
+    x: Tensor,
+    kernel_size: Size,
+    padding_mode: str = "circular",
+    alpha: float = 1.0,
+    *,
+    stride: Size = 1,
+    padding: Size | None = None,
+    dilation: Size = 1,
+) -> Tensor:
+    """Plain-torch twin of :func:`conv_kron_accumulate_`."""
+    kernel, strides, pads, dilations, circular = _geometry(kernel_size, padding_mode, stride, padding, dilation)
+    padded = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular" if circular else "constant")
+    patches = F.unfold(padded, kernel, dilation=dilations, stride=strides).movedim(1, 2).flatten(0, 1)
+    return factor.addmm_(patches.T, patches, alpha=alpha)
+
+
+def _pair(name: str, value: Size, least: int) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or any(not isinstance(v, int) or v < least for v in pair):
+        raise ValueError(f"conv_kron_accumulate_: {name} must be an integer >= {least} or a pair of them, got {value!r}.")
+    return pair
+
+
+def _geometry(
+    kernel_size: Size, padding_mode: str, stride: Size, padding: Size | None, dilation: Size
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], bool]:
+    if padding_mode not in ("circular", "zeros"):
+        raise ValueError(f"conv_kron_accumulate_: padding_mode must be 'circular' or 'zeros', got {padding_mode!r}.")
+    kernel, dilations = _pair("kernel_size", kernel_size, 1), _pair("dilation", dilation, 1)
+    same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilations, strict=True))
+    pads = same if padding is None else _pair("padding", padding, 0)
+    return kernel, _pair("stride", stride, 1), pads, dilations, padding_mode == "circular"
+
+
+def _fake(factor: Tensor, x: Tensor, *geometry: Any) -> None:
+    return None
+
+
+def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:
+    return map_in_place_over_batch(torch.ops.ella_cuda.conv_kron_accumulate_, info, in_dims, args)
+
+
+_accumulate = register_in_place("conv_kron_accumulate_", fake=_fake, vmap=_vmap)

@@ -1,0 +1,227 @@
+"""The factored fully connected map (F-FC) of van der Ouderaa et al. (NeurIPS 2023), eq. 5, as one fused op.
+
+The map is linear in each of ``x``, ``weight_in`` and ``weight_out``, so every derivative of every order is a sum of calls to the
+same two ops, ``factored_linear`` and ``factored_linear_backward``, with tangents in place of arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def factored_linear(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
+) -> Tensor:
+    r"""Fully connected map over positions, factored through one number per pair of channels.
+
+    .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
+
+    Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate.
+
+    Args:
+        x: ``(N, C, X)``, N inputs of C channels on X positions.
+        weight_in: U, ``(D, C, X)``.
+        weight_out: V, ``(D, C, Y)``.
+        bias_in: ``(D,)`` or None.
+        bias_out: ``(Y,)`` or None.
+
+    Returns:
+        ``(N, D, Y)``, contiguous, of x's dtype (float32 or float64).
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+
+    Source: van der Ouderaa, Immer, van der Wilk, "Learning Layer-wise Equivariances Automatically using Gradients", NeurIPS 2023, eq. 5.
+    """
+    return _forward(x, weight_in, weight_out, bias_in, bias_out)
+
+
+def factored_linear_torch(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
+) -> Tensor:
+    """Plain-torch twin of :func:`factored_linear`."""
+    z = torch.einsum("ncx,dcx->ndc", x, weight_in)
+    if bias_in is not None:
+        z = z + bias_in[:, None]
+    y = torch.einsum("ndc,dcy->ndy", z, weight_out)
+    return y if bias_out is None else y + bias_out
+
+
+def _tangent(
+    x: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    bias_in: Tensor | None,
+    x_t: Tensor | None,
+    weight_in_t: Tensor | None,
+    weight_out_t: Tensor | None,
+    bias_in_t: Tensor | None,
+    bias_out_t: Tensor | None,
+) -> Tensor:
+    """The directional derivative of ``factored_linear``; a missing tangent is zero. ``(N, D, Y)``."""
+    total = x.new_zeros(()).expand(x.shape[0], weight_in.shape[0], weight_out.shape[2])
+    if x_t is not None:
+        total = total + _forward(x_t, weight_in, weight_out, None, None)
+    if weight_in_t is not None:
+        total = total + _forward(x, weight_in_t, weight_out, None, None)
+    if weight_out_t is not None:
+        total = total + _forward(x, weight_in, weight_out_t, bias_in, None)
+    if bias_in_t is not None:
+        total = total + bias_in_t[:, None] * weight_out.sum(1)
+    if bias_out_t is not None:
+        total = total + bias_out_t
+    return total.contiguous()
+
+
+def _add(total: list[Tensor | None], parts: tuple[Tensor, ...], wanted: tuple[bool, ...]) -> None:
+    for i, (part, want) in enumerate(zip(parts, wanted, strict=False)):
+        if want:
+            total[i] = part if total[i] is None else total[i] + part
+
+
+def _backward_tangent(
+    grad: Tensor,
+    x: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    bias_in: Tensor | None,
+    tangents: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    wanted: tuple[bool, bool, bool, bool],
+) -> list[Tensor | None]:
+    """How the gradients of (x, weight_in, weight_out, bias_in) move with those four arguments, ``grad`` held fixed.
+
+    It is the Hessian of ``<grad, factored_linear>`` times ``tangents``; being symmetric, it serves forward mode over the
+    backward op and the backward of the backward op alike.
+    """
+    x_t, weight_in_t, weight_out_t, bias_in_t = tangents
+    total: list[Tensor | None] = [None] * 4
+
+    def add(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, moved: tuple[bool, bool, bool, bool]) -> None:
+        mask = tuple(w and m for w, m in zip(wanted, moved, strict=True))
+        if any(mask):
+            _add(total, _backward(grad, x, weight_in, weight_out, bias_in, *mask, False), mask)
+
+    if x_t is not None:
+        add(x_t, weight_in, weight_out, None, (False, True, True, False))
+    if weight_in_t is not None:
+        add(x, weight_in_t, weight_out, None, (True, False, True, False))
+    if weight_out_t is not None:
+        add(x, weight_in, weight_out_t, bias_in, (True, True, False, True))
+    if bias_in_t is not None and wanted[2]:
+        moved = (bias_in_t[:, None] * grad.sum(0))[:, None, :].expand_as(weight_out)
+        total[2] = moved if total[2] is None else total[2] + moved
+    return total
+
+
+# factored_linear ------------------------------------------------------------------------------------------------------------
+
+
+def _forward_fake(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight_in.shape[0], weight_out.shape[2])
+
+
+def _forward_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight_in, weight_out, bias_in, _ = inputs
+    keep(ctx, x, weight_in, weight_out, bias_in)
+
+
+def _forward_backward(ctx: Any, grad: Tensor | None) -> Gradients:
+    if grad is None:
+        return None, None, None, None, None
+    x, weight_in, weight_out, bias_in = ctx.saved_tensors
+    wanted = tuple(ctx.needs_input_grad)
+    grads = _backward(grad, x, weight_in, weight_out, bias_in, *wanted)
+    return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
+
+
+def _forward_jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    return _tangent(*ctx.saved_tensors, *tangents)
+
+
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
+    op = torch.ops.ella_cuda.factored_linear
+    x, weight_in, weight_out, bias_in, bias_out = (batched_first(a, d) for a, d in zip(args, in_dims, strict=True))
+    x_dim, *weight_dims, bias_out_dim = in_dims
+    if all(d is None for d in in_dims[1:]):  # one set of weights: the batch joins N
+        y = op(x.flatten(0, 1), weight_in, weight_out, bias_in, bias_out)
+        return y.unflatten(0, x.shape[:2]), 0
+    if x_dim is None:  # one input: the batch joins the output channels
+        size = info.batch_size
+
+        def stack(t: Tensor | None, dim: int | None) -> Tensor | None:
+            return t if t is None else (t.expand(size, *t.shape) if dim is None else t).flatten(0, 1)
+
+        weights = [stack(t, d) for t, d in zip((weight_in, weight_out, bias_in), weight_dims, strict=True)]
+        y = op(x, *weights, None if bias_out_dim is not None else bias_out).unflatten(1, (size, -1))
+        return (y if bias_out is None or bias_out_dim is None else y + bias_out[:, None]), 1
+    return map_over_batch(op, info, in_dims, args)
+
+
+# factored_linear_backward ---------------------------------------------------------------------------------------------------
+
+
+def _backward_fake(
+    grad: Tensor, x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, *wanted: bool
+) -> tuple[Tensor, ...]:
+    d, _, y = weight_out.shape
+    shapes = (x.shape, weight_in.shape, weight_out.shape, (d,), (y,))
+    return tuple(x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted, strict=True))
+
+
+def _backward_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    grad, x, weight_in, weight_out, bias_in, *ctx.wanted = inputs
+    keep(ctx, grad, x, weight_in, weight_out, bias_in)
+
+
+def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    grad, x, weight_in, weight_out, bias_in = ctx.saved_tensors
+    x_t, weight_in_t, weight_out_t, bias_in_t, bias_out_t = (
+        t if want else None for t, want in zip(cotangents, ctx.wanted, strict=True)
+    )
+    needs_grad, *needs = ctx.needs_input_grad[:5]
+    grad_grad = None
+    if needs_grad:
+        grad_grad = _tangent(x, weight_in, weight_out, bias_in, x_t, weight_in_t, weight_out_t, bias_in_t, bias_out_t)
+    others = _backward_tangent(grad, x, weight_in, weight_out, bias_in, (x_t, weight_in_t, weight_out_t, bias_in_t), tuple(needs))
+    return grad_grad, *others, None, None, None, None, None
+
+
+def _backward_jvp(ctx: Any, grad_t: Tensor | None, *tangents: Any) -> tuple[Tensor, ...]:
+    grad, x, weight_in, weight_out, bias_in = ctx.saved_tensors
+    total = _backward_tangent(grad, x, weight_in, weight_out, bias_in, tangents[:4], tuple(ctx.wanted[:4])) + [None]
+    if grad_t is not None:
+        _add(total, _backward(grad_t, x, weight_in, weight_out, bias_in, *ctx.wanted), tuple(ctx.wanted))
+    shapes = _backward_fake(grad, x, weight_in, weight_out, bias_in, *ctx.wanted)
+    return tuple(torch.zeros_like(like) if t is None else t for t, like in zip(total, shapes, strict=True))
+
+
+def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    op = torch.ops.ella_cuda.factored_linear_backward
+    wanted = args[5:]
+    if in_dims[0] is not None and in_dims[2] is None and in_dims[3] is None and not any(wanted[1:]):
+        # Only the gradient of x: it does not read x or bias_in, so the batch joins N and x is a stand-in of the right shape.
+        grad, x = batched_first(args[0], in_dims[0]), batched_first(args[1], in_dims[1])
+        stand_in = x.new_zeros(()).expand(info.batch_size * grad.shape[1], *x.shape[-2:])
+        grad_x, *rest = op(grad.flatten(0, 1), stand_in, args[2], args[3], None, *wanted)
+        return (grad_x.unflatten(0, grad.shape[:2]), *rest), (0, None, None, None, None)
+    return map_over_batch(op, info, in_dims, args)
+
+
+_backward = differentiable(
+    "factored_linear_backward",
+    fake=_backward_fake,
+    save=_backward_save,
+    backward=_backward_backward,
+    jvp=_backward_jvp,
+    vmap=_backward_vmap,
+)
+_forward = differentiable(
+    "factored_linear", fake=_forward_fake, save=_forward_save, backward=_forward_backward, jvp=_forward_jvp, vmap=_forward_vmap
+)

@@ -1,0 +1,58 @@
+"""Streaming accumulation of Kronecker factors, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.ops._operator import refuse_graph, register_in_place, require_backend
+
+
+def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
+    """Add the second moment of ``rows`` to every block of ``factor``: ``factor[g] += alpha * rows[:, g].T @ rows[:, g]``.
+
+    Equivalent to :func:`kron_accumulate_torch_`, at half the products: only one triangle is computed, then mirrored.
+
+    Args:
+        factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.
+        rows: ``(N, G, d)``, any strides.
+        alpha: weight of the sum.
+
+    Returns:
+        ``factor``.
+
+    Raises:
+        ValueError: a tensor carries a graph or a tangent; the op has no derivative.
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+
+    Source: Martens and Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015, eq. 1.
+    """
+    refuse_graph("kron_accumulate_", factor=factor, rows=rows)
+    require_backend("kron_accumulate_", factor)
+    _accumulate(factor, rows, float(alpha))
+    return factor
+
+
+def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
+    """Plain-torch twin of :func:`kron_accumulate_`."""
+    blocks = rows.movedim(1, 0)
+    return factor.baddbmm_(blocks.transpose(1, 2), blocks, alpha=alpha)
+
+
+def _fake(factor: Tensor, rows: Tensor, alpha: float) -> None:
+    return None
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tensor, alpha: float) -> tuple[None, None]:
+    """The batch joins the blocks: every entry has its own factor."""
+    factor = factor.movedim(in_dims[0], 0)
+    rows = rows.expand(info.batch_size, *rows.shape) if in_dims[1] is None else rows.movedim(in_dims[1], 0)
+    joined = factor.reshape(-1, *factor.shape[2:])
+    torch.ops.ella_cuda.kron_accumulate_(joined, rows.movedim(0, 1).flatten(1, 2), alpha)
+    factor.copy_(joined.view_as(factor))  # a copy onto itself where reshape made a view
+    return None, None
+
+
+_accumulate = register_in_place("kron_accumulate_", fake=_fake, vmap=_vmap)

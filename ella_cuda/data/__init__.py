@@ -1,0 +1,22 @@
+"""Image data sets as tensors, the tasks made from them, and a loader that keeps them on one device."""
+
+from ella_cuda.data.dataset import Dataset
+from ella_cuda.data.idx import read_idx
+from ella_cuda.data.loader import TensorLoader
+from ella_cuda.data.preprocess import holdout, normalize, resize, subsample
+from ella_cuda.data.sources import SOURCES, load
+from ella_cuda.data.tasks import TASKS, make_task
+
+__all__ = [
+    "SOURCES",
+    "TASKS",
+    "Dataset",
+    "TensorLoader",
+    "holdout",
+    "load",
+    "make_task",
+    "normalize",
+    "read_idx",
+    "resize",
+    "subsample",
+]

@@ -1,0 +1,64 @@
+"""Minibatches out of tensors that live on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class TensorLoader:
+    """Iterates over minibatches ``(images, labels)`` of data that stay where they are; only the minibatch is copied.
+
+    Every iteration is one epoch. With ``shuffle`` its permutation is drawn on the CPU when the iteration starts, from
+    ``generator`` or else torch's global CPU generator: restoring that generator's state at an epoch boundary repeats
+    the epochs after it, on any device.
+
+    Args:
+        images: ``(N, ...)``, N at least 1.
+        labels: ``(N, ...)``, on the images' device.
+        batch_size: images in a minibatch, at least 1; the last one may be smaller.
+        shuffle: whether each epoch has an order of its own.
+        generator: a CPU generator.
+
+    Attributes:
+        dataset_size: N.
+
+    Raises:
+        ValueError: no data, lengths or devices that differ, a batch size below 1, a generator that is not on the CPU.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        batch_size: int,
+        shuffle: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if len(images) == 0:
+            raise ValueError("images must hold at least one image, got none.")
+        if len(images) != len(labels):
+            raise ValueError(f"images and labels must be equally many, got {len(images)} and {len(labels)}.")
+        if images.device != labels.device:
+            raise ValueError(f"images and labels must be on one device, got {images.device} and {labels.device}.")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(f"generator must be a CPU generator, got one on {generator.device}.")
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.shuffle, self.generator = shuffle, generator
+        self.dataset_size = len(images)
+
+    def __len__(self) -> int:
+        """The number of minibatches of an epoch."""
+        return -(-self.dataset_size // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.shuffle:
+            yield from zip(self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True)
+            return
+        order = torch.randperm(self.dataset_size, generator=self.generator).to(self.images.device)
+        for index in order.split(self.batch_size):
+            yield self.images[index], self.labels[index]

@@ -1,0 +1,175 @@
+"""Where each data set comes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ella_cuda.data.cifar import read_cifar_batch
+from ella_cuda.data.dataset import Dataset
+from ella_cuda.data.draws import stratified_order
+from ella_cuda.data.idx import read_idx
+
+DEFAULT_ROOT = Path("data")
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+DIGITS_TEST_SIZE = 360
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def load(name: str, root: str | os.PathLike[str] | None = None, download: bool = False) -> Dataset:
+    """Load a data set by name.
+
+    Args:
+        name: ``digits`` (the 1797 8x8 images that ship with scikit-learn, split 1437/360 once and for all, classes in
+            proportion), ``mnist``, ``fashion-mnist``, ``cifar10`` or ``cifar100``.
+        root: the folder with the data, laid out as torchvision does (``root/MNIST/raw``, ``root/FashionMNIST/raw``,
+            ``root/cifar-10-batches-py``, ``root/cifar-100-python``), or holding an IDX data set's four files itself,
+            plain or ``.gz``. Default ``data``. Fashion-MNIST is also found where Debian's package
+            ``dataset-fashion-mnist`` puts it.
+        download: fetch what is missing into ``root``, through torchvision.
+
+    Returns:
+        A :class:`Dataset` with pixels in 0..1.
+
+    Raises:
+        ValueError: an unknown name, or a damaged file.
+        FileNotFoundError: the files are not there; the message lists where they were looked for and how to get them.
+        RuntimeError: a download failed.
+    """
+    if name not in SOURCES:
+        raise ValueError(f"name must be one of {', '.join(SOURCES)}, got {name!r}.")
+    return SOURCES[name](DEFAULT_ROOT if root is None else Path(root), download)
+
+
+def _tensors(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], num_classes: int) -> Dataset:
+    (train_images, train_labels), (test_images, test_labels) = train, test
+
+    def images(pixels: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pixels).to(torch.float32).div_(255)
+
+    def labels(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64))
+
+    return Dataset(images(train_images), labels(train_labels), images(test_images), labels(test_labels), num_classes)
+
+
+def _digits(root: Path, download: bool) -> Dataset:
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).to(torch.float32).div_(16)[:, None]
+    labels = torch.from_numpy(bunch.target.astype(np.int64))
+    ids = torch.arange(len(images))
+    order = stratified_order(labels, ids, seed=0, purpose="digits test split")
+    test, train = order[:DIGITS_TEST_SIZE].sort().values, order[DIGITS_TEST_SIZE:].sort().values
+    return Dataset(images[train], labels[train], images[test], labels[test], 10, train, test)
+
+
+def _idx_source(
+    title: str, torchvision_name: str, system_folders: tuple[Path, ...], advice: str
+) -> Callable[[Path, bool], Dataset]:
+    def source(root: Path, download: bool) -> Dataset:
+        folders = (root, root / torchvision_name / "raw", *system_folders)
+        files = _find_idx(folders)
+        if files is None and download:
+            _download(torchvision_name, root)
+            files = _find_idx(folders)
+        if files is None:
+            raise FileNotFoundError(
+                f"{title}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in "
+                f"{', '.join(str(f) for f in folders)}. {advice}"
+            )
+        train_images, train_labels, test_images, test_labels = (read_idx(f) for f in files)
+        for file, array, ndim in zip(
+            files, (train_images, train_labels, test_images, test_labels), (3, 1, 3, 1), strict=True
+        ):
+            if array.ndim != ndim:
+                raise ValueError(f"{file} must have {ndim} dimension(s), got shape {array.shape}.")
+        for images, labels, pair in ((train_images, train_labels, files[:2]), (test_images, test_labels, files[2:])):
+            if len(images) != len(labels):
+                raise ValueError(
+                    f"{pair[0]} has {len(images)} images and {pair[1]} has {len(labels)} labels; they must agree."
+                )
+        return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)
+
+    return source
+
+
+def _find_idx(folders: tuple[Path, ...]) -> list[Path] | None:
+    """The four files of the first folder that has all of them, in the order of IDX_FILES."""
+    for folder in folders:
+        found = [next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None) for name in IDX_FILES]
+        if all(found):
+            return [p for p in found if p is not None]
+    return None
+
+
+def _cifar_source(
+    title: str,
+    torchvision_name: str,
+    folder: str,
+    files: tuple[tuple[str, ...], tuple[str, ...]],
+    label_key: bytes,
+    num_classes: int,
+) -> Callable[[Path, bool], Dataset]:
+    def source(root: Path, download: bool) -> Dataset:
+        paths = [[root / folder / name for name in part] for part in files]
+        missing = [p for part in paths for p in part if not p.is_file()]
+        if missing and download:
+            _download(torchvision_name, root)
+            missing = [p for p in missing if not p.is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{title}: {', '.join(str(p) for p in missing)} not found. Name the folder that holds {folder}/ (the "
+                "python version, unpacked) with --data-dir, or let --download fetch it."
+            )
+        train, test = ([read_cifar_batch(p, label_key) for p in part] for part in paths)
+        joined = [tuple(np.concatenate(arrays) for arrays in zip(*part, strict=True)) for part in (train, test)]
+        return _tensors(*joined, num_classes)
+
+    return source
+
+
+def _download(torchvision_name: str, root: Path) -> None:
+    try:
+        from torchvision import datasets
+    except Exception as error:  # torchvision beside a torch it was not built for fails with errors of many types
+        raise RuntimeError(
+            f"downloading needs torchvision, and importing it failed ({error}). Install the torchvision that belongs "
+            f"to torch {torch.__version__}, or fetch the files yourself."
+        ) from error
+    try:
+        for train in (True, False):
+            getattr(datasets, torchvision_name)(str(root), train=train, download=True)
+    except Exception as error:  # network, disk and checksum errors alike
+        raise RuntimeError(f"downloading {torchvision_name} to {root} failed: {error}") from error
+
+
+SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
+    "digits": _digits,
+    "mnist": _idx_source(
+        "MNIST", "MNIST", (), "Name the folder that holds them with --data-dir, or let --download fetch them."
+    ),
+    "fashion-mnist": _idx_source(
+        "Fashion-MNIST",
+        "FashionMNIST",
+        (DEBIAN_FASHION_MNIST,),
+        "Install them on Debian or Ubuntu with `apt-get install dataset-fashion-mnist`, name the folder that holds "
+        "them with --data-dir, or let --download fetch them.",
+    ),
+    "cifar10": _cifar_source(
+        "CIFAR-10",
+        "CIFAR10",
+        "cifar-10-batches-py",
+        (tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)),
+        b"labels",
+        10,
+    ),
+    "cifar100": _cifar_source(
+        "CIFAR-100", "CIFAR100", "cifar-100-python", (("train",), ("test",)), b"fine_labels", 100
+    ),
+}

@@ -1,0 +1,7 @@
+"""Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
+
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, SecondMoment
+from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.rules import Rule, register
+
+__all__ = ["FactorShape", "KronLaplace", "KroneckerFactor", "Rule", "SecondMoment", "register"]

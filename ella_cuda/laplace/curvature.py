@@ -1,0 +1,184 @@
+"""One batch through the network: forward once, then the columns of the output Hessian's square root back through it.
+
+Only gradients of activations are computed. A layer's forward hook replaces the layer's node in the autograd graph by one that hands
+the gradient, all columns together, to the layer's rule; the rule accumulates its factors and returns the gradient at its input. So
+nothing is kept for all layers at once, and no gradient of a parameter is ever formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.rules import Rule
+
+Pull = Callable[[Tensor], Tensor]
+
+
+class _OnColumns(torch.autograd.Function):
+    """Call ``pull`` on the physical gradient with the column axis in front, whether or not ``vmap`` carries one."""
+
+    @staticmethod
+    def forward(gradient: Tensor, pull: Pull) -> Tensor:
+        return pull(gradient[None])[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], gradient: Tensor, pull: Pull) -> tuple[Tensor, int]:
+        dim = in_dims[0]
+        columns = gradient.expand(info.batch_size, *gradient.shape) if dim is None else gradient.movedim(dim, 0)
+        return pull(columns), 0
+
+
+class _LayerNode(torch.autograd.Function):
+    """Stands in the graph for a layer whose rule differentiates it.
+
+    ``out`` becomes the output itself, not a view or copy of it, so that the next layer may work on it in place. ``anchor`` requires a
+    gradient that is never formed: it makes the engine visit the first layer too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
+        ctx.mark_dirty(out)
+        ctx.rule, ctx.shape = rule, x.shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        rule, shape = ctx.rule, ctx.shape if ctx.needs_input_grad[0] else None
+
+        def pull(columns: Tensor) -> Tensor:
+            pulled = rule.pull_back(columns, shape)
+            return columns.new_zeros(columns.shape[0]) if pulled is None else pulled
+
+        pulled = _OnColumns.apply(gradient, pull)
+        return pulled if shape is not None else None, None, None, None
+
+
+class _OutputTap(torch.autograd.Function):
+    """Identity on a layer's output that shows its gradient to the rule; a copy, so that the next layer may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
+        ctx.rule = rule
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        rule = ctx.rule
+
+        def pull(columns: Tensor) -> Tensor:
+            rule.outputs(columns)
+            return columns
+
+        return _OnColumns.apply(gradient, pull), None, None
+
+
+class CurvaturePass:
+    """The hooks of one fit; see :func:`curvature_pass`.
+
+    Args:
+        model: the network, ``(N, ...) -> (N, K)``.
+        rules: one per layer with trainable parameters, factors allocated.
+        memory_budget: bytes that the gradients of one pass over some of the columns may take.
+    """
+
+    def __init__(self, model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> None:
+        self.model, self.rules, self.memory_budget = model, rules, memory_budget
+        self.calls = {rule: 0 for rule in rules}
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._batch_size = 0
+        self._column_bytes = 0
+        self._called: set[Rule] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
+        self._batch_size, self._column_bytes = x.shape[0], 1
+        self._called.clear()
+        with torch.enable_grad():
+            return self.model(x)
+
+    def backward(self, outputs: Tensor, columns: Tensor) -> None:
+        """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides accumulate."""
+        if not self._called:
+            raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
+        if not outputs.requires_grad:
+            raise ValueError(
+                "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
+            )
+        passes = -(-columns.shape[0] * self._column_bytes // self.memory_budget)
+        chunks = columns.tensor_split(min(max(passes, 1), columns.shape[0]))
+        for i, chunk in enumerate(chunks):
+            last = i + 1 == len(chunks)
+
+            def pull(column: Tensor, keep: bool = not last) -> Tensor:
+                torch.autograd.grad(outputs, self._anchor, column, retain_graph=keep, allow_unused=True)
+                return column.new_zeros(())
+
+            if chunk.shape[0] == 1:
+                pull(chunk[0])
+            else:
+                torch.func.vmap(pull)(chunk)
+
+    def hook(self, rule: Rule) -> Callable[..., Tensor]:
+        """The forward hook of a rule's layer."""
+
+        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            if rule in self._called:
+                raise ValueError(
+                    f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no Kronecker product. "
+                    "Call it once on inputs stacked along a shared dimension, or give each use its own layer."
+                )
+            self._called.add(rule)
+            self.calls[rule] += 1
+            arguments = (*args, *kwargs.values())
+            x = arguments[0]
+            if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != self._batch_size:
+                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise ValueError(
+                    f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. Positions that share "
+                    "weights must be dimensions of their own, not folded into the batch."
+                )
+            size = sum(t.numel() * t.element_size() for t in (x, out) if isinstance(t, Tensor))
+            self._column_bytes = max(
+                self._column_bytes, 2 * size
+            )  # gradients of both, and as much again for temporaries
+            with torch.no_grad():
+                rule.inputs(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+            if rule.differentiates:
+                return _LayerNode.apply(x, out.detach(), self._anchor, rule)
+            return _OutputTap.apply(out, self._anchor, rule)
+
+        return replace
+
+
+@contextmanager
+def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
+    """Evaluation mode, no parameter gradients, and the rules' hooks, for the duration of the context; all restored at its end.
+
+    Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time.
+    """
+    run = CurvaturePass(model, rules, memory_budget)
+    training = [m for m in model.modules() if m.training]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    # First among the hooks: a user's own forward hook then sees, and may change, what comes after the layer.
+    handles = [r.module.register_forward_hook(run.hook(r), prepend=True, with_kwargs=True) for r in rules]
+    try:
+        model.eval()
+        for p in trainable:
+            p.requires_grad_(False)
+        yield run
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p in trainable:
+            p.requires_grad_(True)
+        for m in training:
+            m.training = True

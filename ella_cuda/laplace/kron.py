@@ -1,0 +1,438 @@
+"""The Laplace approximation with Kronecker factors: fit, evidence, effective parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ella_cuda.laplace.curvature import curvature_pass
+from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.rules import Rule, rule_for
+from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.state import load_factors, save_factors
+from ella_cuda.nn import RelaxedEquivariance
+
+FISHERS = ("exact", "mc")
+Value = float | Tensor
+
+
+class KronLaplace:
+    r"""Laplace approximation of a network's posterior with block-Kronecker curvature, one block and one prior precision per parameter tensor.
+
+    Names follow laplace-torch. ``fit`` streams once over the data; the evidence
+
+    .. math:: \log q(D \mid \delta) = \log p(D \mid \theta) - \tfrac12 \sum_l \big( \delta_l \|\theta_l\|^2 + \log|H_l + \delta_l I| - P_l \log \delta_l \big)
+
+    is then a differentiable function of the precisions (and of a Gaussian likelihood's sigma), from eigenvalues computed once per fit.
+    Curvature is that of the network in evaluation mode, the generalised Gauss-Newton matrix with the sum over the data; conventions per layer
+    are in the rules' docstrings. Biases get their exact GGN block, where laplace-torch uses the weight's output factor.
+
+    Args:
+        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front. Parameters that do not require a
+            gradient are constants. Layers are called at most once per forward pass.
+        likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets ``(N, K)``).
+        prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
+        sigma_noise: standard deviation of the Gaussian likelihood; must be 1 for classification.
+        fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
+        resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one per channel, exact
+            for a single data point.
+        memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split accordingly. None chooses: 64 MiB
+            on the CPU, where fresh memory costs more than another pass, 2 GiB elsewhere. The result does not depend on it beyond rounding.
+
+    Raises:
+        TypeError: a layer with trainable parameters has no rule; the message names it and ``ella_cuda.laplace.register``.
+        ValueError: an argument out of range, tied parameters, no trainable parameter.
+
+    Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021; van der Ouderaa et
+    al., NeurIPS 2023, section 4 (factored layers).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str = "classification",
+        prior_precision: Value = 1.0,
+        sigma_noise: Value = 1.0,
+        fisher: str = "exact",
+        resolution: str = "shared",
+        memory_budget: int | None = None,
+    ) -> None:
+        _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+        _check_choice("fisher", fisher, FISHERS)
+        _check_choice("resolution", resolution, RESOLUTIONS)
+        if memory_budget is not None and memory_budget < 1:
+            raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
+        self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
+        self._likelihood = LIKELIHOODS[likelihood]()
+        self._parameters = _trainable(model)
+        self.parameter_names = list(self._parameters)
+        self.n_params = sum(p.numel() for p in self._parameters.values())
+        self._rules = _rules(model, resolution)
+        self._device = next(iter(self._parameters.values())).device
+        self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
+        self.prior_precision = prior_precision
+        self.sigma_noise = sigma_noise
+        self._factors: dict[str, KroneckerFactor] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.n_data = 0
+        self.n_outputs = 0
+        self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
+
+    # fitting ----------------------------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        override: bool = True,
+        progress_bar: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> KronLaplace:
+        """One streaming pass over the data at the model's present parameters.
+
+        The result does not depend on the batch size. An error or an interruption leaves the approximation unfitted.
+
+        Args:
+            loader: yields ``(x, y)``; moved to the model's device batch by batch.
+            override: start anew; False adds to what was fitted before at the same parameters.
+            progress_bar: show one.
+            generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
+
+        Returns:
+            self.
+
+        Raises:
+            ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or parameters changed
+                since the fit that ``override=False`` is to add to.
+            FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
+        """
+        norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
+        if override or self.n_data == 0:
+            self._forget()
+            for rule in self._rules:
+                rule.allocate()
+        elif not torch.equal(norms, self._square_norms):
+            raise ValueError(
+                "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
+            )
+        n_data, statistic = self.n_data, self._statistic
+        self.n_data = 0  # until the pass is complete
+        seen = 0
+        with curvature_pass(self.model, self._rules, self.memory_budget) as run:
+            for x, y in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+                x, y = x.to(self._device), y.to(self._device)
+                outputs = run.forward(x)
+                f = outputs.detach()
+                with torch.no_grad():
+                    self._likelihood.check(f, y)
+                    statistic = statistic + self._likelihood.statistic(f, y)
+                    columns = (
+                        self._likelihood.columns(f)
+                        if self.fisher == "exact"
+                        else self._likelihood.sampled_column(f, generator)
+                    )
+                if x.shape[0]:
+                    run.backward(outputs, columns)
+                seen += x.shape[0]
+                self.n_outputs = f.shape[1]
+                del outputs
+        if not seen:
+            raise ValueError(
+                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such as a DataLoader."
+            )
+        for rule, calls in run.calls.items():
+            if not calls:
+                raise ValueError(
+                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does not use "
+                    "it. If another module uses its parameters directly, register a rule for that module."
+                )
+        self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
+        self._factors = {name: self._factors[name] for name in self.parameter_names}
+        self._check_finite(statistic)
+        for factor in self._factors.values():
+            factor.n_data = n_data + seen
+        self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
+        return self
+
+    def _check_finite(self, statistic: Tensor) -> None:
+        for name, factor in self._factors.items():
+            for side, moment in (("input", factor.input_moment), ("output", factor.output_moment)):
+                if moment is not None and not moment.total.sum().isfinite():
+                    raise FloatingPointError(
+                        f"fit: the {side} side of the factor of {name!r} is not finite; the layer's {'inputs' if side == 'input' else 'output gradients'} "
+                        "overflowed or contain nan. Check the data and the parameters, or use float64."
+                    )
+        if not statistic.isfinite():
+            raise FloatingPointError(
+                "fit: the log likelihood is not finite; the model's outputs or the targets contain inf or nan."
+            )
+
+    def _fitted(self) -> None:
+        if self.n_data == 0:
+            raise RuntimeError("KronLaplace: call fit (successfully) before asking for the evidence or the factors.")
+
+    @property
+    def factors(self) -> Mapping[str, KroneckerFactor]:
+        """Parameter name -> its :class:`KroneckerFactor`, in ``named_parameters()`` order."""
+        self._fitted()
+        return MappingProxyType(self._factors)
+
+    def memory_estimate(self) -> int:
+        """Bytes that the factors will take, known before a fit.
+
+        A linear layer with shared positions needs one output-side factor more, for its bias, which shows only in the data.
+        """
+        return sum(rule.bytes() for rule in self._rules)
+
+    # evidence ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector."""
+        return self._prior_precision
+
+    @prior_precision.setter
+    def prior_precision(self, value: Value) -> None:
+        self._prior_precision = self._precisions(value)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """Standard deviation of the Gaussian likelihood, 0-dim; 1 for classification."""
+        return self._sigma_noise
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: Value) -> None:
+        self._sigma_noise = self._sigma(value)
+
+    def _precisions(self, value: Value) -> Tensor:
+        count = len(self.parameter_names)
+        value = _real("prior_precision", value, self._device)
+        if value.numel() != 1 and tuple(value.shape) != (count,):
+            raise ValueError(
+                f"prior_precision: expected a number or a vector of {count} values, one per trainable parameter tensor "
+                f"({', '.join(self.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
+            )
+        _check_positive("prior_precision", value)
+        return value.reshape(()).expand(count) if value.numel() == 1 else value
+
+    def _sigma(self, value: Value) -> Tensor:
+        value = _real("sigma_noise", value, self._device)
+        if value.numel() != 1:
+            raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
+        _check_positive("sigma_noise", value)
+        if self.likelihood == "classification" and value.item() != 1:
+            raise ValueError(
+                f"sigma_noise belongs to likelihood='regression'; it must be 1 for classification, got {value.item()}."
+            )
+        return value.reshape(())
+
+    def _log_likelihood(self, sigma: Tensor) -> Tensor:
+        self._fitted()
+        return self._likelihood.log_likelihood(self._statistic, self.n_data * self.n_outputs, sigma)
+
+    def _scatter(self, precision: Tensor) -> Tensor:
+        self._fitted()
+        return (precision * self._square_norms).sum()
+
+    def _log_det_prior(self, precision: Tensor) -> Tensor:
+        sizes = torch.tensor([p.numel() for p in self._parameters.values()], dtype=torch.float64, device=self._device)
+        return (sizes * precision.log()).sum()
+
+    def _log_det_posterior(self, precision: Tensor, sigma: Tensor) -> Tensor:
+        self._fitted()
+        scale = sigma**-2
+        return torch.stack(
+            [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
+        ).sum()
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """``log p(D | theta)`` summed over the data, 0-dim float64."""
+        return self._log_likelihood(self.sigma_noise)
+
+    @property
+    def scatter(self) -> Tensor:
+        """``sum_l delta_l ||theta_l||^2``, theta at the fit, 0-dim float64."""
+        return self._scatter(self.prior_precision)
+
+    @property
+    def log_det_prior_precision(self) -> Tensor:
+        """``sum_l P_l log delta_l``, 0-dim float64."""
+        return self._log_det_prior(self.prior_precision)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """``sum_l log|H_l + delta_l I|``, 0-dim float64."""
+        return self._log_det_posterior(self.prior_precision, self.sigma_noise)
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """``log_det_posterior_precision - log_det_prior_precision``."""
+        return self.log_det_posterior_precision - self.log_det_prior_precision
+
+    def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
+        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable in both arguments.
+
+        Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
+
+        Args:
+            prior_precision: a number, or one value per parameter tensor; None is ``self.prior_precision``.
+            sigma_noise: None is ``self.sigma_noise``.
+
+        Raises:
+            ValueError: a value is not positive and finite, or of a wrong shape.
+            RuntimeError: not fitted.
+            FloatingPointError, ArithmeticError: a factor is not finite, or has an eigenvalue negative beyond rounding.
+
+        Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
+        """
+        precision = self.prior_precision if prior_precision is None else self._precisions(prior_precision)
+        sigma = self.sigma_noise if sigma_noise is None else self._sigma(sigma_noise)
+        log_det_ratio = self._log_det_posterior(precision, sigma) - self._log_det_prior(precision)
+        return self._log_likelihood(sigma) - 0.5 * (log_det_ratio + self._scatter(precision))
+
+    # effective parameters ---------------------------------------------------------------------------------------------------
+
+    def effective_parameters(self) -> dict[str, float]:
+        r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.
+
+        Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
+        """
+        self._fitted()
+        scale = self.sigma_noise.detach() ** -2
+        pairs = zip(self._factors.values(), self.prior_precision.detach().unbind(), strict=True)
+        gammas = torch.stack([f.effective_parameters(d, scale) for f, d in pairs])
+        return dict(zip(self.parameter_names, gammas.tolist(), strict=True))
+
+    def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
+        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective parameters.
+
+        Shares sum to 1. Where no path has any (dead layer), all shares are nan.
+        """
+        gammas = self.effective_parameters()
+        result = {}
+        for layer, module in self.model.named_modules():
+            if isinstance(module, RelaxedEquivariance):
+                prefix = f"{layer}." if layer else ""
+                sums = {
+                    path: math.fsum(g for name, g in gammas.items() if name.startswith(f"{prefix}{path}."))
+                    for path in module.path_names
+                }
+                total = math.fsum(sums.values())
+                result[layer] = {path: value / total if total > 0 else math.nan for path, value in sums.items()}
+        return result
+
+    def layer_types(self) -> dict[str, str]:
+        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, the first of equals."""
+        return {
+            layer: max(shares, key=lambda path: shares[path])
+            for layer, shares in self.relative_effective_parameters().items()
+        }
+
+    # saving -----------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with ``weights_only=True``."""
+        return {
+            "likelihood": self.likelihood,
+            "fisher": self.fisher,
+            "resolution": self.resolution,
+            "parameter_names": list(self.parameter_names),
+            "prior_precision": self.prior_precision.detach().clone(),
+            "sigma_noise": self.sigma_noise.detach().clone(),
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "statistic": self._statistic.clone(),
+            "square_norms": self._square_norms.clone(),
+            "factors": save_factors(self._factors) if self.n_data else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, for the same model and settings; the model's parameters are not part of it.
+
+        Raises:
+            ValueError: an entry is missing or does not fit this object; nothing is changed then.
+        """
+        missing = sorted(self.state_dict().keys() - state.keys())
+        if missing:
+            raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
+        for key in ("likelihood", "fisher", "resolution", "parameter_names"):
+            if state[key] != getattr(self, key):
+                raise ValueError(
+                    f"load_state_dict: {key} is {state[key]!r} in the state, but {getattr(self, key)!r} here."
+                )
+        precision, sigma = self._precisions(state["prior_precision"]), self._sigma(state["sigma_noise"])
+        if state["n_data"]:
+            load_factors(self._rules, state["factors"], state["n_data"])
+        self._prior_precision, self._sigma_noise = precision, sigma
+        self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
+        self._factors = {name: self._factors[name] for name in self.parameter_names} if state["n_data"] else {}
+        self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
+        self._statistic, self._square_norms = (
+            state["statistic"].to(self._device),
+            state["square_norms"].to(self._device),
+        )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _real(name: str, value: Value, device: torch.device) -> Tensor:
+    """A float64 tensor on the device, still attached to the graph of what was given."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
+    return torch.as_tensor(value).to(device, torch.float64)
+
+
+def _check_positive(name: str, value: Tensor) -> None:
+    if not ((value > 0) & value.isfinite()).all():
+        raise ValueError(f"{name}: expected positive finite values, got {value.detach().flatten().tolist()}.")
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name; ValueError when there are none, two names share one, or they are spread over devices or of a wrong dtype."""
+    parameters: dict[str, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if not p.requires_grad:
+            continue
+        if id(p) in names:
+            raise ValueError(
+                f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker product. Untie them (give each "
+                "layer its own copy), or freeze it."
+            )
+        names[id(p)] = name
+        parameters[name] = p
+    if not parameters:
+        raise ValueError(
+            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are none)."
+        )
+    for name, p in parameters.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with model.float()."
+            )
+    devices = {str(p.device) for p in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(f"KronLaplace: the parameters must be on one device, found {', '.join(sorted(devices))}.")
+    return parameters
+
+
+def _rules(model: nn.Module, resolution: str) -> list[Rule]:
+    """One rule per module that itself holds trainable parameters."""
+    return [
+        rule_for(module, name, resolution)
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    ]

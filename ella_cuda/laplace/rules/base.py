@@ -1,0 +1,211 @@
+"""The interface of a curvature rule and the registry of rules."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, SecondMoment
+
+RESOLUTIONS = ("shared", "per_channel")
+
+
+class Rule(ABC):
+    """Turns one layer's inputs and output gradients into the Kronecker factors of its parameters.
+
+    Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A rule with
+    ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`; otherwise autograd does.
+
+    Attributes:
+        module: the layer.
+        name: its name in the model.
+        resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing so.
+        factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
+
+    Args:
+        module: the layer.
+        name: its name in the model, "" for the model itself.
+        resolution: "shared" or "per_channel".
+
+    Raises:
+        TypeError: the layer has trainable parameters that the rule does not know.
+        ValueError: the rule cannot handle this layer's configuration, or its shapes contradict the parameters.
+    """
+
+    differentiates: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
+        self.module, self.name, self.resolution = module, name, resolution
+        self.factors: dict[str, KroneckerFactor] = {}
+        self.trainable = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+        known = self.shapes()
+        for parameter in self.trainable:
+            if parameter not in known:
+                raise TypeError(
+                    f"{self.label} has the trainable parameter {parameter!r}, which {type(self).__name__} does not know (it knows "
+                    f"{', '.join(known)}). Write a rule for this layer with ella_cuda.laplace.register, or freeze the parameter."
+                )
+            size = getattr(module, parameter).numel()
+            if known[parameter].numel != size:
+                raise ValueError(
+                    f"{type(self).__name__}.shapes gives {parameter!r} of {self.label} {known[parameter].numel} elements "
+                    f"({known[parameter]}), but the parameter has {size}."
+                )
+
+    @property
+    def label(self) -> str:
+        """The layer's name and type, for messages."""
+        return f"layer {self.name or '(the model itself)'!r} ({type(self.module).__name__})"
+
+    @abstractmethod
+    def shapes(self) -> dict[str, FactorShape]:
+        """Sizes of the factors of every parameter the rule knows; called before anything is allocated."""
+
+    @abstractmethod
+    def inputs(self, *args: Tensor) -> None:
+        """Accumulate the input side from the layer's arguments, ``(N, ...)``.
+
+        Add to ``self.factors[name].input_moment`` the rows whose outer products, divided by the number of data points, give A.
+        """
+
+    def outputs(self, gradient: Tensor) -> None:
+        """Accumulate the output side from K gradients at the layer's output, ``(K, N, ...)``, of the output's shape after K.
+
+        Add to ``self.factors[name].output_moment`` the rows whose outer products, summed over the data and K, give B.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} must define outputs (or pull_back, with differentiates = True)."
+        )
+
+    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        """As :meth:`outputs`, and return the gradient at the layer's input, ``(K, *input_shape)``, unless ``input_shape`` is None."""
+        raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define pull_back.")
+
+    def shares_outputs(self) -> dict[str, str]:
+        """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
+        return {}
+
+    def allocate(self) -> None:
+        """Start from zero factors."""
+        shapes, shared = self.shapes(), self.shares_outputs()
+        moments: dict[str, SecondMoment] = {}
+        self.factors = {}
+        for parameter in self.trainable:
+            shape, tensor, label = shapes[parameter], getattr(self.module, parameter), self.full_name(parameter)
+            if parameter not in shared:
+                moments[parameter] = SecondMoment(shape.output_groups, shape.outputs, tensor, f"{label} (output side)")
+            inputs = (
+                None
+                if shape.constant_input
+                else SecondMoment(shape.groups, shape.inputs, tensor, f"{label} (input side)")
+            )
+            self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
+
+    def bytes(self) -> int:
+        """What the factors will take."""
+        shapes, shared = self.shapes(), self.shares_outputs()
+        total = 0
+        for parameter in self.trainable:
+            shape, size = shapes[parameter], getattr(self.module, parameter).element_size()
+            total += 0 if shape.constant_input else size * shape.groups * shape.inputs**2
+            total += 0 if parameter in shared else size * shape.output_groups * shape.outputs**2
+        return total
+
+    def full_name(self, parameter: str) -> str:
+        """The parameter's name in the model."""
+        return f"{self.name}.{parameter}" if self.name else parameter
+
+
+RuleType = TypeVar("RuleType", bound=type[Rule])
+_RULES: dict[type[nn.Module], type[Rule]] = {}
+
+# What a subclass may define anew without changing what the layer computes.
+_HARMLESS = {
+    "__init__",
+    "__repr__",
+    "extra_repr",
+    "reset_parameters",
+    "__module__",
+    "__doc__",
+    "__qualname__",
+    "__annotations__",
+} | {
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__constants__",
+    "__dict__",
+    "__weakref__",
+    "__parameters__",
+}
+
+
+def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
+    """Class decorator: use the decorated :class:`Rule` for layers of ``module_class``.
+
+    It serves exactly this class and those subclasses that change nothing but construction and printing. Registering a class again
+    replaces its rule.
+
+    Example::
+
+        @ella_cuda.laplace.register(MyScale)
+        class MyScaleRule(ella_cuda.laplace.Rule):
+            def shapes(self): ...
+            def inputs(self, x): ...
+            def outputs(self, gradient): ...
+
+    Raises:
+        TypeError: ``module_class`` is no Module class, or the decorated class no Rule.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(
+            f"register: expected a subclass of torch.nn.Module, got {module_class!r}; write @register(MyLayer)."
+        )
+
+    def decorate(rule: RuleType) -> RuleType:
+        if not (isinstance(rule, type) and issubclass(rule, Rule)):
+            raise TypeError(
+                f"register({module_class.__name__}): expected a subclass of ella_cuda.laplace.Rule, got {rule!r}."
+            )
+        _RULES[module_class] = rule
+        return rule
+
+    return decorate
+
+
+def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
+    """The rule of a layer with trainable parameters.
+
+    Raises:
+        TypeError: no rule is registered for its class; the message names the layer, the reason and ``ella_cuda.laplace.register``.
+        ValueError: the rule cannot handle this layer's configuration.
+    """
+    kind = type(module)
+    for ancestor in kind.__mro__:
+        if ancestor not in _RULES:
+            continue
+        changed = sorted(_overrides(kind, ancestor))
+        if not changed:
+            return _RULES[ancestor](module, name, resolution)
+        raise TypeError(
+            f"layer {name or '(the model itself)'!r} is a {kind.__name__}, a subclass of {ancestor.__name__} that overrides "
+            f"{', '.join(changed)}; the rule of {ancestor.__name__} may be wrong for it. Register one for {kind.__name__} with "
+            f"@ella_cuda.laplace.register({kind.__name__})."
+        )
+    parameters = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+    raise TypeError(
+        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. Write "
+        f"one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the parameters with requires_grad_(False). "
+        f"Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
+    )
+
+
+def _overrides(kind: type, ancestor: type) -> set[str]:
+    """Names that ``kind`` or a class between it and ``ancestor`` redefines, of those that ``ancestor`` has."""
+    between = kind.__mro__[: kind.__mro__.index(ancestor)]
+    return {n for c in between for n in vars(c) if hasattr(ancestor, n)} - _HARMLESS

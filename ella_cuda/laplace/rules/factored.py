@@ -1,0 +1,71 @@
+"""Factored fully connected layers (F-FC)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.nn import FactoredLinear2d
+
+
+@register(FactoredLinear2d)
+class FactoredLinear2dRule(Rule):
+    """:class:`ella_cuda.nn.FactoredLinear2d`. With z the numbers between the two maps and dz their gradients:
+
+    ``weight_in`` U[d,c,x]: C blocks, A_c = mean over data of x[n,c,:] x[n,c,:]ᵀ; B = 1/C of the sum over data and c of dz[n,:,c] dz[n,:,c]ᵀ, or with
+    resolution "per_channel" one B_c without the mean; block index (x, d).
+    ``weight_out`` V[d,c,y]: D blocks, A_d = mean over data of z[n,d,:] z[n,d,:]ᵀ; B = 1/D of the sum over data and d of g[n,d,:] g[n,d,:]ᵀ, or one B_d;
+    block index (c, y).
+    ``bias_in``, ``bias_out``: the exact GGN blocks, from the sums of dz over c and of g over d.
+
+    The block structure of A is exact: a channel's input is zero outside its own slice of the weights.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
+    """
+
+    differentiates = True
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        c, d, x, y = m.in_channels, m.out_channels, m.weight_in[0, 0].numel(), m.weight_out[0, 0].numel()
+        per_channel = self.resolution == "per_channel"
+        shapes = {
+            "weight_in": FactorShape(c, x, d, c if per_channel else 1),
+            "weight_out": FactorShape(d, c, y, d if per_channel else 1),
+        }
+        return shapes | {"bias_in": FactorShape.bias(d), "bias_out": FactorShape.bias(y)}
+
+    def inputs(self, x: Tensor) -> None:
+        m = self.module
+        x = x.flatten(2)
+        if "weight_in" in self.factors:
+            self.factors["weight_in"].input_moment.add(x)
+        if "weight_out" in self.factors:
+            z = torch.bmm(x.transpose(0, 1), m.weight_in.detach().flatten(2).permute(1, 2, 0))  # (C, N, D)
+            if m.bias_in is not None:
+                z += m.bias_in.detach()
+            self.factors["weight_out"].input_moment.add(z.permute(1, 2, 0))
+
+    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        m, factors = self.module, self.factors
+        columns, g = gradient.shape[0], gradient.flatten(3).flatten(0, 1)  # (KN, D, Y)
+        per_channel = self.resolution == "per_channel"
+        if "weight_out" in factors:
+            rows, alpha = (g, 1.0) if per_channel else (g.reshape(-1, 1, g.shape[2]), 1 / g.shape[1])
+            factors["weight_out"].output_moment.add(rows, alpha)
+        if "bias_out" in factors:
+            factors["bias_out"].output_moment.add(g.sum(1, keepdim=True))
+        if input_shape is None and not {"weight_in", "bias_in"} & factors.keys():
+            return None
+        dz = torch.bmm(g.transpose(0, 1), m.weight_out.detach().flatten(2).transpose(1, 2))  # (D, KN, C)
+        if "weight_in" in factors:
+            rows, alpha = (dz.permute(1, 2, 0), 1.0) if per_channel else (dz.flatten(1).t()[:, None], 1 / dz.shape[2])
+            factors["weight_in"].output_moment.add(rows, alpha)
+        if "bias_in" in factors:
+            factors["bias_in"].output_moment.add(dz.sum(2).t()[:, None])
+        if input_shape is None:
+            return None
+        dx = torch.bmm(dz.permute(2, 1, 0), m.weight_in.detach().flatten(2).transpose(0, 1))  # (C, KN, X)
+        return dx.transpose(0, 1).unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))

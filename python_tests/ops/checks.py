@@ -1,0 +1,101 @@
+"""What every op must satisfy, written once: layouts, accuracy, derivatives, transforms, compilation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+
+def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
+    """Equal structure and close numbers; NaN never passes."""
+    actual, expected = tree_leaves(actual), tree_leaves(expected)
+    assert len(actual) == len(expected)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.isfinite(e).all()
+        torch.testing.assert_close(a, e, **tolerances)
+
+
+def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same numbers in every memory layout a user may pass, and (last) numbers repeated with stride 0."""
+    yield "contiguous", tensor.contiguous()
+    order = list(range(tensor.dim()))[::-1]
+    yield "reversed axes", tensor.permute(order).contiguous().permute(order)
+    padded = torch.full([2 * s + 1 for s in tensor.shape], float("nan"), dtype=tensor.dtype, device=tensor.device)
+    window = padded[tuple(slice(1, 2 * s + 1, 2) for s in tensor.shape)]
+    window.copy_(tensor)
+    yield "every second element of a larger tensor", window
+    if tensor.dim() and tensor.shape[0]:
+        yield "first axis expanded", tensor[:1].expand_as(tensor)
+
+
+def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
+    """The accuracy rule: error against float64 at most twice that of plain torch in the same precision.
+
+    Where torch happens to round luckily on a handful of numbers, a few units in the last place are allowed.
+    """
+    assert torch.isfinite(actual).all()
+    if actual.dtype == torch.float64:  # nothing more precise to compare with
+        assert_same(actual, exact, rtol=1e-11, atol=1e-13 * float(exact.abs().max()) if exact.numel() else 0.0)
+        return
+    error, allowed = (actual.double() - exact).abs().max(), (twin.double() - exact).abs().max()
+    floor = 4 * torch.finfo(actual.dtype).eps * exact.abs().max()
+    assert error <= max(2 * allowed, floor), f"error {error:.3e}, torch's {allowed:.3e}"
+
+
+def check_derivatives(function: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
+    """First and second derivatives in reverse and forward mode against finite differences, batched gradients included."""
+    torch.autograd.gradcheck(function, args, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    torch.autograd.gradgradcheck(function, args, check_batched_grad=True, check_fwd_over_rev=True)
+
+
+def check_func_transforms(function: Callable[..., Tensor], twin: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
+    """jvp, vjp, jacrev, jacfwd, hessian and reverse over reverse agree with the twin's."""
+    where = tuple(range(len(args)))
+    tangents = tuple(torch.randn_like(a) for a in args)
+
+    def cubed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *a: (f(*a) ** 3).sum()
+
+    assert_same(torch.func.jvp(function, args, tangents), torch.func.jvp(twin, args, tangents))
+    cotangent = torch.randn_like(function(*args))
+    assert_same(torch.func.vjp(function, *args)[1](cotangent), torch.func.vjp(twin, *args)[1](cotangent))
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        assert_same(transform(function, where)(*args), transform(twin, where)(*args))
+    expected = torch.func.hessian(cubed(twin), where)(*args)
+    assert_same(torch.func.hessian(cubed(function), where)(*args), expected)
+    assert_same(torch.func.jacrev(torch.func.jacrev(cubed(function), where), where)(*args), expected)
+    zero = tuple(torch.zeros_like(a) for a in args)
+    assert torch.func.jvp(function, args, tangents)[1].abs().max() > 0, "a tangent was lost"
+    assert_same(torch.func.jvp(function, args, zero)[1], torch.zeros_like(cotangent))
+
+
+def check_vmap(function: Callable[..., Tensor], args: tuple[Tensor, ...], batch: int = 3) -> None:
+    """vmap over every subset of the arguments, with the axis in front and at the back, equals a loop."""
+    for subset in itertools.product((False, True), repeat=len(args)):
+        if not any(subset):
+            continue
+        for last in (False, True):
+            batched = [
+                torch.stack([a + 0.1 * i * torch.rand_like(a) for i in range(batch)], dim=-1 if last else 0) if chosen else a
+                for a, chosen in zip(args, subset, strict=True)
+            ]
+            dims = tuple((-1 if last else 0) if chosen else None for chosen in subset)
+            loop = [
+                function(*(b.select(d, i) if d is not None else b for b, d in zip(batched, dims, strict=True))) for i in range(batch)
+            ]
+            assert_same(torch.func.vmap(function, dims)(*batched), torch.stack(loop))
+
+
+def check_compile(function: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
+    """One graph, forward and backward, same numbers as eager."""
+    args = tuple(a.detach().clone().requires_grad_() for a in args)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: function(*a) * 2, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*args), function(*args) * 2)
+    gradients = torch.autograd.grad(compiled(*args).square().sum(), args)
+    assert_same(gradients, torch.autograd.grad((function(*args) * 2).square().sum(), args))

@@ -1,0 +1,117 @@
+"""ella_cuda.ops.conv_kron_accumulate_ against patches gathered one index at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from python_tests.ops import checks
+
+GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode
+    (3, 1, None, 1, "circular"),
+    (3, 1, None, 1, "zeros"),
+    (1, 1, None, 1, "circular"),
+    ((3, 2), (2, 1), (1, 0), 1, "zeros"),
+    (3, 2, 1, 1, "circular"),
+    (3, 1, 2, 2, "circular"),
+    (3, (1, 2), 0, (1, 2), "zeros"),
+    (5, 1, None, 1, "circular"),
+]
+
+
+def pair(value: int | tuple[int, int]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else value
+
+
+def explicit(x: Tensor, kernel, stride, padding, dilation, mode) -> Tensor:
+    """sum of a a^T, a[(c, i, j)] = x[n, c, s p + dil i - pad, ...], by plain indexing."""
+    kernel, stride, dilation = pair(kernel), pair(stride), pair(dilation)
+    pads = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if padding is None else pair(padding)
+    n, c, *size = x.shape
+    out = [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, p, d, k, t in zip(size, pads, dilation, kernel, stride, strict=True)]
+    total = torch.zeros(c * kernel[0] * kernel[1], c * kernel[0] * kernel[1], dtype=torch.float64)
+    source = x.double().cpu()
+    for image, p, q in itertools.product(range(n), range(out[0]), range(out[1])):
+        patch = torch.zeros(c, *kernel, dtype=torch.float64)
+        for i, j in itertools.product(range(kernel[0]), range(kernel[1])):
+            r, s = stride[0] * p + dilation[0] * i - pads[0], stride[1] * q + dilation[1] * j - pads[1]
+            if mode == "circular" or (0 <= r < size[0] and 0 <= s < size[1]):
+                patch[:, i, j] = source[image, :, r % size[0], s % size[1]]
+        total += torch.outer(patch.flatten(), patch.flatten())
+    return total.to(x.device)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_sum_over_patches(geometry, dtype, device):
+    kernel, stride, padding, dilation, mode = geometry
+    x = torch.randn(2, 2, 5, 6, dtype=torch.float64).to(device, dtype)
+    d = 2 * pair(kernel)[0] * pair(kernel)[1]
+    start = torch.randn(d, d, dtype=torch.float64).to(device, dtype)
+    start = start + start.T
+    ours, twin = start.clone(), start.clone()
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    assert ops.conv_kron_accumulate_(ours, x, kernel, mode, 0.3, **options) is ours
+    ops.conv_kron_accumulate_torch_(twin, x, kernel, mode, 0.3, **options)
+    checks.error_at_most_twice(ours, twin, start.double() + 0.3 * explicit(x, *geometry))
+    assert torch.equal(ours, ours.T)
+
+
+def test_image_smaller_than_the_kernel(device):
+    x = torch.randn(3, 2, 2, 2, dtype=torch.float64, device=device)  # the network's last stage: 3x3 on 2x2
+    factor = torch.zeros(18, 18, dtype=torch.float64, device=device)
+    checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
+
+
+def test_many_positions(device):
+    x = torch.randn(3, 3, 33, 31, dtype=torch.float64, device=device)
+    factor = torch.zeros(27, 27, dtype=torch.float64, device=device)
+    checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
+
+
+def test_every_layout(device):
+    x = torch.randn(3, 2, 4, 5, dtype=torch.float64, device=device)
+    for _, laid_out in checks.layouts(x):
+        factor = torch.zeros(18, 18, dtype=torch.float64, device=device)
+        checks.assert_same(ops.conv_kron_accumulate_(factor, laid_out, 3), explicit(laid_out, 3, 1, 1, 1, "circular"))
+
+
+def test_no_images(device):
+    factor = torch.ones(18, 18, dtype=torch.float64, device=device)
+    assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), torch.zeros(0, 2, 4, 5, dtype=torch.float64, device=device), 3), factor)
+
+
+def test_errors(device):
+    x = torch.randn(2, 2, 4, 4, dtype=torch.float64, device=device)
+    factor = torch.zeros(18, 18, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match="padding_mode"):
+        ops.conv_kron_accumulate_(factor, x, 3, "reflect")
+    with pytest.raises(ValueError, match="kernel_size"):
+        ops.conv_kron_accumulate_(factor, x, (3, 3, 3))
+    with pytest.raises(ValueError, match="stride"):
+        ops.conv_kron_accumulate_(factor, x, 3, stride=0)
+    with pytest.raises(RuntimeError, match="factor"):
+        ops.conv_kron_accumulate_(factor[:9, :9].contiguous(), x, 3)
+    with pytest.raises(RuntimeError, match="padding"):
+        ops.conv_kron_accumulate_(factor, x, 3, padding=5)
+    with pytest.raises(RuntimeError, match="kernel"):
+        ops.conv_kron_accumulate_(factor, x, 3, "zeros", padding=0, dilation=4)
+    with pytest.raises(ValueError, match="x requires grad"):
+        ops.conv_kron_accumulate_(factor, x.requires_grad_(), 3)
+
+
+def test_vmap_opcheck_compile(device):
+    x = torch.randn(3, 2, 2, 4, 4, dtype=torch.float64, device=device)
+    factors = torch.zeros(3, 18, 18, dtype=torch.float64, device=device)
+    torch.func.vmap(lambda f, image: ops.conv_kron_accumulate_(f, image, 3))(factors, x)
+    checks.assert_same(factors, torch.stack([explicit(image, 3, 1, 1, 1, "circular") for image in x]))
+    raw = (factors[0].clone(), x[0], (3, 3), (1, 1), (1, 1), (1, 1), True, 1.0)
+    torch.library.opcheck(torch.ops.ella_cuda.conv_kron_accumulate_.default, raw)
+    torch._dynamo.reset()
+    written = torch.zeros(18, 18, dtype=torch.float64, device=device)
+    torch.compile(lambda f, image: ops.conv_kron_accumulate_(f, image, 3) + 1, fullgraph=True, backend="aot_eager")(written, x[0])
+    checks.assert_same(written, factors[0])

@@ -1,0 +1,177 @@
+"""ella_cuda.ops.factored_linear against the dense fully connected map it factors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.factored_linear import _backward
+from python_tests.ops import checks
+
+SHAPES = [(3, 2, 4, 5, 3), (1, 1, 1, 1, 1), (2, 3, 1, 7, 1), (5, 1, 3, 1, 9), (33, 17, 9, 4, 1), (7, 5, 6, 70, 65)]  # N, C, D, X, Y
+
+
+def arguments(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    n, c, d, x, y = shape
+    sizes = ((n, c, x), (d, c, x), (d, c, y), (d,), (y,))
+    return tuple(torch.randn(s, dtype=torch.float64).to(device, dtype) for s in sizes)
+
+
+def dense(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None) -> Tensor:
+    """The same map through the dense weight W[d,y,c,x] = V[d,c,y] U[d,c,x] of a fully connected layer, in float64."""
+    x, u, v = x.double(), weight_in.double(), weight_out.double()
+    w = v.permute(0, 2, 1)[:, :, :, None] * u[:, None]  # (D, Y, C, X)
+    result = (w.flatten(2) @ x.flatten(1).T).permute(2, 0, 1)
+    if bias_in is not None:
+        result = result + (bias_in.double()[:, None, None] * v).sum(1)
+    return result if bias_out is None else result + bias_out.double()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_dense_layer(shape, dtype, device):
+    args = arguments(shape, device, dtype)
+    for biases in ((None, None), (args[3], None), (None, args[4]), args[3:]):
+        call = (*args[:3], *biases)
+        checks.error_at_most_twice(ops.factored_linear(*call), ops.factored_linear_torch(*call), dense(*call))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_equal_the_dense_layers(shape, dtype, device):
+    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    grad = torch.randn(shape[0], shape[2], shape[4], dtype=torch.float64).to(device, dtype)
+    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
+    twin = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    exact = torch.autograd.grad(dense(*wide), wide, grad.double())
+    for o, t, e in zip(ours, twin, exact, strict=True):
+        checks.error_at_most_twice(o, t, e)
+
+
+@pytest.mark.parametrize("position", range(5))
+def test_every_layout(position, device):
+    args = list(arguments((4, 3, 5, 6, 7), device))
+    for _, laid_out in checks.layouts(args[position]):
+        call = [*args[:position], laid_out, *args[position + 1 :]]
+        checks.assert_same(ops.factored_linear(*call), dense(*call))
+        leaves = [t.detach().requires_grad_() for t in call]
+        dense_leaves = [t.detach().clone().requires_grad_() for t in call]
+        checks.assert_same(
+            torch.autograd.grad(ops.factored_linear(*leaves).sum(), leaves),  # an expanded gradient
+            torch.autograd.grad(dense(*dense_leaves).sum(), dense_leaves),
+        )
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 3, 0, 4, 5), (2, 3, 4, 0, 5), (2, 3, 4, 5, 0)])
+def test_empty(shape, device):
+    args = [a.requires_grad_() for a in arguments(shape, device)]
+    result = ops.factored_linear(*args)
+    twin = ops.factored_linear_torch(*args)
+    checks.assert_same(result, twin)
+    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(twin.sum(), args))
+
+
+def test_derivatives(device):
+    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
+    checks.check_derivatives(ops.factored_linear, args)
+    checks.check_derivatives(ops.factored_linear, args[:3])
+
+
+def test_derivatives_of_the_backward_op(device):
+    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
+    grad = torch.randn(2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    checks.check_derivatives(lambda *a: _backward(*a, True, True, True, True, True), (grad, *args[:4]))
+    checks.check_derivatives(lambda *a: _backward(*a, True, False, True, True, False)[::2], (grad, *args[:4]))
+
+
+def test_only_what_is_asked_for_is_computed(device):
+    args = arguments((3, 2, 4, 5, 3), device)
+    grad = torch.randn(3, 4, 3, dtype=torch.float64, device=device)
+    everything = _backward(grad, *args[:4], *[True] * 5)
+    for i in range(5):
+        mask = [j == i for j in range(5)]
+        parts = _backward(grad, *args[:4], *mask)
+        assert [p.numel() == 0 for p in parts] == [not m for m in mask]
+        checks.assert_same(parts[i], everything[i])
+
+
+def test_func_transforms(device):
+    args = arguments((2, 2, 3, 3, 2), device)
+    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args)
+    checks.check_func_transforms(ops.factored_linear, ops.factored_linear_torch, args[:3])
+
+
+def test_vmap(device):
+    checks.check_vmap(ops.factored_linear, arguments((2, 3, 4, 5, 2), device), batch=2)
+
+
+def test_vmap_of_the_input_gradient_joins_the_batch(device):
+    """The K columns of the generalised Gauss-Newton are such a vmap; it must be one call, not K."""
+    args = arguments((3, 2, 4, 5, 3), device)
+    x = args[0].requires_grad_()
+    y = ops.factored_linear(*args)
+    columns = torch.randn(6, *y.shape, dtype=torch.float64, device=device)
+
+    def input_gradient(column: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, column, retain_graph=True)[0]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        batched = torch.func.vmap(input_gradient)(columns)
+    calls = [e for e in profile.events() if e.name == "ella_cuda::factored_linear_backward"]
+    assert len(calls) == 2  # the batched call and, inside it, the physical one; a loop over columns would make 1 + 6
+    checks.assert_same(batched, torch.stack([input_gradient(c) for c in columns]))
+
+
+def test_opcheck(device):
+    args = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 3, 2), device))
+    grad = torch.randn(2, 3, 2, dtype=torch.float64, device=device, requires_grad=True)
+    for call in (args, (*args[:3], None, None), tuple(a.detach() for a in args), (args[0].detach(), *args[1:])):
+        torch.library.opcheck(torch.ops.ella_cuda.factored_linear.default, call)
+    for mask in ((True,) * 5, (True, False, True, False, True)):
+        torch.library.opcheck(torch.ops.ella_cuda.factored_linear_backward.default, (grad, *args[:4], *mask))
+
+
+def test_compile(device):
+    checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
+
+
+def test_same_numbers_for_any_number_of_threads():
+    args = [a.requires_grad_() for a in arguments((64, 8, 16, 40, 24), torch.device("cpu"), torch.float32)]
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = ops.factored_linear(*args)
+            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("position", "bad", "words"),
+    [
+        (0, lambda t: t[0], "x"),
+        (1, lambda t: t[:, :, :-1], "weight_in"),
+        (2, lambda t: t[:-1], "weight_out"),
+        (3, lambda t: t[:-1], "bias_in"),
+        (4, lambda t: t[:-1], "bias_out"),
+        (1, lambda t: t.float(), "weight_in"),
+    ],
+)
+def test_errors_name_the_argument(position, bad, words, device):
+    args = list(arguments((3, 2, 4, 5, 3), device))
+    args[position] = bad(args[position])
+    with pytest.raises(RuntimeError, match=words):
+        ops.factored_linear(*args)
+
+
+def test_integers_are_refused(device):
+    args = [a.long() for a in arguments((3, 2, 4, 5, 3), device)]
+    with pytest.raises(RuntimeError, match="float32"):
+        ops.factored_linear(*args)

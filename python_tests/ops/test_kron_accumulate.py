@@ -1,0 +1,123 @@
+"""ella_cuda.ops.kron_accumulate_ against explicit sums of outer products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from python_tests.ops import checks
+
+SHAPES = [(5, 2, 3), (1, 1, 1), (1, 4, 7), (300, 1, 5), (3, 2, 65), (70, 3, 33)]  # N, G, d
+
+
+def outer_products(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
+    return factor.double() + alpha * torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
+
+
+def tensors(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    n, g, d = shape
+    factor = torch.randn(g, d, d, dtype=torch.float64)
+    return (factor + factor.mT).to(device, dtype), torch.randn(n, g, d, dtype=torch.float64).to(device, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_sum_of_outer_products(shape, dtype, device):
+    factor, rows = tensors(shape, device, dtype)
+    ours, twin = factor.clone(), factor.clone()
+    assert ops.kron_accumulate_(ours, rows, 0.7) is ours
+    ops.kron_accumulate_torch_(twin, rows, 0.7)
+    checks.error_at_most_twice(ours, twin, outer_products(factor, rows, 0.7))
+    assert torch.equal(ours, ours.mT)
+
+
+def test_every_layout(device):
+    factor, rows = tensors((6, 3, 5), device)
+    for _, laid_out in checks.layouts(rows):
+        checks.assert_same(ops.kron_accumulate_(factor.clone(), laid_out, 2.0), outer_products(factor, laid_out, 2.0))
+    middle = rows[:, :1].expand_as(rows)  # stride 0 over blocks
+    checks.assert_same(ops.kron_accumulate_(factor.clone(), middle), outer_products(factor, middle, 1.0))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)])
+def test_empty(shape, device):
+    factor, rows = tensors(shape, device)
+    assert torch.equal(ops.kron_accumulate_(factor.clone(), rows), factor)
+
+
+def test_rows_beyond_one_tile_add_up_in_a_fixed_order():
+    factor, rows = tensors((1000, 2, 40), torch.device("cpu"), torch.float32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(ops.kron_accumulate_(factor.clone(), rows))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_a_factor_that_is_not_contiguous_is_refused(device):
+    factor, rows = tensors((4, 2, 3), device)
+    wide = torch.zeros(2, 3, 6, dtype=torch.float64, device=device)[:, :, ::2]
+    with pytest.raises(RuntimeError, match="factor"):
+        ops.kron_accumulate_(wide, rows)
+    with pytest.raises(RuntimeError, match="rows"):
+        ops.kron_accumulate_(factor, rows[:, :, :2])
+    with pytest.raises(RuntimeError, match="rows"):
+        ops.kron_accumulate_(factor, rows.float())
+
+
+def test_graphs_are_refused(device):
+    factor, rows = tensors((4, 2, 3), device)
+    with pytest.raises(ValueError, match="rows requires grad"):
+        ops.kron_accumulate_(factor, rows.clone().requires_grad_())
+    with pytest.raises(ValueError, match="factor requires grad"):
+        ops.kron_accumulate_(factor.clone().requires_grad_(), rows)
+    with pytest.raises(ValueError, match="tangent"):
+        torch.func.jvp(lambda r: ops.kron_accumulate_(factor.clone(), r), (rows,), (rows,))
+    with pytest.raises(ValueError, match="requires grad"):
+        torch.func.grad(lambda r: ops.kron_accumulate_(factor.clone(), r).sum())(rows)
+    with torch.no_grad():
+        ops.kron_accumulate_(factor, rows.clone().requires_grad_())
+
+
+def test_autograd_notices_the_write(device):
+    factor, rows = tensors((4, 2, 3), device)
+    weight = torch.ones(2, 3, 3, dtype=torch.float64, device=device, requires_grad=True)
+    product = weight * factor  # saves factor
+    ops.kron_accumulate_(factor, rows)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, 2), (0, None)])
+def test_vmap_writes_each_entrys_own_factor(dims, device):
+    factor = torch.zeros(4, 2, 3, 3, dtype=torch.float64, device=device)
+    rows = torch.randn(4, 5, 2, 3, dtype=torch.float64, device=device)
+    batched_factor = factor.movedim(0, dims[0]).clone()
+    batched_rows = rows[0] if dims[1] is None else rows.movedim(0, dims[1])
+    torch.func.vmap(lambda f, r: ops.kron_accumulate_(f, r), dims)(batched_factor, batched_rows)
+    expected = torch.stack([outer_products(f, r if dims[1] is not None else rows[0], 1.0) for f, r in zip(factor, rows, strict=True)])
+    checks.assert_same(batched_factor.movedim(dims[0], 0), expected)
+
+
+def test_vmap_over_rows_alone_is_refused(device):
+    factor, rows = tensors((4, 2, 3), device)
+    with pytest.raises(ValueError, match="first argument"):
+        torch.func.vmap(lambda r: ops.kron_accumulate_(factor, r))(rows[None])
+
+
+def test_opcheck(device):
+    factor, rows = tensors((4, 2, 3), device)
+    torch.library.opcheck(torch.ops.ella_cuda.kron_accumulate_.default, (factor, rows, 0.5))
+
+
+def test_compile(device):
+    factor, rows = tensors((4, 2, 3), device)
+    written = factor.clone()
+    torch._dynamo.reset()
+    torch.compile(lambda f, r: ops.kron_accumulate_(f, r) + 1, fullgraph=True, backend="aot_eager")(written, rows)
+    checks.assert_same(written, outer_products(factor, rows, 1.0))

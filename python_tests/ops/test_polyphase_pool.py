@@ -1,0 +1,107 @@
+"""ella_cuda.ops.polyphase_pool against strided slices chosen one image at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from python_tests.ops import checks
+
+OFFSETS = [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def explicit(x: Tensor, norm: float) -> Tensor:
+    chosen = []
+    for image in x:
+        components = [image[:, r::2, s::2] for r, s in OFFSETS]
+        flat = [c.detach().double().abs().flatten() for c in components]
+        sizes = [float({1: f.sum(), 2: f.square().sum(), math.inf: f.max()}[norm]) for f in flat]
+        chosen.append(components[sizes.index(max(sizes))])
+    return torch.stack(chosen)
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_chooses_per_image(norm, dtype, device):
+    x = torch.randn(7, 3, 6, 4, dtype=torch.float64).to(device, dtype)
+    assert torch.equal(ops.polyphase_pool(x, norm), explicit(x, norm))
+    assert torch.equal(ops.polyphase_pool_torch(x, norm), explicit(x, norm))
+    alone = torch.cat([ops.polyphase_pool(image[None], norm) for image in x])
+    assert torch.equal(alone, ops.polyphase_pool(x, norm))
+
+
+@pytest.mark.parametrize("component", range(4))
+def test_order_of_the_components(component, device):
+    x = torch.zeros(1, 1, 4, 4, device=device)
+    row, column = OFFSETS[component]
+    x[0, 0, 2 + row, column] = 1
+    out, index = torch.ops.ella_cuda.polyphase_pool(x, 2.0)
+    assert index.item() == component and out.sum() == 1 and out[0, 0, 1, 0] == 1
+
+
+def test_of_equals_the_first(device):
+    assert torch.ops.ella_cuda.polyphase_pool(torch.ones(2, 1, 4, 4, device=device), 2.0)[1].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shift", [(1, 0), (0, 1), (3, 2), (5, 5)])
+def test_moves_with_the_image(shift, device):
+    """A translation on the torus translates the output by a whole number of its own positions."""
+    x = torch.randn(5, 2, 8, 8, dtype=torch.float64, device=device)
+    before, after = ops.polyphase_pool(x), ops.polyphase_pool(x.roll(shift, (2, 3)))
+    for a, b in zip(before, after, strict=True):
+        rolled = [a.roll((r, s), (1, 2)) for r in range(4) for s in range(4)]
+        assert any(torch.equal(b, candidate) for candidate in rolled)
+
+
+def test_every_layout(device):
+    x = torch.randn(3, 2, 4, 6, dtype=torch.float64, device=device)
+    for _, laid_out in checks.layouts(x):
+        assert torch.equal(ops.polyphase_pool(laid_out), explicit(laid_out, 2))
+        leaf = laid_out.detach().clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(ops.polyphase_pool(leaf).sum(), leaf)
+        (expected,) = torch.autograd.grad(explicit(leaf, 2).sum(), leaf)
+        assert torch.equal(gradient, expected)
+
+
+def test_empty(device):
+    x = torch.zeros(0, 2, 4, 4, device=device, requires_grad=True)
+    assert ops.polyphase_pool(x).shape == (0, 2, 2, 2)
+    assert torch.autograd.grad(ops.polyphase_pool(x).sum(), x)[0].shape == x.shape
+
+
+def test_derivatives_and_transforms(device):
+    x = torch.randn(2, 2, 4, 2, dtype=torch.float64, device=device)
+    leaf = x.clone().requires_grad_()
+    checks.check_derivatives(lambda t: ops.polyphase_pool(t).sin(), (leaf,))
+    checks.check_func_transforms(ops.polyphase_pool, ops.polyphase_pool_torch, (x,))
+    checks.check_vmap(ops.polyphase_pool, (x,))
+    index = torch.tensor([3, 1], device=device)
+    small = torch.randn(2, 2, 2, 1, dtype=torch.float64, device=device)
+    batch = torch.randn(3, 2, 2, 2, 1, dtype=torch.float64, device=device)
+    for name, t, inputs in (("polyphase_scatter", small, batch), ("polyphase_select", x, torch.randn(3, *x.shape, dtype=x.dtype, device=device))):
+        op = getattr(torch.ops.ella_cuda, name)
+        torch.library.opcheck(op.default, (t.clone().requires_grad_(), index))
+        checks.assert_same(torch.func.vmap(op, (0, None))(inputs, index), torch.stack([op(i, index) for i in inputs]))
+    torch.library.opcheck(torch.ops.ella_cuda.polyphase_pool.default, (leaf, 2.0))
+    checks.check_compile(ops.polyphase_pool, (x,))
+
+
+def test_scatter_is_the_transpose_of_select(device):
+    index = torch.tensor([2, 0, 3], device=device)
+    x = torch.randn(3, 2, 4, 6, dtype=torch.float64, device=device)
+    y = torch.randn(3, 2, 2, 3, dtype=torch.float64, device=device)
+    select, scatter = torch.ops.ella_cuda.polyphase_select, torch.ops.ella_cuda.polyphase_scatter
+    checks.assert_same((select(x, index) * y).sum(), (x * scatter(y, index)).sum())
+
+
+def test_errors(device):
+    with pytest.raises(RuntimeError, match="even"):
+        ops.polyphase_pool(torch.zeros(1, 1, 3, 4, device=device))
+    with pytest.raises(RuntimeError, match="x"):
+        ops.polyphase_pool(torch.zeros(1, 4, 4, device=device))
+    with pytest.raises(ValueError, match="norm"):
+        ops.polyphase_pool(torch.zeros(1, 1, 4, 4, device=device), 3)

@@ -1,0 +1,77 @@
+"""The paper's network: sizes, symmetry, independence of images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda.models import neyshabur
+from python_tests.ops.checks import assert_same
+
+
+@pytest.mark.parametrize(
+    ("layer", "in_channels", "count"),
+    [
+        ("fc", 3, 133_635_690),
+        ("conv", 3, 338_770),
+        ("fc+conv", 3, 133_865_010),
+        ("f_fc", 3, 1_542_625),
+        ("f_fc+conv", 3, 1_771_945),
+        ("fc", 1, 112_664_170),
+        ("conv", 1, 338_590),
+        ("f_fc+conv", 1, 1_730_805),
+    ],
+)
+def test_parameter_counts_of_the_paper(layer, in_channels, count):
+    with torch.device("meta"):
+        model = neyshabur(layer, in_channels)
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.parametrize("layer", ["fc", "conv", "f_fc", "f_fc+conv", "fc+f_fc+conv"])
+def test_an_image_does_not_feel_its_neighbours(layer, device):
+    model = neyshabur(layer, 1, 10, width=2).to(device, torch.float64)
+    x = torch.randn(5, 1, 32, 32, dtype=torch.float64, device=device)
+    together = model(x)
+    assert together.shape == (5, 10)
+    assert_same(torch.cat([model(image[None]) for image in x]), together)
+    assert_same(model(torch.cat([x[:1], 100 * x[1:]]))[:1], together[:1])
+
+
+@pytest.mark.parametrize("shift", [(1, 0), (0, 1), (7, 18), (31, 31)])
+def test_convolutional_network_ignores_translations(shift, device):
+    model = neyshabur("conv", 3, 10, width=2).to(device, torch.float64)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, device=device)
+    assert_same(model(x.roll(shift, (2, 3))), model(x), rtol=1e-9, atol=1e-12)
+
+
+def test_relaxed_network_feels_translations():
+    model = neyshabur("f_fc+conv", 3, 10, width=2).double()
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    assert (model(x.roll((3, 5), (2, 3))) - model(x)).abs().max() > 1e-3
+
+
+def test_names_that_users_rely_on():
+    names = dict(neyshabur("f_fc+conv+fc", 1, width=1).named_parameters())
+    for name in ("blocks.0.f_fc.weight_in", "blocks.0.conv.weight", "blocks.1.conv.0.weight", "blocks.7.fc.linear.bias", "head.2.weight"):
+        assert name in names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"layer": "fc+dense"}, "layer must be"),
+        ({"layer": "conv+conv"}, "layer must be"),
+        ({"width": 0}, "width"),
+        ({"num_classes": 2.5}, "num_classes"),
+        ({"image_size": 28}, "multiple of 32"),
+    ],
+)
+def test_errors(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        neyshabur(**arguments)
+
+
+def test_a_batch_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="x must have shape"):
+        neyshabur("conv", 1, width=1)(torch.zeros(2, 1, 28, 28))

@@ -220,7 +220,7 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
             extension.libraries += ["torch", "torch_cpu", "c10"]
             common = ["-std=c++17", TARGET_VERSION, "-O3", "-g0"]
             extension.extra_compile_args = {
-                "cxx": [*common, "-Wall", "-Wextra", "-fvisibility=hidden", "-fno-math-errno"],
+                "cxx": [*common, "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast"],
                 "nvcc": [*common[:-1], "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xcompiler", "-fvisibility=hidden"],
             }
             if toolkit:

@@ -3,9 +3,9 @@
 #undef TORCH_TARGET_VERSION  // the pybind11 that ships inside torch refuses to be compiled against the stable ABI
 #include <pybind11/pybind11.h>
 
-#include "ella_build_info.h"
-
 #include <string>
+
+#include "ella_build_info.h"
 
 namespace py = pybind11;
 

@@ -147,11 +147,11 @@ inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Ten
 // ---- conv_kron_accumulate_ ----
 
 struct ConvGeometry {
-  int64_t N, C, H, W;                             // x
-  int64_t kernel_h, kernel_w;                     // patch
+  int64_t N, C, H, W;          // x
+  int64_t kernel_h, kernel_w;  // patch
   int64_t stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
-  int64_t out_h, out_w;                           // positions of the patches
-  bool circular;                                  // outside the image: wrap, else zeros
+  int64_t out_h, out_w;  // positions of the patches
+  bool circular;         // outside the image: wrap, else zeros
 
   int64_t patch() const { return C * kernel_h * kernel_w; }
   int64_t positions() const { return N * out_h * out_w; }
@@ -181,9 +181,8 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   g.circular = circular;
   check.tensor("factor", factor, {g.patch(), g.patch()}, "(C*kh*kw, C*kh*kw)");
   STD_TORCH_CHECK(factor.is_contiguous(), op, ": factor must be contiguous, it is updated in place");
-  STD_TORCH_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op,
-                  ": circular padding must not exceed the image (", g.H, ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w,
-                  ")");
+  STD_TORCH_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op, ": circular padding must not exceed the image (",
+                  g.H, ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w, ")");
   const int64_t span_h = g.H + 2 * g.padding_h - g.dilation_h * (g.kernel_h - 1) - 1;
   const int64_t span_w = g.W + 2 * g.padding_w - g.dilation_w * (g.kernel_w - 1) - 1;
   STD_TORCH_CHECK(span_h >= 0 && span_w >= 0, op, ": kernel_size (", g.kernel_h, ", ", g.kernel_w, ") with dilation (",

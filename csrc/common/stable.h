@@ -33,11 +33,10 @@
 #define ELLA_REGISTER(KEY, M) STABLE_TORCH_LIBRARY_IMPL(ELLA_LIBRARY, KEY, M)
 
 // Runs the body with `scalar_t` float or double.
-#define ELLA_DISPATCH_FLOATING(TYPE, NAME, ...)                      \
-  THO_DISPATCH_SWITCH(                                               \
-      TYPE, NAME,                                                    \
-      THO_DISPATCH_CASE(torch::headeronly::ScalarType::Float, __VA_ARGS__) \
-          THO_DISPATCH_CASE(torch::headeronly::ScalarType::Double, __VA_ARGS__))
+#define ELLA_DISPATCH_FLOATING(TYPE, NAME, ...)                                            \
+  THO_DISPATCH_SWITCH(TYPE, NAME,                                                          \
+                      THO_DISPATCH_CASE(torch::headeronly::ScalarType::Float, __VA_ARGS__) \
+                          THO_DISPATCH_CASE(torch::headeronly::ScalarType::Double, __VA_ARGS__))
 
 namespace ella {
 

@@ -1,24 +1,87 @@
 #include "../common/checks.h"
+#include "gram.h"
 
 namespace ella {
 namespace {
 
-void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride, std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
-  const auto g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
-  ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
-    scalar_t* f = factor.mutable_data_ptr<scalar_t>();
-    const scalar_t* p = x.const_data_ptr<scalar_t>();
-    const int64_t P = g.patch();
-    std::vector<scalar_t> a(P), sum(P * P);
-    for (int64_t n = 0; n < g.N; ++n) for (int64_t oh = 0; oh < g.out_h; ++oh) for (int64_t ow = 0; ow < g.out_w; ++ow) {
-      for (int64_t c = 0, k = 0; c < g.C; ++c) for (int64_t i = 0; i < g.kernel_h; ++i) for (int64_t j = 0; j < g.kernel_w; ++j, ++k) {
-        int64_t h = oh * g.stride_h + i * g.dilation_h - g.padding_h, w = ow * g.stride_w + j * g.dilation_w - g.padding_w;
-        if (g.circular) h = (h + g.H) % g.H, w = (w + g.W) % g.W;
-        a[k] = h >= 0 && h < g.H && w >= 0 && w < g.W ? p[n * x.stride(0) + c * x.stride(1) + h * x.stride(2) + w * x.stride(3)] : scalar_t(0);
+// Writes pieces of the matrix of patches, a row for every output position of every image, a column for every (c, i, j).
+template <class T>
+class Patches {
+ public:
+  Patches(const Tensor& x, const ConvGeometry& g)
+      : x_(x), data_(x.const_data_ptr<T>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
+
+  // Columns first..first+n of rows k0..k0+count as a panel: column by column, which reads along the image, then transposed.
+  void pack(int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) const {
+    const Buffer<T> columns(x_, n * count);
+    for (int64_t lane = 0; lane < n; ++lane) column(first + lane, k0, count, columns.data() + lane * count);
+    kernels<T>().pack(n, count, columns.data(), count, 1, panel);
+  }
+
+ private:
+  void column(int64_t p, int64_t k0, int64_t count, T* out) const {
+    const int64_t kernel = g_.kernel_h * g_.kernel_w;
+    const int64_t c = p / kernel, i = p % kernel / g_.kernel_w, j = p % g_.kernel_w;
+    const int64_t shift_h = i * g_.dilation_h - g_.padding_h, shift_w = j * g_.dilation_w - g_.padding_w;
+    int64_t row = k0 / g_.out_w, from = k0 % g_.out_w;
+    while (count > 0) {
+      const int64_t length = std::min(count, g_.out_w - from);
+      const int64_t n = row / g_.out_h;
+      int64_t h = row % g_.out_h * g_.stride_h + shift_h;
+      if (g_.circular) h = wrapped(h, g_.H);
+      if (h < 0 || h >= g_.H) {
+        std::fill_n(out, length, T(0));
+      } else {
+        image_row(data_ + n * s0_ + c * s1_ + h * s2_, from * g_.stride_w + shift_w, length, out);
       }
-      for (int64_t i = 0; i < P; ++i) for (int64_t j = 0; j < P; ++j) sum[i * P + j] += a[i] * a[j];
+      out += length;
+      count -= length;
+      from = 0;
+      ++row;
     }
-    for (int64_t i = 0; i < P * P; ++i) f[i] += scalar_t(alpha) * sum[i];
+  }
+
+  // Pixels w, w + stride, ... of one row: outside on the left, inside, outside on the right.
+  void image_row(const T* line, int64_t w, int64_t length, T* out) const {
+    int64_t done = 0;
+    while (done < length) {
+      const int64_t at = w + done * g_.stride_w;
+      if (at < 0 || at >= g_.W) {
+        out[done++] = g_.circular ? line[wrapped(at, g_.W) * s3_] : T(0);
+        continue;
+      }
+      const int64_t inside = std::min(length - done, (g_.W - 1 - at) / g_.stride_w + 1);
+      const int64_t step = g_.stride_w * s3_;
+      const T* source = line + at * s3_;
+      if (step == 1) {
+        std::copy_n(source, inside, out + done);
+      } else {
+        for (int64_t i = 0; i < inside; ++i) out[done + i] = source[i * step];
+      }
+      done += inside;
+    }
+  }
+
+  // Padding is at most the image, so one turn is enough.
+  static int64_t wrapped(int64_t at, int64_t size) { return at < 0 ? at + size : at >= size ? at - size : at; }
+
+  const Tensor& x_;
+  const T* data_;
+  const int64_t s0_, s1_, s2_, s3_;
+  const ConvGeometry& g_;
+};
+
+void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
+                           std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
+  const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
+  if (g.patch() == 0 || g.positions() == 0) return;
+  ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
+    const Patches<scalar_t> patches(x, g);
+    Gram<scalar_t>(factor, g.patch())
+        .accumulate(factor.mutable_data_ptr<scalar_t>(), g.positions(), static_cast<scalar_t>(alpha),
+                    [&](int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
+                      patches.pack(first, n, k0, count, panel);
+                    });
   });
 }
 

@@ -1,19 +1,28 @@
 #include "../common/checks.h"
+#include "gram.h"
 
 namespace ella {
 namespace {
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
-  const auto s = check_kron_accumulate(factor, rows);
+  const KronAccumulateSizes s = check_kron_accumulate(factor, rows);
+  if (factor.numel() == 0 || s.N == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
-    scalar_t* f = factor.mutable_data_ptr<scalar_t>();
-    const scalar_t* r = rows.const_data_ptr<scalar_t>();
-    for (int64_t g = 0; g < s.G; ++g) for (int64_t i = 0; i < s.d; ++i) for (int64_t j = i; j < s.d; ++j) {
-      scalar_t sum = 0;
-      for (int64_t n = 0; n < s.N; ++n) sum += r[n * rows.stride(0) + g * rows.stride(1) + i * rows.stride(2)] * r[n * rows.stride(0) + g * rows.stride(1) + j * rows.stride(2)];
-      f[(g * s.d + i) * s.d + j] += scalar_t(alpha) * sum;
-      if (i != j) f[(g * s.d + j) * s.d + i] += scalar_t(alpha) * sum;
-    }
+    scalar_t* target = factor.mutable_data_ptr<scalar_t>();
+    const scalar_t* data = rows.const_data_ptr<scalar_t>();
+    const int64_t row_stride = rows.stride(0), block_stride = rows.stride(1), value_stride = rows.stride(2);
+    // One block a task; a single block is shared out inside Gram (loops within a parallel loop run serially).
+    torch::stable::parallel_for(0, s.G, 1, [&](int64_t begin, int64_t end) {
+      const Gram<scalar_t> gram(factor, s.d);
+      const Kernels<scalar_t>& k = kernels<scalar_t>();
+      for (int64_t g = begin; g < end; ++g) {
+        const scalar_t* source = data + g * block_stride;
+        gram.accumulate(target + g * s.d * s.d, s.N, static_cast<scalar_t>(alpha),
+                        [&](int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
+                          k.pack(n, count, source + k0 * row_stride + first * value_stride, value_stride, row_stride, panel);
+                        });
+      }
+    });
   });
 }
 

@@ -1,0 +1,74 @@
+// The arithmetic that is compiled once for every instruction set: a table of functions per floating type, and the choice among
+// the tables by what the running processor has. The ops are written against this table and know no instruction set.
+//
+// A "panel" is a block of a matrix packed for the product: K rows of `width` consecutive lanes, B[k * width + lane]. Lanes
+// beyond the matrix are zero up to a full vector.
+#pragma once
+
+#include <cstdint>
+
+namespace ella {
+
+template <class T>
+struct Kernels {
+  const char* name;
+  int64_t width;   // lanes of a panel
+  int64_t vector;  // lanes of a vector; width is a multiple of it
+  int64_t rows;    // rows of a register tile: row counts that are multiples of it are fastest
+
+  // C[i, j] = init[i * init_stride] + sum_k A[i * a_row + k * a_k] B[k * b_row + j], i < m, j < n <= width; `add` adds the sum
+  // to C instead (init is null then). Rows of C hold whole vectors (n rounded up) unless `exact`. Rows of B always do.
+  void (*product)(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row,
+                  const T* init, int64_t init_stride, T* c, int64_t c_row, bool add, bool exact);
+
+  // C[i * c_row + j] += sum_lane A[i * a_row + lane] B[j * b_row + lane] over n lanes rounded up to whole vectors; for few
+  // columns j < columns, where `product` would leave its lanes empty.
+  void (*dots)(int64_t m, int64_t columns, int64_t n, const T* a, int64_t a_row, const T* b, int64_t b_row, T* c,
+               int64_t c_row);
+
+  // sums[i * stride] += sum_lane A[i * a_row + lane] over n <= width lanes rounded up to whole vectors; short sums in T, the
+  // rest in double.
+  void (*lane_sums)(int64_t m, int64_t n, const T* a, int64_t a_row, double* sums, int64_t stride);
+
+  // panel[k * width + lane] = source[lane * lane_stride + k * k_stride], lane < n, k < count; zeros up to a whole vector.
+  void (*pack)(int64_t n, int64_t count, const T* source, int64_t lane_stride, int64_t k_stride, T* panel);
+
+  // target[lane * lane_stride + k] = panel[k * width + lane], the way back.
+  void (*unpack)(int64_t n, int64_t count, const T* panel, T* target, int64_t lane_stride);
+};
+
+// Rows of the sums in kron_logdet; always in double. t_j = l m_j + p, r_j = 1 / t_j.
+struct LogdetKernels {
+  // sum_j log t_j, for t_j > 0 between 2^-100 and 2^100: factors are multiplied before one logarithm is taken.
+  double (*log_row)(double l, const double* m, int64_t count, double p);
+  // Adds l r_j to dm[j]; sums[0] = sum_j m_j r_j, sums[1] = sum_j r_j.
+  void (*gradient_row)(double l, const double* m, int64_t count, double p, double* dm, double* sums);
+  // With s_j = -r_j^2 (u m_j + v_j l + w): adds l s_j + u r_j to hm[j]; sums[0] = sum_j m_j s_j + v_j r_j, sums[1] = sum_j s_j.
+  void (*hvp_row)(double l, double u, const double* m, const double* v, int64_t count, double p, double w, double* hm,
+                  double* sums);
+};
+
+template <class T>
+const Kernels<T>& kernels();
+template <>
+const Kernels<float>& kernels<float>();
+template <>
+const Kernels<double>& kernels<double>();
+const LogdetKernels& logdet_kernels();
+
+// One table for each instruction set that the compiler can produce; see kernels_<set>.cpp.
+#define ELLA_DECLARE_KERNELS(SET)       \
+  namespace SET {                       \
+  extern const Kernels<float> floats;   \
+  extern const Kernels<double> doubles; \
+  extern const LogdetKernels logdet;    \
+  }
+ELLA_DECLARE_KERNELS(baseline)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define ELLA_X86_KERNELS 1
+ELLA_DECLARE_KERNELS(avx2)
+ELLA_DECLARE_KERNELS(avx512)
+#endif
+#undef ELLA_DECLARE_KERNELS
+
+}  // namespace ella

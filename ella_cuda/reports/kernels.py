@@ -1,0 +1,157 @@
+"""Each compiled kernel against its plain-torch twin, on the device it will run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.reports.text import columns
+
+Tensors = tuple[Tensor, ...]
+# In float64 the reference is no better than what is checked: allow rounding of sums of this many terms.
+FLOAT64_TERMS = 1000
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """One kernel in one precision.
+
+    Attributes:
+        name: of the op, with ``backward`` for its derivative.
+        dtype: the precision checked.
+        error: largest error against the twin in float64 on the CPU, over the largest reference value; nan if anything
+            is nan.
+        bound: what is allowed: twice the twin's own error in this precision, and some rounding units.
+        ok: whether the error is within the bound.
+        failure: the exception's text, where the kernel raised.
+    """
+
+    name: str
+    dtype: torch.dtype
+    error: float
+    bound: float
+    ok: bool
+    failure: str | None = None
+
+
+def check_kernels(device: torch.device | str) -> list[KernelCheck]:
+    """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its twin.
+
+    A kernel passes in float32 if its error against a float64 reference is at most twice that of the same computation
+    by torch in float32, or below the rounding of the result. NaN never passes.
+    """
+    checks = []
+    for name, inputs, op, twin in _cases():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            exact_inputs = inputs()
+        reference = twin(*(t.clone() for t in exact_inputs))
+        for dtype in (torch.float32, torch.float64):
+            given = tuple(t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in exact_inputs)
+            own = _error(twin(*(t.clone() for t in given)), reference)
+            unit = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else FLOAT64_TERMS)
+            bound = 2 * own + unit
+            try:
+                error = _error(op(*(t.clone() for t in given)), reference)
+                checks.append(KernelCheck(name, dtype, error, bound, error <= bound))
+            except (RuntimeError, ValueError, TypeError, NotImplementedError) as raised:
+                checks.append(KernelCheck(name, dtype, float("nan"), bound, False, str(raised).splitlines()[0]))
+    return checks
+
+
+def kernel_table(checks: Sequence[KernelCheck]) -> str:
+    """The checks as text, a line each."""
+    lines = [["kernel", "precision", "error", "allowed", ""]]
+    for c in checks:
+        dtype = str(c.dtype).removeprefix("torch.")
+        lines.append([c.name, dtype, f"{c.error:.1e}", f"{c.bound:.1e}", "ok" if c.ok else "FAILED"])
+        if c.failure:
+            lines[-1][-1] += f": {c.failure}"
+    width = max(len(line[-1]) for line in lines)
+    return columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=2)
+
+
+def _error(values: Tensors, reference: Tensors) -> float:
+    worst = 0.0
+    for value, expected in zip(values, reference, strict=True):
+        if value.shape != expected.shape:
+            return float("nan")
+        difference = (value.detach().cpu().double() - expected.double()).abs()
+        if not bool(torch.isfinite(difference).all()):
+            return float("nan")
+        scale = float(expected.abs().max()) or 1.0
+        worst = max(worst, float(difference.max()) / scale)
+    return worst
+
+
+def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]]:
+    """(name, makes float64 inputs, the op, its twin); op and twin take the inputs and return the results to compare."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    def layer() -> Tensors:
+        return normal(6, 3, 40), normal(5, 3, 40), normal(5, 3, 12), normal(5), normal(12)
+
+    def spectrum() -> Tensors:
+        positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
+        return *positive, torch.tensor(0.7, dtype=torch.float64)
+
+    def one(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
+        return lambda *inputs: (function(*inputs),)
+
+    def gradients(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
+        def call(*inputs: Tensor) -> Tensors:
+            leaves = [t.requires_grad_() for t in inputs]
+            y = function(*leaves)
+            weight = (
+                torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y).view_as(y)
+                if y.dim()
+                else torch.ones_like(y)
+            )
+            return torch.autograd.grad(y, leaves, weight)
+
+        return call
+
+    def curvature(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
+        def call(*inputs: Tensor) -> Tensors:
+            leaves = [t.requires_grad_() for t in inputs]
+            grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+            return torch.autograd.grad(sum(g.sum() for g in grads), leaves)
+
+        return call
+
+    def conv(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensors]:
+        return lambda factor, x: (function(factor, x, 3, mode, 0.5),)
+
+    image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
+    pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
+    pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
+    rows = lambda: (torch.zeros(3, 20, 20, dtype=torch.float64), normal(50, 3, 20))  # noqa: E731
+    patches = lambda: (torch.zeros(27, 27, dtype=torch.float64), normal(4, 3, 9, 7))  # noqa: E731
+    return [
+        ("factored_linear", layer, one(ops.factored_linear), one(ops.factored_linear_torch)),
+        ("factored_linear backward", layer, gradients(ops.factored_linear), gradients(ops.factored_linear_torch)),
+        ("kron_accumulate_", rows, one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_)),
+        (
+            "conv_kron_accumulate_ circular",
+            patches,
+            conv(ops.conv_kron_accumulate_, "circular"),
+            conv(ops.conv_kron_accumulate_torch_, "circular"),
+        ),
+        (
+            "conv_kron_accumulate_ zeros",
+            patches,
+            conv(ops.conv_kron_accumulate_, "zeros"),
+            conv(ops.conv_kron_accumulate_torch_, "zeros"),
+        ),
+        ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
+        ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
+        ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),
+        ("polyphase_pool", image, one(pool), one(pool_twin)),
+        ("polyphase_pool backward", image, gradients(pool), gradients(pool_twin)),
+    ]

@@ -1,0 +1,122 @@
+"""What every layer learned: prior precisions, effective parameters, and the symmetry they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ella_cuda.nn import RelaxedEquivariance
+from ella_cuda.reports.text import PATH_TITLES, columns, layer_title, number
+
+# {"layers": [{"name", "paths": {path: {tensor: number of parameters}}}], "others": {tensor: number of parameters}}
+Layout = dict[str, Any]
+
+
+def layout(model: nn.Module) -> Layout:
+    """Which parameter tensors belong to which path of which relaxed layer, and how many parameters each has.
+
+    Returns:
+        ``{"layers": [{"name": "blocks.0", "paths": {"conv": {"weight": 90, ...}}}, ...], "others": {"head.0.weight":
+        ...}}``; tensors are named within their path.
+    """
+    count = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    layers = []
+    for layer_name, layer in model.named_modules():
+        if isinstance(layer, RelaxedEquivariance):
+            paths = {}
+            for path in layer.path_names:
+                prefix = f"{layer_name}.{path}."
+                own = [n for n in count if n.startswith(prefix)]
+                paths[path] = {n.removeprefix(prefix): count.pop(n) for n in own}
+            layers.append({"name": layer_name, "paths": paths})
+    return {"layers": layers, "others": count}
+
+
+def describe_layers(
+    model_layout: Layout, prior_precision: Mapping[str, float], effective_parameters: Mapping[str, float] | None
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    r"""Precisions and effective parameters by layer and path.
+
+    A path's share is its part of the layer's :math:`\sum_l \gamma_l` over paths; the path with the largest names the
+    layer's type.
+
+    Args:
+        model_layout: of :func:`layout`.
+        prior_precision: δ by parameter name.
+        effective_parameters: γ by parameter name, between 0 and the number of parameters; None where it was not
+            computed.
+
+    Returns:
+        ``(layers, others)`` as in a row of ``summary.json``: a list with ``name``, ``type`` and, by path,
+            ``prior_precision`` (by
+        tensor), ``parameters``, ``effective_parameters`` and ``relative_effective_parameters`` for each relaxed layer;
+        and the same but the share for every other tensor.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 and Figure 3.
+    """
+    gamma = effective_parameters
+    layers = []
+    for layer in model_layout["layers"]:
+        paths = {}
+        for path, tensors in layer["paths"].items():
+            names = {t: f"{layer['name']}.{path}.{t}" for t in tensors}
+            paths[path] = {
+                "prior_precision": {t: prior_precision[n] for t, n in names.items()},
+                "parameters": sum(tensors.values()),
+                "effective_parameters": None if gamma is None else sum(gamma[n] for n in names.values()),
+                "relative_effective_parameters": None,
+            }
+        total = None if gamma is None else sum(p["effective_parameters"] for p in paths.values())
+        if total:
+            for entry in paths.values():
+                entry["relative_effective_parameters"] = entry["effective_parameters"] / total
+        largest = max(paths, key=lambda p: paths[p]["effective_parameters"]) if total else None
+        layers.append({"name": layer["name"], "type": largest, "paths": paths})
+    others = {
+        n: {
+            "prior_precision": prior_precision[n],
+            "parameters": count,
+            "effective_parameters": gamma[n] if gamma else None,
+        }
+        for n, count in model_layout["others"].items()
+    }
+    return layers, others
+
+
+def layer_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each row of ``summary.json``: a line for each layer and path."""
+    return "\n\n".join(_one_table(row) for row in rows)
+
+
+def _one_table(row: Mapping[str, Any]) -> str:
+    title = f"{row['data']}, task {row['task']}, {layer_title(row['layer'])}, {row['objective']}, seed {row['seed']}"
+    if row.get("epoch") is not None:
+        title += f" (running: epoch {row['epoch']} of {row['epochs']})"
+    lines = [["layer", "type", "path", "share", "effective", "of", "prior precision"]]
+    for layer in row["layers"]:
+        name, kind = layer["name"], PATH_TITLES.get(layer["type"], layer["type"] or "-")
+        for path, entry in layer["paths"].items():
+            share = entry["relative_effective_parameters"]
+            lines.append(
+                [
+                    name,
+                    kind,
+                    PATH_TITLES.get(path, path),
+                    "-" if share is None else f"{100 * share:.1f} %",
+                    number(entry["effective_parameters"]),
+                    f"{entry['parameters']:,}",
+                    _precisions(entry["prior_precision"]),
+                ]
+            )
+            name = kind = ""
+    for name, entry in row["other_parameters"].items():
+        precision = number(entry["prior_precision"])
+        lines.append([name, "", "", "", number(entry["effective_parameters"]), f"{entry['parameters']:,}", precision])
+    width = max(len(line[-1]) for line in lines)
+    return title + "\n" + columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=3)
+
+
+def _precisions(by_tensor: Mapping[str, float]) -> str:
+    return ", ".join(f"{tensor.rpartition('.')[2]} {number(value)}" for tensor, value in by_tensor.items())

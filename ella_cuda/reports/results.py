@@ -1,0 +1,101 @@
+"""The results of a grid of runs: the paper's Table 1, and the files of a run's folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ella_cuda.reports.files import write_file
+from ella_cuda.reports.layers import layer_table
+from ella_cuda.reports.pictures import draw_curves, draw_layers
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, layer_title, mean
+
+Rows = Sequence[Mapping[str, Any]]
+METRICS = (
+    ("accuracy", "accuracy, %", "{:.2f}"),
+    ("nll", "NLL, nats", "{:.3f}"),
+    ("neg_log_marginal_likelihood", "-log q/N, nats", "{:.3f}"),
+)
+
+
+def results_table(rows: Rows) -> str:
+    """Accuracy, NLL and ``-log q/N``: a line for each task, a column for each objective and layer; means over seeds.
+
+    ``-`` stands for what was not run or, for ``-log q/N``, not computed. ``*`` marks a mean over fewer seeds than
+    others.
+
+    Source: the layout of van der Ouderaa et al., NeurIPS 2023, Table 1.
+    """
+    if not rows:
+        return "no finished run"
+    tasks = list(dict.fromkeys(r["task"] for r in rows))
+    kinds = [
+        (o, layer) for o in OBJECTIVE_TITLES for layer in dict.fromkeys(r["layer"] for r in rows if r["objective"] == o)
+    ]
+    seeds = sorted({r["seed"] for r in rows})
+    objectives = [OBJECTIVE_TITLES[o] if i == 0 or kinds[i - 1][0] != o else "" for i, (o, _) in enumerate(kinds)]
+    blocks: list[list[str]] = [["", *objectives]]
+    for key, title, style in METRICS:
+        blocks.append([title, *(layer_title(layer) for _, layer in kinds)])
+        for task in tasks:
+            line = [f"  {task}"]
+            for objective, layer in kinds:
+                found = [r for r in rows if (r["task"], r["objective"], r["layer"]) == (task, objective, layer)]
+                value = mean(r[key] for r in found)
+                line.append("-" if value is None else style.format(value) + ("*" if len(found) < len(seeds) else ""))
+            blocks.append(line)
+    where = {"test": "test images", "holdout": "held-out training images"}[rows[0]["evaluated_on"]]
+    about = f"{rows[0]['data']}, evaluated on {rows[0]['evaluated_size']} {where}; "
+    about += f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over seeds {', '.join(map(str, seeds))}"
+    return about + "\n" + columns(blocks)
+
+
+def results_csv(rows: Rows) -> str:
+    """The rows as CSV: their single values, and type and share of effective parameters for every layer."""
+    flat = []
+    for row in rows:
+        cells = {k: v for k, v in row.items() if k not in ("layers", "other_parameters")}
+        for layer in row["layers"]:
+            cells[f"{layer['name']} type"] = layer["type"]
+            for path, entry in layer["paths"].items():
+                cells[f"{layer['name']} {path} share"] = entry["relative_effective_parameters"]
+                cells[f"{layer['name']} {path} effective_parameters"] = entry["effective_parameters"]
+                for tensor, value in entry["prior_precision"].items():
+                    cells[f"{layer['name']} {path} {tensor} prior_precision"] = value
+        flat.append(cells)
+    out = io.StringIO()
+    writer = csv.DictWriter(
+        out, fieldnames=list(dict.fromkeys(k for cells in flat for k in cells)), lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def learned(rows: Rows) -> Rows:
+    """The rows of networks that had a choice: several paths, trained by the evidence."""
+    return [r for r in rows if r["objective"] == "evidence" and "+" in r["layer"]]
+
+
+def save_report(rows: Rows, out_dir: Path) -> None:
+    """Write ``summary.json``, ``summary.csv``, ``table.txt``, ``curves.png`` and, where a network chose,
+    ``layers.png``.
+
+    Each file is whole at any moment, and ``summary.json`` comes first.
+
+    Raises:
+        OSError: the folder cannot be written; the files that were there are untouched.
+    """
+    write_file(out_dir / "summary.json", json.dumps(list(rows), indent=1, allow_nan=False) + "\n")
+    write_file(out_dir / "summary.csv", results_csv(rows))
+    text = results_table(rows)
+    if learned(rows):
+        text += "\n\n" + layer_table(learned(rows))
+        write_file(out_dir / "layers.png", lambda path: draw_layers(learned(rows), path))
+    write_file(out_dir / "table.txt", text + "\n")
+    histories = [json.loads((out_dir / r["run"] / "history.json").read_text(encoding="utf-8")) for r in rows]
+    write_file(out_dir / "curves.png", lambda path: draw_curves(rows, histories, path))

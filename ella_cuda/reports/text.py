@@ -1,0 +1,40 @@
+"""Names and plain-text tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV"}
+OBJECTIVE_TITLES = {"map": "MAP", "evidence": "evidence"}
+
+
+def layer_title(layer: str) -> str:
+    """How people write a sum of paths: ``f_fc+conv`` is F-FC+CONV."""
+    return "+".join(PATH_TITLES.get(p, p) for p in layer.split("+"))
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number of any size in few characters; ``-`` for None."""
+    if value is None:
+        return "-"
+    if value == 0 or 0.01 <= abs(value) < 10**5:
+        decimals = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
+        return f"{value:.{decimals}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean; None if there is nothing or anything is None."""
+    values = list(values)
+    return None if not values or None in values else sum(values) / len(values)  # type: ignore[arg-type]
+
+
+def columns(lines: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> str:
+    """Lines of cells as aligned text; the first ``left`` columns to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(max(map(len, lines)))]
+    out = []
+    for line in lines:
+        cells = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=False)))
+        out.append(gap.join(cells).rstrip())
+    return "\n".join(out)

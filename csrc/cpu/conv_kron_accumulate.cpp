@@ -11,11 +11,17 @@ class Patches {
   Patches(const Tensor& x, const ConvGeometry& g)
       : x_(x), data_(x.const_data_ptr<T>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
 
-  // Columns first..first+n of rows k0..k0+count as a panel: column by column, which reads along the image, then transposed.
+  // Columns first..first+n of rows k0..k0+count as a panel: some rows of it column by column, which reads along the image, then
+  // transposed.
   void pack(int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) const {
-    const Buffer<T> columns(x_, n * count);
-    for (int64_t lane = 0; lane < n; ++lane) column(first + lane, k0, count, columns.data() + lane * count);
-    kernels<T>().pack(n, count, columns.data(), count, 1, panel);
+    constexpr int64_t kRows = 256;
+    const Buffer<T> columns(x_, n * kRows);
+    const Kernels<T>& k = kernels<T>();
+    for (int64_t done = 0; done < count; done += kRows) {
+      const int64_t rows = std::min(kRows, count - done);
+      for (int64_t lane = 0; lane < n; ++lane) column(first + lane, k0 + done, rows, columns.data() + lane * kRows);
+      k.pack(n, rows, columns.data(), kRows, 1, panel + done * k.width);
+    }
   }
 
  private:
@@ -77,7 +83,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
   if (g.patch() == 0 || g.positions() == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
     const Patches<scalar_t> patches(x, g);
-    Gram<scalar_t>(factor, g.patch())
+    Gram<scalar_t>(factor, g.patch(), g.positions())
         .accumulate(factor.mutable_data_ptr<scalar_t>(), g.positions(), static_cast<scalar_t>(alpha),
                     [&](int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
                       patches.pack(first, n, k0, count, panel);

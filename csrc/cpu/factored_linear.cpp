@@ -10,7 +10,7 @@
 namespace ella {
 namespace {
 
-constexpr int64_t kTileBytes = 128 * 1024;  // of z (and dz): about half of the second-level cache of a small core
+constexpr int64_t kTileBytes = 256 * 1024;  // of z, and as much of dz: together half of a second-level cache of 1 MiB
 constexpr int64_t kMaxChunks = 8;           // parts of the batch whose weight gradients are summed apart
 
 template <class T>

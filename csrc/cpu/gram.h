@@ -1,5 +1,5 @@
 // target += alpha sum_k row_k row_k^T for rows that are packed block by block: the core of both factor ops. Only the upper
-// triangle is computed; the sum is mirrored when it is added.
+// triangle is computed; every tile of the sum is added to the target and, transposed, to its mirror image.
 #pragma once
 
 #include <algorithm>
@@ -9,82 +9,92 @@
 
 namespace ella {
 
+// torch's parallel_for costs about as much as a small block here, even where there is nothing to share out.
+template <class F>
+void parallel_tasks(int64_t tasks, const F& f) {
+  if (tasks == 1) {
+    f(0, 1);
+  } else {
+    torch::stable::parallel_for(0, tasks, 1, f);
+  }
+}
+
 template <class T>
 class Gram {
  public:
-  Gram(const Tensor& like, int64_t d)
-      : k_(kernels<T>()),
+  Gram(const Tensor& like, int64_t d, int64_t count)
+      : like_(like),
+        k_(kernels<T>()),
         d_(d),
         panels_(ceil_divide(d, k_.width)),
-        padded_(panels_ * k_.width),
-        packed_(like, padded_ * kBlock),
-        sum_(like, padded_ * padded_) {}
+        block_(std::min(count,
+                        std::max(kBlockBytes / static_cast<int64_t>(sizeof(T)) / (panels_ * k_.width) / kSum * kSum, kSum))),
+        packed_(like, panels_ * k_.width * block_) {}
 
-  // Rows packed at once; the partial sums of blocks are added in their order.
-  static constexpr int64_t kBlock = 256;
-
-  // `pack(panel, first, n, k0, count, target)` writes lanes first..first+n of rows k0..k0+count. Called from several threads.
+  // `pack(first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   template <class Pack>
   void accumulate(T* target, int64_t count, T alpha, const Pack& pack) const {
-    if (count == 0) return;
-    const int64_t W = k_.width, size = W * kBlock;
-    const int64_t pairs = panels_ * (panels_ + 1) / 2;
-    for (int64_t k0 = 0; k0 < count; k0 += kBlock) {
-      const int64_t rows = std::min(kBlock, count - k0);
-      torch::stable::parallel_for(0, panels_, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; ++p) pack(p * W, std::min(W, d_ - p * W), k0, rows, packed_.data() + p * size);
+    const int64_t W = k_.width, pairs = panels_ * (panels_ + 1) / 2;
+    for (int64_t k0 = 0; k0 < count; k0 += block_) {
+      const int64_t rows = std::min(block_, count - k0);
+      parallel_tasks(panels_, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; ++p) pack(p * W, columns(p), k0, rows, panel(p));
       });
-      torch::stable::parallel_for(0, pairs, 1, [&](int64_t begin, int64_t end) {
+      parallel_tasks(pairs, [&](int64_t begin, int64_t end) {
+        const Buffer<T> sum(like_, W * W), mirror(like_, W * W);
         for (int64_t pair = begin; pair < end; ++pair) {
-          // pairs are counted column by column: (0,0), (0,1), (1,1), (0,2), ...
-          int64_t column = 0, before = 0;
-          while (before + column + 1 <= pair) before += ++column;
-          multiply(pair - before, column, rows, k0 > 0);
+          int64_t right = 0, before = 0;  // pairs are counted column by column: (0,0), (0,1), (1,1), (0,2), ...
+          while (before + right + 1 <= pair) before += ++right;
+          tile(pair - before, right, rows, sum.data());
+          add(pair - before, right, alpha, sum.data(), mirror.data(), target);
         }
       });
     }
-    add(target, alpha);
   }
 
  private:
-  void multiply(int64_t row, int64_t column, int64_t rows, bool add) const {
-    const int64_t W = k_.width, size = W * kBlock;
-    const T *a = packed_.data() + row * size, *b = packed_.data() + column * size;
-    const int64_t m = std::min(W, d_ - row * W), n = std::min(W, d_ - column * W);
-    T* c = sum_.data() + row * W * padded_ + column * W;
-    if (row != column) {
-      k_.product(m, n, rows, a, 1, W, b, W, nullptr, 0, c, padded_, add, false);
-      return;
-    }
-    for (int64_t i = 0; i < m; i += k_.rows) {  // vectors left of the diagonal are skipped
-      const int64_t first = i / k_.vector * k_.vector;
-      k_.product(std::min(k_.rows, m - i), n - first, rows, a + i, 1, W, b + first, W, nullptr, 0, c + i * padded_ + first,
-                 padded_, add, false);
-    }
-  }
+  static constexpr int64_t kBlockBytes = 1024 * 1024;  // rows packed at once
+  static constexpr int64_t kSum = 256;                 // rows that one pass over a tile adds
 
-  void add(T* target, T alpha) const {
-    constexpr int64_t kSquare = 32;
-    torch::stable::parallel_for(0, ceil_divide(d_, kSquare), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i0 = begin * kSquare; i0 < std::min(end * kSquare, d_); i0 += kSquare) {
-        const int64_t i1 = std::min(i0 + kSquare, d_);
-        for (int64_t j0 = i0; j0 < d_; j0 += kSquare) {
-          const int64_t j1 = std::min(j0 + kSquare, d_);
-          for (int64_t i = i0; i < i1; ++i) {
-            const T* sum = sum_.data() + i * padded_;
-            for (int64_t j = std::max(i, j0); j < j1; ++j) target[i * d_ + j] += alpha * sum[j];
-          }
-          for (int64_t j = j0; j < j1; ++j) {
-            for (int64_t i = i0; i < std::min(i1, j); ++i) target[j * d_ + i] += alpha * sum_.data()[i * padded_ + j];
-          }
-        }
+  int64_t columns(int64_t panel) const { return std::min(k_.width, d_ - panel * k_.width); }
+  T* panel(int64_t p) const { return packed_.data() + p * k_.width * block_; }
+
+  // sum[i, j], i of panel `left`, j of panel `right`, for i <= j.
+  void tile(int64_t left, int64_t right, int64_t rows, T* sum) const {
+    const int64_t W = k_.width, m = columns(left), n = columns(right);
+    for (int64_t k0 = 0; k0 < rows; k0 += kSum) {
+      const int64_t count = std::min(kSum, rows - k0);
+      const T *a = panel(left) + k0 * W, *b = panel(right) + k0 * W;
+      if (left != right) {
+        k_.product(m, n, count, a, 1, W, b, W, nullptr, 0, sum, W, k0 > 0, false);
+        continue;
       }
-    });
+      for (int64_t i = 0; i < m; i += k_.rows) {  // vectors left of the diagonal are skipped
+        const int64_t first = i / k_.vector * k_.vector;
+        k_.product(std::min(k_.rows, m - i), n - first, count, a + i, 1, W, b + first, W, nullptr, 0, sum + i * W + first, W,
+                   k0 > 0, false);
+      }
+    }
   }
 
+  void add(int64_t left, int64_t right, T alpha, const T* sum, T* mirror, T* target) const {
+    const int64_t W = k_.width, m = columns(left), n = columns(right);
+    T* upper = target + left * W * d_ + right * W;
+    T* lower = target + right * W * d_ + left * W;
+    k_.unpack(n, m, sum, mirror, W);  // mirror[j, i] = sum[i, j]
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = left == right ? i : 0; j < n; ++j) upper[i * d_ + j] += alpha * sum[i * W + j];
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t end = left == right ? j : m;
+      for (int64_t i = 0; i < end; ++i) lower[j * d_ + i] += alpha * mirror[j * W + i];
+    }
+  }
+
+  const Tensor& like_;
   const Kernels<T>& k_;
-  const int64_t d_, panels_, padded_;
-  const Buffer<T> packed_, sum_;
+  const int64_t d_, panels_, block_;
+  const Buffer<T> packed_;
 };
 
 }  // namespace ella

@@ -12,8 +12,8 @@ void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
     const scalar_t* data = rows.const_data_ptr<scalar_t>();
     const int64_t row_stride = rows.stride(0), block_stride = rows.stride(1), value_stride = rows.stride(2);
     // One block a task; a single block is shared out inside Gram (loops within a parallel loop run serially).
-    torch::stable::parallel_for(0, s.G, 1, [&](int64_t begin, int64_t end) {
-      const Gram<scalar_t> gram(factor, s.d);
+    parallel_tasks(s.G, [&](int64_t begin, int64_t end) {
+      const Gram<scalar_t> gram(factor, s.d, s.N);
       const Kernels<scalar_t>& k = kernels<scalar_t>();
       for (int64_t g = begin; g < end; ++g) {
         const scalar_t* source = data + g * block_stride;

@@ -1,5 +1,5 @@
 // kron_logdet and its first and second derivatives. The outer product of the eigenvalues is walked row by row, never stored.
-// Rows are cut into tasks by the sizes alone and the tasks' sums, in double, are added in order: no result depends on threads.
+// It is cut into tasks by the sizes alone and the tasks' sums, in double, are added in order: no result depends on threads.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -10,8 +10,6 @@
 
 namespace ella {
 namespace {
-
-constexpr int64_t kRowsOfTask = 256;
 
 // A matrix of eigenvalues (or of a direction), as doubles.
 class Doubles {
@@ -25,7 +23,7 @@ class Doubles {
       }
     });
   }
-  const double* row(int64_t i) const { return buffer_.data() + i * columns_; }
+  const double* data() const { return buffer_.data(); }
 
  private:
   int64_t columns_;
@@ -49,20 +47,43 @@ Tensor rounded(const Tensor& like, std::initializer_list<int64_t> shape, const d
   return out;
 }
 
-struct Rows {
-  explicit Rows(const KronLogdetSizes& s)
-      : sizes(s), tasks_of_group(ceil_divide(s.a, kRowsOfTask)), tasks(s.G * tasks_of_group) {}
-  int64_t group(int64_t task) const { return task / tasks_of_group; }
-  int64_t out_row(int64_t task) const { return sizes.shared ? 0 : group(task); }
-  int64_t begin(int64_t task) const { return task % tasks_of_group * kRowsOfTask; }
-  int64_t end(int64_t task) const { return std::min(begin(task) + kRowsOfTask, sizes.a); }
+// The table of l m + p as blocks of rows times columns. Eigenvalues shared by all groups make one block of it; the shorter side
+// is the rows, so that the inner loops are long. Tasks are ranges of columns of one block.
+class Table {
+ public:
+  static constexpr int64_t kColumns = 2048;
 
-  KronLogdetSizes sizes;
-  int64_t tasks_of_group, tasks;
+  explicit Table(const KronLogdetSizes& s)
+      : blocks(s.shared ? 1 : s.G),
+        swapped((s.shared ? s.G * s.a : s.a) > s.b),
+        rows(swapped    ? s.b
+             : s.shared ? s.G * s.a
+                        : s.a),
+        columns(swapped ? (s.shared ? s.G * s.a : s.a) : s.b),
+        ranges(ceil_divide(columns, kColumns)),
+        tasks(rows == 0 ? 0 : blocks * ranges) {}
+
+  // Of an array over (G, a) and one over (G or 1, b), the one along rows and the one along columns.
+  template <class A>
+  const A& along_rows(const A& in, const A& out) const {
+    return swapped ? out : in;
+  }
+  template <class A>
+  const A& along_columns(const A& in, const A& out) const {
+    return swapped ? in : out;
+  }
+
+  int64_t row_at(int64_t task) const { return task / ranges * rows; }
+  int64_t column_at(int64_t task) const { return task / ranges * columns + task % ranges * kColumns; }
+  int64_t length(int64_t task) const { return std::min(kColumns, columns - task % ranges * kColumns); }
+
+  const int64_t blocks;
+  const bool swapped;
+  const int64_t rows, columns, ranges, tasks;
 };
 
+// l m + p is monotone in m: its ends tell whether the products of several stay in range.
 double log_sum(double l, const double* m, int64_t count, double p, double smallest, double largest) {
-  // l m + p is monotone in m: its ends tell whether the products of eight stay in range.
   const double low = std::min(l * smallest, l * largest) + p, high = std::max(l * smallest, l * largest) + p;
   if (low > 0x1p-100 && high < 0x1p100) return logdet_kernels().log_row(l, m, count, p);
   double sum = 0;
@@ -71,86 +92,89 @@ double log_sum(double l, const double* m, int64_t count, double p, double smalle
 }
 
 Tensor kron_logdet(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out, const Tensor& precision) {
-  const KronLogdetSizes s = check_kron_logdet("kron_logdet", eigenvalues_in, eigenvalues_out, precision);
-  const Rows rows(s);
-  const Doubles l(eigenvalues_in), m(eigenvalues_out);
-  const double p = scalar(precision);
-  const Buffer<double> sums(eigenvalues_in, rows.tasks);
-  torch::stable::parallel_for(0, rows.tasks, 1, [&](int64_t begin, int64_t end) {
+  const Table table(check_kron_logdet("kron_logdet", eigenvalues_in, eigenvalues_out, precision));
+  const Doubles in(eigenvalues_in), out(eigenvalues_out);
+  const double *l = table.along_rows(in, out).data(), *m = table.along_columns(in, out).data(), p = scalar(precision);
+  const Buffer<double> sums(eigenvalues_in, table.tasks);
+  torch::stable::parallel_for(0, table.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const double* row = m.row(rows.out_row(task));
+      const double* columns = m + table.column_at(task);
+      const int64_t count = table.length(task);
       double smallest = HUGE_VAL, largest = -HUGE_VAL;
-      bool ordered = true;
-      for (int64_t j = 0; j < s.b; ++j) {
-        smallest = std::min(smallest, row[j]);
-        largest = std::max(largest, row[j]);
-        ordered = ordered && !std::isnan(row[j]);
+      bool numbers = true;
+      for (int64_t j = 0; j < count; ++j) {
+        smallest = std::min(smallest, columns[j]);
+        largest = std::max(largest, columns[j]);
+        numbers = numbers && !std::isnan(columns[j]);
       }
-      if (!ordered) smallest = NAN;
+      if (!numbers) smallest = NAN;
       double sum = 0;
-      for (int64_t i = rows.begin(task); i < rows.end(task); ++i) {
-        if (s.b > 0) sum += log_sum(l.row(rows.group(task))[i], row, s.b, p, smallest, largest);
+      for (int64_t i = 0; i < table.rows; ++i) {
+        sum += log_sum(l[table.row_at(task) + i], columns, count, p, smallest, largest);
       }
       sums.data()[task] = sum;
     }
   });
   double total = 0;
-  for (int64_t task = 0; task < rows.tasks; ++task) total += sums.data()[task];
+  for (int64_t task = 0; task < table.tasks; ++task) total += sums.data()[task];
   return rounded(eigenvalues_in, {}, &total);
 }
 
-// Runs `row(task, i, partial, sums)` for every row i: it adds to partial (b values a task) and fills the two sums of the row,
-// of which the first is the row's value and the second adds to the scalar.
+// Runs `row(i, j, count, by_column, sums)` for row i and the columns j..j+count of every task: it adds to by_column and sets
+// sums[0], the row's share, and sums[1], the scalar's.
 template <class Row>
-std::tuple<Tensor, Tensor, Tensor> sum_rows(const Rows& rows, const Tensor& like, const Row& row) {
-  const KronLogdetSizes& s = rows.sizes;
-  const int64_t out_rows = s.shared ? 1 : s.G;
-  const Buffer<double> by_row(like, s.G * s.a), partial(like, rows.tasks * s.b), total(like, rows.tasks),
-      by_column(like, out_rows * s.b);
-  torch::stable::parallel_for(0, rows.tasks, 1, [&](int64_t begin, int64_t end) {
+std::tuple<Tensor, Tensor, Tensor> sum_rows(const KronLogdetSizes& s, const Table& table, const Tensor& like, const Row& row) {
+  const Buffer<double> by_row(like, table.blocks * table.rows), by_column(like, table.blocks * table.columns),
+      partial(like, table.tasks * table.rows), totals(like, table.tasks);
+  by_row.zero(0, table.blocks * table.rows);
+  by_column.zero(0, table.blocks * table.columns);
+  torch::stable::parallel_for(0, table.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      partial.zero(task * s.b, (task + 1) * s.b);
-      double sum = 0;
-      for (int64_t i = rows.begin(task); i < rows.end(task); ++i) {
+      const int64_t j = table.column_at(task);
+      double total = 0;
+      for (int64_t i = 0; i < table.rows; ++i) {
         double sums[2];
-        row(task, i, partial.data() + task * s.b, sums);
-        by_row.data()[rows.group(task) * s.a + i] = sums[0];
-        sum += sums[1];
+        row(table.row_at(task) + i, j, table.length(task), by_column.data() + j, sums);
+        partial.data()[task * table.rows + i] = sums[0];
+        total += sums[1];
       }
-      total.data()[task] = sum;
+      totals.data()[task] = total;
     }
   });
-  by_column.zero(0, out_rows * s.b);
-  double all = 0;
-  for (int64_t task = 0; task < rows.tasks; ++task) {
-    double* target = by_column.data() + rows.out_row(task) * s.b;
-    for (int64_t j = 0; j < s.b; ++j) target[j] += partial.data()[task * s.b + j];
-    all += total.data()[task];
+  double total = 0;
+  for (int64_t task = 0; task < table.tasks; ++task) {
+    double* target = by_row.data() + table.row_at(task);
+    for (int64_t i = 0; i < table.rows; ++i) target[i] += partial.data()[task * table.rows + i];
+    total += totals.data()[task];
   }
-  return {rounded(like, {s.G, s.a}, by_row.data()), rounded(like, {out_rows, s.b}, by_column.data()), rounded(like, {}, &all)};
+  const double *in = table.swapped ? by_column.data() : by_row.data(), *out = table.swapped ? by_row.data() : by_column.data();
+  return {rounded(like, {s.G, s.a}, in), rounded(like, {s.shared ? 1 : s.G, s.b}, out), rounded(like, {}, &total)};
 }
 
 std::tuple<Tensor, Tensor, Tensor> kron_logdet_gradient(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out,
                                                         const Tensor& precision) {
-  const Rows rows(check_kron_logdet("kron_logdet_gradient", eigenvalues_in, eigenvalues_out, precision));
-  const Doubles l(eigenvalues_in), m(eigenvalues_out);
-  const double p = scalar(precision);
+  const KronLogdetSizes s = check_kron_logdet("kron_logdet_gradient", eigenvalues_in, eigenvalues_out, precision);
+  const Table table(s);
+  const Doubles in(eigenvalues_in), out(eigenvalues_out);
+  const double *l = table.along_rows(in, out).data(), *m = table.along_columns(in, out).data(), p = scalar(precision);
   const LogdetKernels& k = logdet_kernels();
-  return sum_rows(rows, eigenvalues_in, [&](int64_t task, int64_t i, double* partial, double* sums) {
-    k.gradient_row(l.row(rows.group(task))[i], m.row(rows.out_row(task)), rows.sizes.b, p, partial, sums);
+  return sum_rows(s, table, eigenvalues_in, [&](int64_t i, int64_t j, int64_t count, double* by_column, double* sums) {
+    k.gradient_row(l[i], m + j, count, p, by_column, sums);
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> kron_logdet_hvp(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out,
                                                    const Tensor& precision, const Tensor& v_in, const Tensor& v_out,
                                                    const Tensor& v_precision) {
-  const Rows rows(check_kron_logdet_hvp(eigenvalues_in, eigenvalues_out, precision, v_in, v_out, v_precision));
-  const Doubles l(eigenvalues_in), m(eigenvalues_out), u(v_in), v(v_out);
-  const double p = scalar(precision), w = scalar(v_precision);
+  const KronLogdetSizes s = check_kron_logdet_hvp(eigenvalues_in, eigenvalues_out, precision, v_in, v_out, v_precision);
+  const Table table(s);
+  const Doubles in(eigenvalues_in), out(eigenvalues_out), direction_in(v_in), direction_out(v_out);
+  const double *l = table.along_rows(in, out).data(), *m = table.along_columns(in, out).data(), p = scalar(precision);
+  const double *u = table.along_rows(direction_in, direction_out).data(),
+               *v = table.along_columns(direction_in, direction_out).data(), w = scalar(v_precision);
   const LogdetKernels& k = logdet_kernels();
-  return sum_rows(rows, eigenvalues_in, [&](int64_t task, int64_t i, double* partial, double* sums) {
-    const int64_t g = rows.group(task), q = rows.out_row(task);
-    k.hvp_row(l.row(g)[i], u.row(g)[i], m.row(q), v.row(q), rows.sizes.b, p, w, partial, sums);
+  return sum_rows(s, table, eigenvalues_in, [&](int64_t i, int64_t j, int64_t count, double* by_column, double* sums) {
+    k.hvp_row(l[i], u[i], m + j, v + j, count, p, w, by_column, sums);
   });
 }
 

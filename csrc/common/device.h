@@ -1,0 +1,115 @@
+// What a CUDA source needs from its platform: the device and stream of a tensor, scratch memory, kernel launches.
+// The kernels are compiled twice, by nvcc and, unmodified, by g++ for the CPU simulator of the test-suite
+// (ELLA_SIMULATOR, python_tests/cuda_sim). Whatever differs between the two lives in this file and in device_memory.h; a
+// kernel source contains no <<<>>>, no inline assembly and no bare `extern __shared__`.
+#pragma once
+
+#include <cstdint>
+
+#include "stable.h"
+
+#ifndef ELLA_SIMULATOR
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+namespace ella {
+
+// Grids are one-dimensional everywhere: x goes to 2^31 - 1 blocks, y and z only to 65535.
+constexpr int64_t kMaxBlocks = 2147483647;
+
+// Dynamic shared memory that every architecture grants without being asked.
+constexpr size_t kPlainSharedBytes = 48 * 1024;
+
+template <class Integer>
+__host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
+  return (a + b - 1) / b;
+}
+
+#ifdef ELLA_SIMULATOR
+
+class Device {
+ public:
+  explicit Device(const Tensor&) {}
+  // Few, so that the small shapes of the tests take the paths that split work over blocks.
+  int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
+};
+
+template <class... P, class... A>
+void launch(const Device&, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
+            A... arguments) {
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
+  cusim::launch(name, kernel, static_cast<unsigned>(blocks), threads, shared_bytes, arguments...);
+}
+
+// Uninitialised memory: every byte is set, to NaN in floating point and -1 in integers, so that a result nobody wrote shows.
+inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,
+                           std::optional<ScalarType> dtype = std::nullopt) {
+  Tensor result = empty_of(like, shape, dtype);
+  cusim::poison(result.data_ptr(), result.numel() * result.element_size());
+  return result;
+}
+
+#else
+
+inline void check_cuda(cudaError_t error, const char* name) {
+  STD_TORCH_CHECK(error == cudaSuccess, "ella_cuda: ", name, ": ", cudaGetErrorString(error));
+}
+
+// Symbols of libtorch_cuda are looked up in the running process at first use: linking against them would stop this library
+// from loading beside a CPU-only torch.
+inline void* torch_cuda_symbol(const char* name) {
+  static void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* const symbol = library ? dlsym(library, name) : nullptr;
+  STD_TORCH_CHECK(symbol, "ella_cuda: ", name, " not found: the installed torch was built without CUDA; install a CUDA build");
+  return symbol;
+}
+
+// Makes the tensor's device the current one for its lifetime and knows that device's current stream.
+class Device {
+ public:
+  explicit Device(const Tensor& tensor) : index_(tensor.get_device_index()), guard_(index_) {
+    using GetStream = AOTITorchError (*)(int32_t, void**);
+    static const GetStream get_stream = reinterpret_cast<GetStream>(torch_cuda_symbol("aoti_torch_get_current_cuda_stream"));
+    void* stream = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(get_stream(index_, &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+
+  cudaStream_t stream() const { return stream_; }
+
+  int64_t multiprocessors() const {
+    int count = 0;
+    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index_), "multiprocessor count");
+    return count;
+  }
+
+ private:
+  int32_t index_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_ = nullptr;
+};
+
+// Launches kernel<<<blocks, threads, shared_bytes>>> on the device's current stream; no blocks, no launch.
+template <class... P, class... A>
+void launch(const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads,
+            size_t shared_bytes, A... arguments) {
+  if (blocks == 0) return;
+  STD_TORCH_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
+  if (shared_bytes > kPlainSharedBytes) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(static_cast<P>(arguments)...);
+  check_cuda(cudaGetLastError(), name);
+}
+
+inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,
+                           std::optional<ScalarType> dtype = std::nullopt) {
+  return empty_of(like, shape, dtype);
+}
+
+#endif
+
+}  // namespace ella

@@ -1,0 +1,36 @@
+// kron_accumulate_: factor[g] += alpha * rows[:,g]^T rows[:,g].
+#include "../common/checks.h"
+#include "syrk.cuh"
+
+namespace ella {
+namespace {
+
+// rows (N, G, d) read through their strides.
+template <class T>
+struct StridedRows {
+  using Row = int64_t;
+  using Column = int64_t;
+
+  const T* data;
+  int64_t stride_n, stride_g, stride_d;
+
+  __device__ __forceinline__ Row row(int64_t n) const { return n * stride_n; }
+  __device__ __forceinline__ Column column(int64_t g, int64_t i) const { return g * stride_g + i * stride_d; }
+  __device__ __forceinline__ bool rows_adjacent() const { return stride_n == 1 && stride_d != 1; }
+  __device__ __forceinline__ const T* address(Row row, Column column, bool&) const { return data + row + column; }
+};
+
+void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
+  const KronAccumulateSizes s = check_kron_accumulate(factor, rows);
+  if (s.N == 0 || factor.numel() == 0) return;
+  const Device device(factor);
+  ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
+    const StridedRows<scalar_t> policy{rows.const_data_ptr<scalar_t>(), rows.stride(0), rows.stride(1), rows.stride(2)};
+    syrk<scalar_t>(device, "kron_accumulate_", policy, factor, s.G, s.d, s.N, alpha);
+  });
+}
+
+ELLA_REGISTER(ELLA_DISPATCH_KEY, m) { m.impl("kron_accumulate_", TORCH_BOX(&kron_accumulate_)); }
+
+}  // namespace
+}  // namespace ella

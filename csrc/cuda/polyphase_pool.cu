@@ -1,0 +1,181 @@
+// polyphase_pool, polyphase_select and its transpose. Component i of an image is x[:, 2h + (i & 1), 2w + (i >> 1)].
+#include <cmath>
+#include <tuple>
+
+#include "../common/checks.h"
+#include "reduce.cuh"
+
+namespace ella {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kPartPositions = 16 * kThreads;  // positions (c,h,w) of a component per block: 16 a thread
+constexpr int64_t kMaxElementBlocks = 1 << 20;     // of the element-wise kernels; the rest is walked in strides
+
+template <class T>
+struct Image {
+  const T* data;
+  int64_t n, c, h, w;  // strides
+
+  __device__ __forceinline__ T at(int64_t in, int64_t ic, int64_t ih, int64_t iw) const {
+    return data[in * n + ic * c + ih * h + iw * w];
+  }
+};
+
+struct OneNorm {
+  __device__ __forceinline__ double operator()(double sum, double value) const { return sum + fabs(value); }
+  __device__ __forceinline__ double combine(double a, double b) const { return a + b; }
+};
+
+struct TwoNorm {  // squared: the largest is the same
+  __device__ __forceinline__ double operator()(double sum, double value) const { return fma(value, value, sum); }
+  __device__ __forceinline__ double combine(double a, double b) const { return a + b; }
+};
+
+struct MaximumNorm {
+  __device__ __forceinline__ double operator()(double sum, double value) const { return Maximum{}(sum, fabs(value)); }
+  __device__ __forceinline__ double combine(double a, double b) const { return Maximum{}(a, b); }
+};
+
+// partials[n,part,i] = the norm of component i over the part's positions. Block: (part, n), part fastest.
+//   x (N, C, 2h, 2w), partials (N, parts, 4)
+template <class T, class Norm>
+__global__ void __launch_bounds__(kThreads) norm_kernel(Image<T> x, double* __restrict__ partials, PolyphaseSizes s,
+                                                        int64_t parts, Norm norm) {
+  ELLA_SHARED_MEMORY(memory);
+  const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
+  const int64_t n = blockIdx.x / parts, begin = blockIdx.x % parts * kPartPositions;
+  const int64_t end = min(begin + kPartPositions, s.C * s.h * s.w);
+  double sums[4] = {0, 0, 0, 0};
+  for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
+    const int64_t w = at % s.w, h = at / s.w % s.h, c = at / s.w / s.h;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = norm(sums[i], static_cast<double>(x.at(n, c, 2 * h + (i & 1), 2 * w + (i >> 1))));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const double total = block_reduce(sums[i], scratch, [&](double a, double b) { return norm.combine(a, b); });
+    if (threadIdx.x == 0) partials[blockIdx.x * int64_t{4} + i] = total;
+  }
+}
+
+// index[n] = the component with the largest norm, the first of equals; a NaN counts as larger than any number.
+//   partials (N, parts, 4), index (N)
+template <class Norm>
+__global__ void __launch_bounds__(kThreads) choose_kernel(const double* __restrict__ partials, int64_t* __restrict__ index,
+                                                          int64_t N, int64_t parts, Norm norm) {
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= N) return;
+  double best = -1;
+  int which = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    double total = 0;
+    for (int64_t part = 0; part < parts; ++part) total = norm.combine(total, partials[(n * parts + part) * 4 + i]);
+    if (total > best || (total != total && best == best)) {
+      best = total;
+      which = i;
+    }
+  }
+  index[n] = which;
+}
+
+// An index outside 0..3 cannot be refused without waiting for the device: that image becomes NaN.
+__device__ __forceinline__ bool is_component(int64_t index) { return index >= 0 && index < 4; }
+
+// out[n,c,h,w] = component index[n] of x.
+//   x (N, C, 2h, 2w), index (N), out (N, C, h, w) contiguous
+template <class T>
+__global__ void __launch_bounds__(kThreads) select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride,
+                                                          T* __restrict__ out, PolyphaseSizes s) {
+  const int64_t count = s.N * s.C * s.h * s.w, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += step) {
+    const int64_t w = at % s.w, h = at / s.w % s.h, image = at / s.w / s.h, c = image % s.C, n = image / s.C;
+    const int64_t i = index[n * index_stride];
+    out[at] = is_component(i) ? x.at(n, c, 2 * h + (i & 1), 2 * w + (i >> 1)) : static_cast<T>(NAN);
+  }
+}
+
+// out = grad at component index[n], zero at the other three.
+//   grad (N, C, h, w), index (N), out (N, C, 2h, 2w) contiguous
+template <class T>
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Image<T> grad, const int64_t* __restrict__ index,
+                                                           int64_t index_stride, T* __restrict__ out, PolyphaseSizes s) {
+  const int64_t H = 2 * s.h, W = 2 * s.w, count = s.N * s.C * H * W, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += step) {
+    const int64_t w = at % W, h = at / W % H, image = at / W / H, c = image % s.C, n = image / s.C;
+    const int64_t i = index[n * index_stride];
+    const bool chosen = (h & 1) == (i & 1) && (w & 1) == (i >> 1);
+    out[at] = !is_component(i) ? static_cast<T>(NAN) : chosen ? grad.at(n, c, h / 2, w / 2) : T(0);
+  }
+}
+
+template <class T>
+Image<T> image(const Tensor& tensor) {
+  return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)};
+}
+
+int64_t element_blocks(int64_t count) { return std::min(ceil_div(count, int64_t{kThreads}), kMaxElementBlocks); }
+
+template <class T>
+void select(const Device& device, const char* name, const Tensor& x, const Tensor& index, const Tensor& out,
+            const PolyphaseSizes& s) {
+  launch(device, name, select_kernel<T>, element_blocks(out.numel()), kThreads, 0, image<T>(x), index.const_data_ptr<int64_t>(),
+         index.stride(0), out.mutable_data_ptr<T>(), s);
+}
+
+template <class T, class Norm>
+void choose(const Device& device, const Tensor& x, const Tensor& index, const PolyphaseSizes& s, Norm norm) {
+  const int64_t parts = ceil_div(s.C * s.h * s.w, kPartPositions);
+  const Tensor partials = device_empty(x, {s.N, parts, 4}, ScalarType::Double);
+  launch(device, "polyphase_pool", norm_kernel<T, Norm>, s.N * parts, kThreads, shared_size(kThreads / kWarp * sizeof(double)),
+         image<T>(x), partials.mutable_data_ptr<double>(), s, parts, norm);
+  launch(device, "polyphase_pool", choose_kernel<Norm>, ceil_div(s.N, int64_t{kThreads}), kThreads, 0,
+         partials.const_data_ptr<double>(), index.mutable_data_ptr<int64_t>(), s.N, parts, norm);
+}
+
+std::tuple<Tensor, Tensor> polyphase_pool(const Tensor& x, double norm) {
+  const PolyphaseSizes s = check_polyphase_pool(x, norm);
+  const Device device(x);
+  const Tensor out = device_empty(x, {s.N, s.C, s.h, s.w}), index = device_empty(x, {s.N}, ScalarType::Long);
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "polyphase_pool", [&] {
+    if (norm == 1.0) {
+      choose<scalar_t>(device, x, index, s, OneNorm{});
+    } else if (norm == 2.0) {
+      choose<scalar_t>(device, x, index, s, TwoNorm{});
+    } else {
+      choose<scalar_t>(device, x, index, s, MaximumNorm{});
+    }
+    select<scalar_t>(device, "polyphase_pool", x, index, out, s);
+  });
+  return {out, index};
+}
+
+Tensor polyphase_select(const Tensor& x, const Tensor& index) {
+  const PolyphaseSizes s = check_polyphase_select(x, index);
+  const Device device(x);
+  const Tensor out = device_empty(x, {s.N, s.C, s.h, s.w});
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "polyphase_select",
+                         [&] { select<scalar_t>(device, "polyphase_select", x, index, out, s); });
+  return out;
+}
+
+Tensor polyphase_scatter(const Tensor& grad, const Tensor& index) {
+  const PolyphaseSizes s = check_polyphase_scatter(grad, index);
+  const Device device(grad);
+  const Tensor out = device_empty(grad, {s.N, s.C, 2 * s.h, 2 * s.w});
+  ELLA_DISPATCH_FLOATING(grad.scalar_type(), "polyphase_scatter", [&] {
+    launch(device, "polyphase_scatter", scatter_kernel<scalar_t>, element_blocks(out.numel()), kThreads, 0,
+           image<scalar_t>(grad), index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<scalar_t>(), s);
+  });
+  return out;
+}
+
+ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
+  m.impl("polyphase_pool", TORCH_BOX(&polyphase_pool));
+  m.impl("polyphase_select", TORCH_BOX(&polyphase_select));
+  m.impl("polyphase_scatter", TORCH_BOX(&polyphase_scatter));
+}
+
+}  // namespace
+}  // namespace ella

@@ -17,7 +17,7 @@ PATH_STYLES = {
     "gconv": ("#66a61e", ".."),
 }
 OTHER_STYLES = (("#7570b3", "xx"), ("#e7298a", "++"), ("#999999", "oo"))
-LINE_COLOURS = ("#1f4e9c", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#a6761d", "#666666")
+LINE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#666666", "#e6ab02")  # of sums of paths
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]], path: str) -> None:
@@ -98,8 +98,12 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
         raise ValueError(
             f"rows and histories must be equally many, at least one, got {len(rows)} and {len(histories)}."
         )
+    from matplotlib.ticker import LogFormatter, MaxNLocator
+
     tasks = list(dict.fromkeys(r["task"] for r in rows))
-    layers = list(dict.fromkeys(r["layer"] for r in rows))
+    sums = list(dict.fromkeys(r["layer"] for r in rows if r["layer"] not in PATH_STYLES))
+    colours = {layer: colour for layer, (colour, _) in PATH_STYLES.items()}
+    colours |= {layer: LINE_COLOURS[i % len(LINE_COLOURS)] for i, layer in enumerate(sums)}
     figure, axes = _panels(2 * len(tasks), width=4.6, height=3.1, per_line=2)
     lines: dict[str, Any] = {}
     for i, task in enumerate(tasks):
@@ -107,8 +111,11 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
         for row, history in zip(rows, histories, strict=True):
             if row["task"] != task:
                 continue
-            colour = LINE_COLOURS[layers.index(row["layer"]) % len(LINE_COLOURS)]
-            style = {"color": colour, "linestyle": "--" if row["objective"] == "map" else "-", "linewidth": 1.2}
+            style = {
+                "color": colours[row["layer"]],
+                "linestyle": "--" if row["objective"] == "map" else "-",
+                "linewidth": 1.2,
+            }
             losses = history["losses"]
             label = f"{layer_title(row['layer'])}, {OBJECTIVE_TITLES[row['objective']]}"
             lines.setdefault(label, loss_axis.plot(range(1, len(losses) + 1), losses, **style)[0])
@@ -125,8 +132,13 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
             axis.set_ylabel(what)
             axis.spines[["top", "right"]].set_visible(False)
             axis.grid(alpha=0.3)
-        if any(min(h["losses"]) > 0 for r, h in zip(rows, histories, strict=True) if r["task"] == task):
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if all(min(h["losses"]) > 0 for r, h in zip(rows, histories, strict=True) if r["task"] == task):
             loss_axis.set_yscale("log")
+            for which in (loss_axis.yaxis.set_major_formatter, loss_axis.yaxis.set_minor_formatter):
+                which(LogFormatter(minor_thresholds=(2, 0.5)))
+        if not evidence_axis.lines:
+            evidence_axis.text(0.5, 0.5, "no evidence step", ha="center", transform=evidence_axis.transAxes)
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=min(3, len(lines)), frameon=False, fontsize=8
     )

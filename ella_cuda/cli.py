@@ -1,0 +1,356 @@
+"""The command ``ella-cuda``: train, inspect, info."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ella_cuda import experiments
+from ella_cuda.data import SOURCES, TASKS
+from ella_cuda.experiments import OBJECTIVES, RECIPES, RunConfig
+from ella_cuda.models import PATHS
+from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
+from ella_cuda.reports.results import learned
+from ella_cuda.reports.text import OBJECTIVE_TITLES, layer_title, number
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
+DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
+# Options of `train` that are attributes of RunConfig: flag, type, help. None given means the recipe's.
+NUMBERS: tuple[tuple[str, Any, str], ...] = (
+    ("width", int, "network width, the multiple of all channel counts"),
+    ("epochs", int, "passes over the training data"),
+    ("batch_size", int, "images in a minibatch"),
+    ("lr", float, "Adam's learning rate, falling to 0 on a cosine"),
+    ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
+    ("lr_hyp", float, "Adam's learning rate on log prior precisions"),
+    ("burn_in", int, "epochs before the first evidence step"),
+    ("frequency", int, "epochs between evidence steps"),
+    ("hypersteps", int, "steps on the prior precisions in each"),
+    ("train_size", int, "use only so many training images, classes in proportion"),
+    ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
+    ("data_seed", int, "of the quadrants, the subsample and the hold-out split"),
+)
+WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
+    ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
+    ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
+)
+# What may differ between the sessions of one grid.
+PER_SESSION = ("data_dir", "download", "resume", "verbose")
+
+
+class UsageError(Exception):
+    """Options that do not fit together."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; default ``sys.argv[1:]``.
+
+    Returns:
+        The exit code: 0 done, 1 failed (one line on stderr; with ``--verbose`` a traceback too), 2 wrong usage, 130
+        interrupted.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has said what is wrong, or printed the help
+        return int(stop.code or 0)
+    try:
+        return int(args.command(args))
+    except UsageError as error:
+        return _fail(args, "wrong usage", error, USAGE)
+    except KeyboardInterrupt:
+        print("ella-cuda: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left
+        sys.stderr.close()
+        return FAILED
+    except Exception as error:
+        return _fail(args, "failed", error, FAILED)
+
+
+def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> int:
+    if args.verbose:
+        traceback.print_exc()
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, UsageError | ValueError | OSError | RuntimeError | FloatingPointError):
+        text = f"{type(error).__name__}: {text}"  # a defect: its message alone says little
+    print(f"ella-cuda: {what}: {text}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_inspect(commands)
+    _add_info(commands)
+    for command in commands.choices.values():
+        command.add_argument("--verbose", action="store_true", help="on failure, show the traceback")
+    return parser
+
+
+# train -----------------------------------------------------------------------------------------------------------
+
+
+def _add_train(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train networks and learn their layers' symmetries",
+        description="Train networks by MAP and by the marginal likelihood, and print accuracy, NLL, -log q/N and every "
+        "layer's learned type. Without options: the two quadrant tasks on scikit-learn's digits. Numbers not given are the "
+        "data set's recipe's.",
+    )
+    tasks = "; ".join(f"{name}: {task.description}" for name, task in TASKS.items())
+    train.add_argument("--data", choices=SOURCES, help="data set (digits)")
+    train.add_argument("--task", nargs="+", choices=TASKS, help=f"{tasks} (the data set's recipe's)")
+    train.add_argument(
+        "--layer",
+        nargs="+",
+        metavar="LAYER",
+        help=f"sums of {', '.join(PATHS)}, such as f_fc+conv ({' '.join(DEFAULT_LAYERS)})",
+    )
+    train.add_argument("--objective", nargs="+", choices=OBJECTIVES, help="map, evidence or both (both)")
+    train.add_argument(
+        "--all",
+        action="store_true",
+        default=None,
+        help="evidence for layers with an fc path too, whose curvature is large",
+    )
+    train.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
+    for name, kind, text in NUMBERS:
+        train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    for name, words, text in WORDS:
+        train.add_argument(_flag(name), choices=words, help=f"{text} ({words[0]})")
+    train.add_argument("--device", help="auto, cpu, cuda or cuda:<index> (auto: the GPU if there is one)")
+    where = train.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", help="folder for the results (runs/<data>-<date>-<n>)")
+    where.add_argument("--resume", metavar="DIR", help="go on with the runs of this folder; its options hold")
+    train.add_argument("--data-dir", metavar="DIR", help="folder with the data, laid out as torchvision does (data)")
+    train.add_argument("--download", action="store_true", default=None, help="fetch missing data through torchvision")
+    train.set_defaults(command=_train)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _train(args: argparse.Namespace) -> int:
+    given = {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
+    if "resume" in given:
+        out_dir = Path(args.resume)
+        configs, options = _resumed(out_dir, given)
+    else:
+        options = {k: v for k, v in given.items() if k not in ("out", *PER_SESSION)}
+        configs, options = _grid(options)
+        out_dir = _new_folder(args.out, options["data"])
+    interactive = sys.stderr.isatty()
+    rows = experiments.read_summary(out_dir)
+    device = configs[0].device
+    print(f"{len(configs)} runs on {device}, {len(rows)} done before; results in {out_dir}", flush=True)
+    try:
+        rows = experiments.run_grid(
+            configs,
+            out_dir,
+            options=options,
+            progress=interactive,
+            data_dir=args.data_dir,
+            download=bool(args.download),
+            on_row=_print_row,
+        )
+    except KeyboardInterrupt:
+        print(f"ella-cuda: interrupted; go on with: ella-cuda train --resume {out_dir}", file=sys.stderr)
+        return INTERRUPTED
+    print()
+    print(results_table(rows))
+    if learned(rows):
+        print()
+        print(layer_table(learned(rows)))
+    print(f"\nWritten to {out_dir}: {', '.join(sorted(p.name for p in out_dir.iterdir() if p.is_file()))}")
+    return DONE
+
+
+def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
+    """The runs that the options ask for, and the options completed by the defaults that chose them."""
+    data = given.get("data", "digits")
+    options = {
+        **given,
+        "data": data,
+        "task": list(dict.fromkeys(given.get("task", RECIPES[data].tasks))),
+        "layer": list(dict.fromkeys(given.get("layer", DEFAULT_LAYERS))),
+        "objective": [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)],
+        "seed": list(dict.fromkeys(given.get("seed", [0]))),
+        "all": given.get("all", False),
+    }
+    dense_too = options["all"] or "objective" in given
+    try:
+        options["device"] = str(experiments.resolve_device(given.get("device", "auto")))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    changes = {name: given[name] for name, *_ in (*NUMBERS, *WORDS) if name in given}
+    configs = []
+    try:
+        for seed, task, objective, layer in itertools.product(
+            *(options[k] for k in ("seed", "task", "objective", "layer"))
+        ):
+            if objective == "evidence" and DENSE_PATH in layer.split("+") and not dense_too:
+                continue
+            configs.append(
+                experiments.configure(data, task, layer, objective, seed, device=options["device"], **changes)
+            )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return configs, options
+
+
+def _resumed(out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
+    try:
+        configs, options = experiments.read_grid(out_dir)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    for name, value in given.items():
+        if name not in PER_SESSION and options.get(name) != value:
+            raise UsageError(
+                f"{_flag(name)} {_shown(value)} does not fit --resume {out_dir}, which was started with "
+                f"{_shown(options.get(name))}; leave the option out, or start anew with --out."
+            )
+    experiments.resolve_device(configs[0].device)
+    return configs, options
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "the recipe's"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _new_folder(out: str | None, data: str) -> Path:
+    if out is None:
+        today = datetime.date.today().isoformat()
+        return next(p for n in itertools.count(1) if not (p := Path("runs") / f"{data}-{today}-{n}").exists())
+    path = Path(out)
+    if (path / experiments.CONFIG_FILE).exists():
+        raise UsageError(
+            f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
+        )
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; name a folder.")
+    return path
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    name = f"{row['task']}, {layer_title(row['layer'])}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
+    print(
+        f"{name}: accuracy {row['accuracy']:.2f} %, NLL {row['nll']:.3f}, "
+        f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",
+        flush=True,
+    )
+
+
+# inspect ---------------------------------------------------------------------------------------------------------
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="show a finished or running run",
+        description="Show results, prior precisions, effective parameters and layer types of a folder of `train`, running or "
+        "finished, and draw them.",
+    )
+    inspect.add_argument("dir", metavar="DIR", help="the folder")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    inspect.add_argument("--picture", metavar="FILE", help="where to draw the layers (a new temporary folder)")
+    inspect.set_defaults(command=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    folder = Path(args.dir)
+    configs, _ = experiments.read_grid(folder)
+    finished, running = experiments.read_summary(folder), experiments.read_running(folder)
+    waiting = [c.name for c in configs if c.name not in {r["run"] for r in (*finished, *running)}]
+    if args.json:
+        print(json.dumps({"finished": finished, "running": running, "waiting": waiting}, indent=1, allow_nan=False))
+        return DONE
+    print(f"{folder}: {len(finished)} runs finished, {len(running)} begun, {len(waiting)} waiting")
+    if finished:
+        print("\n" + results_table(finished))
+    for row in running:
+        print(
+            f"\n{row['run']}: epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, loss {number(row['loss'])}, "
+            f"training accuracy {row['train_accuracy']:.1f} %, -log q/N {number(row['neg_log_marginal_likelihood'])}"
+        )
+    rows = [*finished, *running]
+    if rows:
+        print("\n" + layer_table(rows))
+    drawn = [r for r in rows if "+" in r["layer"] and r["layers"][0]["type"] is not None]
+    if drawn:
+        path = args.picture or str(Path(tempfile.mkdtemp(prefix="ella-cuda-")) / "layers.png")
+        draw_layers(drawn, path)
+        print(f"\nPicture: {path}")
+    elif args.picture:
+        raise ValueError(
+            f"{folder} has no run of a layer with several paths and known effective parameters; nothing to draw yet."
+        )
+    return DONE
+
+
+# info ------------------------------------------------------------------------------------------------------------
+
+
+def _add_info(commands: Any) -> None:
+    info = commands.add_parser(
+        "info",
+        help="what was built, the device, and a check of every kernel",
+        description="Show what was built and which device would be used, and check each kernel against its plain-torch reference there.",
+    )
+    info.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
+    info.set_defaults(command=_info)
+
+
+def _info(args: argparse.Namespace) -> int:
+    import torch
+
+    from ella_cuda import build_info
+
+    try:
+        device = experiments.resolve_device(args.device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    built = build_info()
+    for key, value in built.items():
+        print(f"{key:14}{value if value != '' else '(none: CPU only)' if key == 'cuda' else ''}")
+    print(f"{'torch':14}{torch.__version__}")
+    name = (
+        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else f" ({torch.get_num_threads()} threads)"
+    )
+    print(f"{'device':14}{device}{name}")
+    if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:
+        print(
+            "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to use it"
+        )
+    checks = check_kernels(device)
+    print("\n" + kernel_table(checks))
+    failed = [c for c in checks if not c.ok]
+    if failed:
+        names = ", ".join(dict.fromkeys(c.name for c in failed))
+        raise RuntimeError(
+            f"{names} disagree(s) with the plain-torch reference on {device}; "
+            "rebuild ella_cuda (pip install --force-reinstall .)."
+        )
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,11 +70,10 @@ class SecondMoment:
     def eigenvalues(self) -> Tensor:
         """Eigenvalues of every block of ``total``, ascending, ``(G, d)``, float64; computed once and kept until rows are added.
 
-        The decomposition is in float64 whatever the sum's dtype: an eigensolver's error is about eps times the *largest*
-        eigenvalue, and the evidence compares the product of two *small* eigenvalues with the prior precision. In float32 the error
-        of the product, 1e-7 times the product of the largest ones, can exceed the precision by orders of magnitude; the sum's own
-        rounding is of the same order relative to the largest, but symmetric about zero and clamped below. A decomposition in
-        float32 would add its error to every one of the d small eigenvalues with a sign of its own.
+        The decomposition is in float64 whatever the sum's dtype. An eigensolver's error is eps times the *largest* eigenvalue, in
+        every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs of very different scales
+        (a nearly dead channel beside a live one) give sums whose small eigenvalues float32 stores to full relative accuracy, and a
+        float32 solver replaces by noise of either sign.
 
         Raises:
             FloatingPointError: the sum is not finite.

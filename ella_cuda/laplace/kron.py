@@ -392,7 +392,9 @@ def _real(name: str, value: Value, device: torch.device) -> Tensor:
     """A float64 tensor on the device, still attached to the graph of what was given."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
-    return torch.as_tensor(value).to(device, torch.float64)
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device=device)
 
 
 def _check_positive(name: str, value: Tensor) -> None:

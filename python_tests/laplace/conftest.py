@@ -44,8 +44,3 @@ def dense_ggn() -> Callable[..., dict[str, Tensor]]:
 def batches() -> Callable[..., list[tuple[Tensor, Tensor]]]:
     """``batches(x, y, size)`` -> a list of minibatches."""
     return lambda x, y, size: list(zip(x.split(size), y.split(size), strict=True))
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)

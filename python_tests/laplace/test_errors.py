@@ -1,0 +1,101 @@
+"""Arguments and states that cannot be right are refused with the argument's name, what was expected and what came."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.laplace import KronLaplace
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+
+
+@pytest.fixture
+def data():
+    return torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (dict(likelihood="poisson"), ValueError, "likelihood must be one of 'classification', 'regression', got 'poisson'"),
+        (dict(fisher="empirical"), ValueError, "fisher must be one of 'exact', 'mc'"),
+        (dict(resolution="fine"), ValueError, "resolution must be one of 'shared', 'per_channel'"),
+        (dict(memory_budget=0), ValueError, "memory_budget must be a positive"),
+        (dict(prior_precision=0.0), ValueError, "prior_precision: expected positive finite values, got"),
+        (dict(prior_precision=float("nan")), ValueError, "prior_precision: expected positive"),
+        (dict(prior_precision=torch.ones(3)), ValueError, r"vector of 4 values.*got shape \(3,\)"),
+        (dict(prior_precision=torch.ones(2, 2)), ValueError, r"got shape \(2, 2\)"),
+        (dict(prior_precision="1"), TypeError, "prior_precision: expected a number or a tensor, got str"),
+        (dict(likelihood="regression", sigma_noise=-1.0), ValueError, "sigma_noise: expected positive"),
+        (dict(likelihood="regression", sigma_noise=torch.ones(2)), ValueError, "sigma_noise: expected one number"),
+        (dict(sigma_noise=2.0), ValueError, "must be 1 for classification, got 2.0"),
+    ],
+)
+def test_arguments(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        KronLaplace(model, **arguments)
+
+
+def test_models_that_cannot_be_fitted(model):
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        KronLaplace(nn.ReLU())
+    with pytest.raises(TypeError, match="'0.weight' has dtype torch.float16"):
+        KronLaplace(model.half())
+
+
+@pytest.mark.parametrize("loader", [[], iter([])])
+def test_an_empty_loader(model, loader):
+    with pytest.raises(ValueError, match="loader gave no data"):
+        KronLaplace(model).fit(loader)
+
+
+def test_evidence_before_a_fit(model):
+    la = KronLaplace(model)
+    for ask in (la.log_marginal_likelihood, la.effective_parameters, lambda: la.factors, lambda: la.log_likelihood):
+        with pytest.raises(RuntimeError, match="call fit"):
+            ask()
+
+
+def test_evidence_after_a_failed_fit(model, data):
+    la = KronLaplace(model).fit([data])
+    with pytest.raises(ValueError, match="labels"):
+        la.fit([data, (data[0], data[1] + 5)], override=False)
+    with pytest.raises(RuntimeError, match="call fit"):
+        la.log_marginal_likelihood()
+    expected = KronLaplace(model).fit([data]).log_marginal_likelihood()
+    assert la.fit([data], override=False).log_marginal_likelihood() == expected
+
+
+def test_adding_after_the_parameters_changed(model, data):
+    la = KronLaplace(model).fit([data])
+    with torch.no_grad():
+        model[0].weight += 0.1
+    with pytest.raises(ValueError, match="parameters changed"):
+        la.fit([data], override=False)
+
+
+def test_precisions_of_the_evidence(model, data):
+    la = KronLaplace(model).fit([data])
+    with pytest.raises(ValueError, match="prior_precision: expected positive"):
+        la.log_marginal_likelihood(torch.tensor([1.0, 1.0, -1.0, 1.0]))
+    with pytest.raises(ValueError, match="vector of 4 values"):
+        la.log_marginal_likelihood(torch.ones(5))
+    with pytest.raises(ValueError, match="must be 1 for classification"):
+        la.log_marginal_likelihood(1.0, 0.5)
+    with pytest.raises(ValueError, match="prior_precision"):
+        la.prior_precision = -1.0
+
+
+def test_outputs_that_do_not_depend_on_the_layers(data):
+    class Detached(nn.Linear):
+        pass
+
+    model = nn.Sequential(Detached(3, 2))
+    model.register_forward_hook(lambda module, args, out: out.detach())
+    with pytest.raises(ValueError, match="does not depend on its layers through autograd"):
+        KronLaplace(model).fit([data])

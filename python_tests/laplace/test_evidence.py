@@ -1,0 +1,157 @@
+"""The evidence and its derivatives, against closed forms and dense matrices."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.nn import FactoredLinear2d, RelaxedEquivariance
+
+
+@pytest.fixture
+def fitted():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), FactoredLinear2d(3, 2, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    return KronLaplace(model).fit([(torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,)))])
+
+
+def bayesian_linear_regression(x, y, delta, sigma):
+    """log N(y | 0, sigma^2 I + X X^T / delta), summed over outputs."""
+    covariance = sigma**2 * torch.eye(len(x), dtype=x.dtype) + x @ x.T / delta
+    normal = torch.distributions.MultivariateNormal(torch.zeros(len(x), dtype=x.dtype), covariance)
+    return normal.log_prob(y.T).sum()
+
+
+@pytest.mark.parametrize(("n", "features", "outputs"), [(9, 4, 1), (9, 4, 3), (3, 5, 2)])
+def test_bayesian_linear_regression(n, features, outputs):
+    x, y = torch.randn(n, features, dtype=torch.float64), torch.randn(n, outputs, dtype=torch.float64)
+    delta = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    sigma = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
+    model = nn.Linear(features, outputs, bias=False).double()
+    identity = torch.eye(features, dtype=torch.float64)
+    with torch.no_grad():  # the MAP
+        model.weight.copy_(torch.linalg.solve(x.T @ x + delta * sigma**2 * identity, x.T @ y).T)
+    la = KronLaplace(model, "regression", prior_precision=0.7, sigma_noise=1.3).fit(zip(x.split(2), y.split(2), strict=True))
+    expected = bayesian_linear_regression(x, y, delta, sigma)
+    actual = la.log_marginal_likelihood(delta, sigma)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.detach(), rtol=1e-12, atol=0)
+    # At the MAP the derivative through theta vanishes, so the derivatives agree too.
+    for a, e in zip(*(torch.autograd.grad(v, (delta, sigma)) for v in (actual, expected)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-12)
+
+
+def test_the_evidence_is_assembled_from_dense_determinants(fitted):
+    precision = torch.rand(len(fitted.parameter_names), dtype=torch.float64) + 0.1
+    expected = fitted.log_likelihood
+    for (name, factor), d in zip(fitted.factors.items(), precision, strict=True):
+        theta = fitted.model.get_parameter(name)
+        dense = torch.block_diag(*factor.to_dense())
+        assert len(dense) == theta.numel()
+        log_det = torch.logdet(dense + d * torch.eye(len(dense), dtype=torch.float64))
+        expected = expected - 0.5 * (d * theta.detach().square().sum() + log_det - theta.numel() * d.log())
+    torch.testing.assert_close(fitted.log_marginal_likelihood(precision), expected, rtol=1e-11, atol=0)
+    fitted.prior_precision = precision
+    assembled = fitted.log_likelihood - 0.5 * (fitted.log_det_ratio + fitted.scatter)
+    torch.testing.assert_close(assembled, expected, rtol=1e-11, atol=0)
+    ratio = fitted.log_det_posterior_precision - fitted.log_det_prior_precision
+    torch.testing.assert_close(fitted.log_det_ratio, ratio)
+
+
+def test_log_likelihood_is_minus_the_summed_cross_entropy(fitted):
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1])
+    expected = -nn.functional.cross_entropy(fitted.model(x), y, reduction="sum").detach()
+    la = KronLaplace(fitted.model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    torch.testing.assert_close(la.log_likelihood, expected)
+
+
+def test_gradient_in_the_log_precisions_is_the_published_formula(fitted):
+    log_precision = torch.randn(len(fitted.parameter_names), dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fitted.log_marginal_likelihood(log_precision.exp()), log_precision)
+    for (name, factor), d, actual in zip(fitted.factors.items(), log_precision.detach().exp(), gradient, strict=True):
+        theta = fitted.model.get_parameter(name).detach()
+        eigenvalues = torch.linalg.eigvalsh(factor.to_dense())
+        expected = -0.5 * (d * theta.square().sum() + (d / (eigenvalues + d)).sum() - theta.numel())
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_second_derivatives_exist(fitted):
+    count = len(fitted.parameter_names)
+    assert torch.autograd.gradgradcheck(
+        lambda l: fitted.log_marginal_likelihood(l.exp()), torch.zeros(count, dtype=torch.float64, requires_grad=True)
+    )
+
+
+def test_sigma_scales_the_curvature():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, y)])
+    sigma = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
+    expected = torch.distributions.Normal(model(x).detach(), 0.6).log_prob(y).sum()
+    for name, factor in la.factors.items():
+        theta, dense = model.get_parameter(name).detach(), factor.to_dense()[0] / 0.6**2
+        log_det = torch.logdet(dense + 2 * torch.eye(len(dense), dtype=torch.float64))
+        expected = expected - 0.5 * (2 * theta.square().sum() + log_det - theta.numel() * math.log(2))
+    torch.testing.assert_close(la.log_marginal_likelihood(2.0, sigma), expected, rtol=1e-12, atol=0)
+    assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(2.0, s), sigma)
+    gammas = KronLaplace(model, "regression", 2.0, 0.6).fit([(x, y)]).effective_parameters()
+    for name, factor in la.factors.items():
+        eigenvalues = torch.linalg.eigvalsh(factor.to_dense()) / 0.6**2
+        assert gammas[name] == pytest.approx((eigenvalues / (eigenvalues + 2)).sum().item(), rel=1e-9)
+
+
+def test_scalar_and_vector_precisions_agree_and_float32_is_accepted(fitted):
+    count = len(fitted.parameter_names)
+    expected = fitted.log_marginal_likelihood(0.3)
+    single = torch.full((count,), 0.3, requires_grad=True)
+    actual = fitted.log_marginal_likelihood(single)
+    assert actual.dtype == torch.float64 and actual.shape == ()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+    actual.backward()
+    assert single.grad.dtype == torch.float32 and single.grad.isfinite().all()
+    torch.testing.assert_close(fitted.log_marginal_likelihood(torch.tensor([0.3], dtype=torch.float64)), expected)
+
+
+def test_arguments_do_not_change_the_object(fitted):
+    before = fitted.log_marginal_likelihood()
+    fitted.log_marginal_likelihood(5.0)
+    assert fitted.log_marginal_likelihood() == before
+    assert (fitted.prior_precision == 1).all()
+
+
+def test_effective_parameters_are_the_eigenvalue_sum(fitted):
+    precision = torch.logspace(-3, 3, len(fitted.parameter_names), dtype=torch.float64)
+    fitted.prior_precision = precision
+    gammas = fitted.effective_parameters()
+    assert list(gammas) == fitted.parameter_names
+    for (name, factor), d in zip(fitted.factors.items(), precision, strict=True):
+        eigenvalues = torch.linalg.eigvalsh(factor.to_dense())
+        assert gammas[name] == pytest.approx((eigenvalues / (eigenvalues + d)).sum().item(), rel=1e-8, abs=1e-12)
+        assert 0 <= gammas[name] <= fitted.model.get_parameter(name).numel()
+
+
+def test_effective_parameters_do_not_cancel_under_a_huge_precision(fitted):
+    fitted.prior_precision = 1e14
+    for name, gamma in fitted.effective_parameters().items():
+        trace = fitted.factors[name].to_dense().diagonal(dim1=1, dim2=2).sum().item()
+        assert gamma == pytest.approx(trace / 1e14, rel=1e-9)
+
+
+def test_layer_types_follow_the_precisions():
+    def layer():
+        return RelaxedEquivariance({"f_fc": FactoredLinear2d(2, 2, 2, 2), "conv": nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))})
+
+    model = nn.Sequential(layer(), nn.Tanh(), layer(), nn.Flatten(), nn.Linear(8, 3)).double()
+    la = KronLaplace(model).fit([(torch.randn(5, 2, 2, 2, dtype=torch.float64), torch.randint(3, (5,)))])
+    precisions = {"0.f_fc": 1e9, "0.conv": 1e-3, "2.f_fc": 1e-3, "2.conv": 1e9, "4": 1.0}
+    values = [next(v for k, v in precisions.items() if n.startswith(k)) for n in la.parameter_names]
+    la.prior_precision = torch.tensor(values)
+    gammas, shares = la.effective_parameters(), la.relative_effective_parameters()
+    assert la.layer_types() == {"0": "conv", "2": "f_fc"}
+    for name in ("0", "2"):
+        f_fc = sum(g for n, g in gammas.items() if n.startswith(f"{name}.f_fc."))
+        conv = sum(g for n, g in gammas.items() if n.startswith(f"{name}.conv."))
+        assert shares[name] == pytest.approx({"f_fc": f_fc / (f_fc + conv), "conv": conv / (f_fc + conv)})

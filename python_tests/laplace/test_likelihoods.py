@@ -1,0 +1,85 @@
+"""Square roots of output Hessians, and log likelihoods."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda.laplace.likelihoods import Classification, Regression
+
+
+def hessian_of(columns):
+    return torch.einsum("kna,knb->nab", columns, columns)
+
+
+@pytest.mark.parametrize("k", [2, 3, 10])
+def test_softmax_columns_are_a_square_root_of_rank_k_minus_one(k):
+    f = 2 * torch.randn(7, k, dtype=torch.float64)
+    p = f.softmax(1)
+    columns = Classification().columns(f)
+    assert columns.shape == (k - 1, 7, k)
+    expected = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    torch.testing.assert_close(hessian_of(columns), expected, rtol=1e-12, atol=1e-14)
+    upper = columns.permute(1, 2, 0).triu(1)  # Cholesky: (N, K, K-1) lower triangular
+    assert not upper.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softmax_columns_stay_accurate_for_certain_predictions(dtype):
+    f = torch.tensor([[0.0, 200.0, -300.0], [800.0, 0.0, 0.0], [0.0, 0.0, 1e4], [60.0, 0.0, 59.0]], dtype=dtype)
+    actual = hessian_of(Classification().columns(f).double())
+    p = f.double().softmax(1)
+    log_p = f.double().log_softmax(1)
+    q = -torch.expm1(log_p)  # 1 - p without cancellation
+    expected = -p[:, :, None] * p[:, None, :]
+    expected.diagonal(dim1=1, dim2=2).copy_(p * q)
+    assert actual.isfinite().all()
+    torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=1e-45)
+
+
+@pytest.mark.parametrize("likelihood", [Classification(), Regression()])
+def test_sampled_columns_average_to_the_hessian(likelihood):
+    f = torch.tensor([[0.3, -1.0, 1.2], [2.0, 0.0, -2.0]], dtype=torch.float64)
+    draws = 20_000
+    generator = torch.Generator().manual_seed(5)
+    columns = likelihood.sampled_column(f.repeat(draws, 1), generator)
+    assert columns.shape == (1, 2 * draws, 3)
+    products = (columns[0, :, :, None] * columns[0, :, None, :]).view(draws, 2, 3, 3)
+    expected = hessian_of(likelihood.columns(f))
+    error = (products.mean(0) - expected).abs()
+    standard_error = products.std(0) / draws**0.5
+    assert (error <= 4 * standard_error + 1e-12).all()
+
+
+def test_log_likelihoods_are_those_of_torch_distributions():
+    f = torch.randn(6, 3, dtype=torch.float64)
+    labels, targets = torch.randint(3, (6,)), torch.randn(6, 3, dtype=torch.float64)
+    one, sigma = torch.tensor(1.0), torch.tensor(0.7, dtype=torch.float64)
+    c, r = Classification(), Regression()
+    expected = torch.distributions.Categorical(logits=f).log_prob(labels).sum()
+    torch.testing.assert_close(c.log_likelihood(c.statistic(f, labels), 18, one), expected)
+    expected = torch.distributions.Normal(f, sigma).log_prob(targets).sum()
+    torch.testing.assert_close(r.log_likelihood(r.statistic(f, targets), 18, sigma), expected)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "y", "error", "message"),
+    [
+        (Classification(), torch.tensor([0, 3]), ValueError, "labels must lie in 0..2 .* got 0..3"),
+        (Classification(), torch.tensor([-1, 0]), ValueError, "labels must lie in 0..2 .* got -1..0"),
+        (Classification(), torch.zeros(2), TypeError, "integer class indices, got dtype torch.float32"),
+        (Classification(), torch.zeros(2, 3, dtype=torch.long), ValueError, r"shape \(2,\), got shape \(2, 3\)"),
+        (Regression(), torch.zeros(2), ValueError, r"outputs' shape \(2, 3\), got \(2,\)"),
+        (Regression(), torch.zeros(2, 3, dtype=torch.long), TypeError, "real numbers .* got dtype torch.int64"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused(likelihood, y, error, message):
+    with pytest.raises(error, match=message):
+        likelihood.check(torch.zeros(2, 3), y)
+
+
+def test_outputs_that_are_no_matrix_are_refused():
+    with pytest.raises(ValueError, match=r"\(N, K\), got \(2, 3, 4\)"):
+        Regression().check(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="at least 2 outputs"):
+        Classification().check(torch.zeros(2, 1), torch.zeros(2, dtype=torch.long))

@@ -1,0 +1,94 @@
+"""Eigenvalues: precision, rounding below zero, and sums that are no sums of outer products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+
+
+def moment(total: torch.Tensor, rows: int = 1) -> SecondMoment:
+    m = SecondMoment(*total.shape[:2], total, "layer.weight (input side)")
+    m.total.copy_(total)
+    m.count(rows)
+    return m
+
+
+def test_float32_eigenvalues_would_break_the_log_determinant():
+    # Inputs of very different scales, D M D with M well conditioned: entries are accurate in float32 at every scale, and Cholesky of
+    # the stored numbers in float64 keeps that accuracy.
+    size, delta = 16, 1e-16
+    scales = torch.logspace(0, -5, size, dtype=torch.float64)[torch.randperm(size)]  # in order, the solver would do well
+    correlation = 0.5 + 0.5 * torch.eye(size, dtype=torch.float64)
+    total = (scales[:, None] * correlation * scales).float()
+    dense = torch.kron(total.double(), total.double()) + delta * torch.eye(size**2, dtype=torch.float64)
+    truth = 2 * torch.linalg.cholesky(dense).diagonal().log().sum()
+    factor = KroneckerFactor(FactorShape(1, size, size, 1), moment(total[None]), moment(total[None]))
+    factor.n_data = 1
+    torch.testing.assert_close(factor.logdet(torch.tensor(delta, dtype=torch.float64)), truth, rtol=1e-6, atol=0)
+    single = torch.linalg.eigvalsh(total).double().clamp(min=0)
+    assert (torch.log(single[:, None] * single + delta).sum() - truth).abs() > 10  # nats
+
+
+def test_eigenvalues_negative_within_rounding_are_clamped():
+    direction = torch.randn(6, dtype=torch.float64)
+    total = torch.outer(direction, direction) - 1e-7 * torch.eye(6, dtype=torch.float64)
+    values = moment(total.float()[None]).eigenvalues()
+    assert values.dtype == torch.float64 and (values >= 0).all() and (values[0, :5] < 1e-7).all()
+
+
+def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not():
+    total = torch.diag(torch.tensor([1.0, 1.0, -1e-5]))[None]
+    assert moment(total, rows=10**6).eigenvalues()[0, 0] == 0
+    with pytest.raises(ArithmeticError, match=r"layer.weight \(input side\): block 0 .* eigenvalue -1e-05"):
+        moment(total, rows=10).eigenvalues()
+
+
+def test_a_negative_block_among_good_ones_is_named():
+    total = torch.eye(3).repeat(4, 1, 1)
+    total[2] *= -1
+    with pytest.raises(ArithmeticError, match="block 2 .* eigenvalue -1"):
+        moment(total).eigenvalues()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_sum_that_is_not_finite_is_reported(bad):
+    total = torch.eye(3)[None].clone()
+    total[0, 1, 1] = bad
+    with pytest.raises(FloatingPointError, match="layer.weight"):
+        moment(total).eigenvalues()
+
+
+def test_overflow_in_a_fit_names_the_layer():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    with torch.no_grad():
+        model[0].bias[0] = 1e30
+        model[1].weight[:, 0] = 1e-30
+    la = KronLaplace(model)
+    with pytest.raises(FloatingPointError, match=r"input side of the factor of '1.weight' is not finite"):
+        la.fit([(torch.randn(4, 2), torch.tensor([0, 1, 1, 0]))])
+    with pytest.raises(RuntimeError, match="call fit"):
+        la.log_marginal_likelihood()
+
+
+def test_infinite_outputs_are_reported():
+    model = nn.Linear(2, 2, bias=False)
+    with pytest.raises(FloatingPointError):
+        KronLaplace(model, "regression").fit([(torch.randn(4, 2), torch.full((4, 2), float("inf")))])
+
+
+def test_eigenvalues_are_computed_once_per_fit(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    data = [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))]
+    calls = []
+    original = torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda t: (calls.append(t.dtype), original(t))[1])
+    la = KronLaplace(model).fit(data)
+    for precision in (0.1, 1.0, 10.0):
+        la.log_marginal_likelihood(precision)
+    la.effective_parameters()
+    assert calls == [torch.float64] * 4  # two sides of two weights; a bias shares its weight's
+    la.fit(data).log_marginal_likelihood()
+    assert len(calls) == 8

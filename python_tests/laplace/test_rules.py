@@ -1,0 +1,257 @@
+"""Which rule serves which layer, rules of the user's own, and everything that must be refused loudly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ella_cuda
+from ella_cuda.laplace import FactorShape, KronLaplace, Rule, register
+
+
+def labelled(*shape):
+    return torch.randn(4, *shape, dtype=torch.float64), torch.tensor([0, 1, 1, 2])
+
+
+class Scale(nn.Module):
+    """y[n, :, t] = scale * x[n, :, t]."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        self.seen = x
+        return x * self.scale[:, None]
+
+
+def test_a_layer_of_the_users_own(dense_ggn, batches):
+    class Bilinear(nn.Module):
+        """y = x W; a linear layer whose weight is stored the other way round."""
+
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return x @ self.w
+
+    with pytest.raises(TypeError, match=r"layer '1' \(Bilinear\).*register\(Bilinear\)"):
+        KronLaplace(nn.Sequential(nn.Linear(2, 3), Bilinear()))
+
+    @ella_cuda.laplace.register(Bilinear)
+    class BilinearRule(Rule):
+        def shapes(self):
+            return {"w": FactorShape(1, 3, 4, 1)}
+
+        def inputs(self, x):
+            self.factors["w"].input_moment.add(x[:, None])
+
+        def outputs(self, gradient):
+            self.factors["w"].output_moment.add(gradient.flatten(0, 1)[:, None])
+
+    # In-place work on the layer's output, and a layer before it that only autograd through it can reach.
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), Bilinear(), nn.ReLU(inplace=True), nn.Linear(4, 3)).double()
+    x, y = labelled(2)
+    la = KronLaplace(model).fit(batches(x, y, 3))
+    expected = dense_ggn(model, x, y)
+    torch.testing.assert_close(la.factors["0.bias"].outputs[0], expected["0.bias"])
+    single = KronLaplace(model).fit([(x[:1], y[:1])])
+    torch.testing.assert_close(single.factors["2.w"].to_dense()[0], dense_ggn(model, x[:1], y[:1])["2.w"])
+
+
+def test_a_subclass_that_changes_the_computation_needs_its_own_rule():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.raises(TypeError, match=r"layer '0' is a Scaled, a subclass of Linear that overrides forward.*register"):
+        KronLaplace(nn.Sequential(Scaled(2, 3)))
+
+    class Flipped(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, weight.flip(2), bias)
+
+    with pytest.raises(TypeError, match="overrides _conv_forward"):
+        KronLaplace(Flipped(1, 2, 3))
+
+
+def test_a_subclass_that_changes_only_construction_is_served():
+    class Initialised(nn.Linear):
+        def __init__(self, size):
+            super().__init__(size, 3)
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            nn.init.ones_(self.weight)
+
+        def extra_repr(self):
+            return "initialised"
+
+        def helper(self):
+            return 3
+
+    x, y = labelled(2)
+    assert KronLaplace(Initialised(2).double()).fit([(x, y)]).n_data == 4
+
+
+@pytest.mark.parametrize(
+    ("layer", "name"), [(nn.BatchNorm1d(2), "BatchNorm1d"), (nn.Conv1d(2, 2, 1), "Conv1d"), (nn.LayerNorm(2), "LayerNorm"), (Scale(2), "Scale")]
+)
+def test_layers_without_a_rule_are_named(layer, name):
+    with pytest.raises(TypeError, match=rf"layer '1' \({name}\).*ella_cuda.laplace.register"):
+        KronLaplace(nn.Sequential(nn.Linear(2, 2), layer))
+    layer.requires_grad_(False)
+    KronLaplace(nn.Sequential(nn.Linear(2, 2), layer))  # frozen, it is a constant
+
+
+def test_a_frozen_batch_norm_is_a_constant(dense_ggn):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).double()
+    model(torch.randn(8, 2, dtype=torch.float64))  # statistics that are not the identity
+    model[1].requires_grad_(False)
+    before = model[1].running_mean.clone()
+    x, y = labelled(2)
+    la = KronLaplace(model).fit([(x, y)])
+    model.eval()
+    torch.testing.assert_close(la.factors["0.bias"].outputs[0], dense_ggn(model, x, y)["0.bias"])
+    assert torch.equal(model[1].running_mean, before)
+
+
+def test_parameters_that_a_rule_does_not_know_are_refused():
+    layer = nn.Linear(2, 3)
+    layer.gain = nn.Parameter(torch.ones(3))
+    with pytest.raises(TypeError, match="'gain'"):
+        KronLaplace(layer)
+    with pytest.raises(TypeError, match="register"):
+        KronLaplace(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)))
+
+
+def test_shapes_that_contradict_the_parameter_are_refused():
+    class Other(Scale):
+        pass
+
+    @register(Other)
+    class Wrong(Rule):
+        def shapes(self):
+            return {"scale": FactorShape.bias(3)}
+
+        def inputs(self, x):
+            pass
+
+    with pytest.raises(ValueError, match="'scale' .* 3 elements .* has 2"):
+        KronLaplace(Other(2))
+
+
+def test_register_refuses_what_is_no_layer_or_no_rule():
+    with pytest.raises(TypeError, match="subclass of torch.nn.Module"):
+        register(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="subclass of ella_cuda.laplace.Rule"):
+        register(Scale)(object)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_other_paddings_are_refused(mode):
+    with pytest.raises(ValueError, match=f"layer '0' .*padding_mode must be 'zeros' or 'circular', got '{mode}'"):
+        KronLaplace(nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode=mode)))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+def test_a_layer_called_twice_is_refused():
+    with pytest.raises(ValueError, match=r"layer 'linear' \(Linear\) was called twice"):
+        KronLaplace(Twice().double()).fit([labelled(3)])
+
+
+def test_tied_parameters_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are one tied parameter"):
+        KronLaplace(model)
+    module = nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="tied"):
+        KronLaplace(nn.Sequential(module, module))
+
+
+def test_a_layer_that_is_never_called_is_refused():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return F.linear(self.used(x), self.unused.weight)  # used behind the rule's back
+
+    with pytest.raises(ValueError, match=r"layer 'unused' \(Linear\) has trainable parameters but was never called"):
+        KronLaplace(Unused().double()).fit([labelled(3)])
+
+
+def test_a_layer_whose_output_goes_nowhere_has_zero_curvature():
+    class Aside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.aside = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            self.aside(x)
+            return self.used(x)
+
+    la = KronLaplace(Aside().double()).fit([labelled(3)])
+    assert not la.factors["aside.weight"].outputs.any() and not la.factors["aside.bias"].outputs.any()
+    assert la.factors["used.weight"].outputs.any()
+
+
+def test_positions_folded_into_the_batch_are_refused():
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(6, 3)).double()
+    with pytest.raises(ValueError, match=r"layer '1' .*batch in front, \(4, ...\), got \(8, 3\)"):
+        KronLaplace(model).fit([labelled(2, 3)])
+
+
+def test_a_users_forward_hook_after_a_layer_counts_as_what_follows(dense_ggn):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    x, y = labelled(3)
+    la = KronLaplace(model).fit([(x, y)])
+    torch.testing.assert_close(la.factors["0.bias"].outputs[0], dense_ggn(model, x, y)["0.bias"])
+
+
+def test_a_branching_network_sums_its_gradients(dense_ggn):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(h + torch.tanh(self.inner(h)) + 0.1 * h**2)
+
+    model = Residual().double()
+    x, y = labelled(3)
+    la = KronLaplace(model).fit([(x, y)])
+    for name, expected in dense_ggn(model, x, y).items():
+        if "bias" in name:
+            torch.testing.assert_close(la.factors[name].outputs[0], expected)
+
+
+def test_a_layer_called_by_keyword(dense_ggn):
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(input=x))
+
+    model = ByKeyword().double()
+    x, y = labelled(3)
+    la = KronLaplace(model).fit([(x, y)])
+    torch.testing.assert_close(la.factors["linear.bias"].outputs[0], dense_ggn(model, x, y)["linear.bias"])
+    torch.testing.assert_close(la.factors["linear.weight"].inputs[0], x.T @ x / 4)

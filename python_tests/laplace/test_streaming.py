@@ -1,0 +1,155 @@
+"""The result of a fit depends on the data only: not on batches, chunks of columns, passes, or what the model was doing before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.models import neyshabur
+from ella_cuda.nn import FactoredLinear2d
+
+
+@pytest.fixture
+def data():
+    return torch.randn(7, 2, 4, 4, dtype=torch.float64), torch.randint(4, (7,))
+
+
+@pytest.fixture
+def model():
+    conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+    return nn.Sequential(conv, nn.ReLU(), FactoredLinear2d(3, 4, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)).double()
+
+
+def assert_same(first: KronLaplace, second: KronLaplace) -> None:
+    assert list(first.factors) == list(second.factors)
+    for name, factor in first.factors.items():
+        torch.testing.assert_close(factor.inputs, second.factors[name].inputs, rtol=1e-11, atol=1e-14, msg=name)
+        torch.testing.assert_close(factor.outputs, second.factors[name].outputs, rtol=1e-11, atol=1e-14, msg=name)
+    torch.testing.assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), rtol=1e-12, atol=0)
+    assert first.n_data == second.n_data
+
+
+@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_batch_size(model, data, batches, resolution, size):
+    whole = KronLaplace(model, resolution=resolution).fit([data])
+    assert_same(KronLaplace(model, resolution=resolution).fit(batches(*data, size)), whole)
+
+
+def test_an_empty_batch_changes_nothing(model, data):
+    x, y = data
+    assert_same(KronLaplace(model).fit([(x[:0], y[:0]), (x, y)]), KronLaplace(model).fit([data]))
+
+
+def test_adding_with_override_false(model, data, batches):
+    first, second, third = batches(*data, 3)
+    la = KronLaplace(model).fit([first])
+    la.log_marginal_likelihood()  # eigenvalues of the first part must not survive
+    la.fit([second], override=False).fit(iter([third]), override=False)
+    assert_same(la, KronLaplace(model).fit([data]))
+
+
+def test_override_starts_anew(model, data, batches):
+    la = KronLaplace(model).fit(batches(*data, 3))
+    la.log_marginal_likelihood()
+    assert_same(la.fit([data]), KronLaplace(model).fit([data]))
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_memory_budget_splits_the_columns(model, data, columns, monkeypatch):
+    from ella_cuda.laplace import curvature
+
+    sizes = []
+    original = curvature._OnColumns.vmap
+    monkeypatch.setattr(
+        curvature._OnColumns, "vmap", staticmethod(lambda i, *a: (sizes.append(i.batch_size), original(i, *a))[1])
+    )
+    whole = KronLaplace(model).fit([data])
+    assert set(sizes) == {3}
+    sizes.clear()
+    per_column = 2 * 8 * 7 * 5 * 16  # bytes: the convolution's input and output, and as much for temporaries
+    chunked = KronLaplace(model, memory_budget=columns * per_column).fit([data])
+    assert max(sizes, default=1) == columns
+    assert_same(chunked, whole)
+
+
+def test_monte_carlo_factors_average_to_the_exact_ones(model, data):
+    exact = KronLaplace(model).fit([data])
+    la = KronLaplace(model, fisher="mc")
+    generator = torch.Generator().manual_seed(3)
+    draws = {name: [] for name in exact.factors}
+    for _ in range(200):
+        la.fit([data], generator=generator)
+        for name, factor in la.factors.items():
+            draws[name].append(factor.outputs.clone())
+    for name, outputs in draws.items():
+        samples = torch.stack(outputs)
+        error = (samples.mean(0) - exact.factors[name].outputs).abs()
+        assert (error <= 5 * samples.std(0) / 200**0.5 + 1e-12).all(), name
+        assert samples.std(0).max() > 0
+
+
+def test_monte_carlo_is_seeded_by_the_generator(model, data):
+    def fit(seed):
+        return KronLaplace(model, fisher="mc").fit([data], generator=torch.Generator().manual_seed(seed))
+
+    assert_same(fit(1), fit(1))
+    assert not torch.equal(fit(1).factors["0.weight"].outputs, fit(2).factors["0.weight"].outputs)
+
+
+def test_the_model_is_left_as_it_was(data):
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 3), nn.Tanh(), nn.Linear(3, 4)).double()
+    model[2].eval()
+    model[4].bias.requires_grad_(False)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    KronLaplace(model).fit([data])
+    assert [m.training for m in model] == [True, True, False, True, True]
+    assert [p.requires_grad for p in model.parameters()] == [True, True, True, False]
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_the_model_is_left_as_it_was_after_an_error(model, data):
+    with pytest.raises(ValueError, match="labels"):
+        KronLaplace(model).fit([data, (data[0], data[1] + 9)])
+    assert all(m.training for m in model.modules())
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_dropout_is_off_during_a_fit(data):
+    def make(p):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Flatten(), nn.Dropout(p), nn.Linear(32, 4)).double()
+
+    assert_same(KronLaplace(make(0.5)).fit([data]), KronLaplace(make(0.0)).fit([data]))
+
+
+def test_frozen_parameters_are_constants(model, data, dense_ggn):
+    model[0].requires_grad_(False)
+    model[5].weight.requires_grad_(False)
+    la = KronLaplace(model).fit([data])
+    assert la.parameter_names == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert len(la.prior_precision) == 5
+    expected = dense_ggn(model, *data)
+    for name in ("2.bias_in", "2.bias_out", "5.bias"):
+        torch.testing.assert_close(la.factors[name].outputs[0], expected[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_factors_keep_the_model_dtype(dtype):
+    model = neyshabur("f_fc+conv+fc", in_channels=1, num_classes=3, width=1).to(dtype)
+    la = KronLaplace(model).fit([(torch.randn(2, 1, 32, 32, dtype=dtype), torch.tensor([0, 2]))])
+    assert {f.inputs.dtype for f in la.factors.values()} | {f.outputs.dtype for f in la.factors.values()} == {dtype}
+
+
+def test_memory_estimate_is_what_a_fit_allocates(model, data):
+    la = KronLaplace(model)
+    estimate = la.memory_estimate()
+    la.fit([data])
+    moments = {m for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
+    assert estimate == sum(m.total.numel() * m.total.element_size() for m in moments)
+    assert la.factors["5.weight"].output_moment is la.factors["5.bias"].output_moment

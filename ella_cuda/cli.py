@@ -110,8 +110,8 @@ def _add_train(commands: Any) -> None:
         "train",
         help="train networks and learn their layers' symmetries",
         description="Train networks by MAP and by the marginal likelihood, and print accuracy, NLL, -log q/N and every "
-        "layer's learned type. Without options: the two quadrant tasks on scikit-learn's digits. Numbers not given are the "
-        "data set's recipe's.",
+        "layer's learned type. Without options: the two quadrant tasks on scikit-learn's digits. Numbers not given are "
+        "the data set's recipe's.",
     )
     tasks = "; ".join(f"{name}: {task.description}" for name, task in TASKS.items())
     train.add_argument("--data", choices=SOURCES, help="data set (digits)")
@@ -220,6 +220,8 @@ def _resumed(out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dic
         configs, options = experiments.read_grid(out_dir)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if "device" in given:
+        given = {**given, "device": str(experiments.resolve_device(given["device"]))}
     for name, value in given.items():
         if name not in PER_SESSION and options.get(name) != value:
             raise UsageError(
@@ -266,8 +268,8 @@ def _add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show a finished or running run",
-        description="Show results, prior precisions, effective parameters and layer types of a folder of `train`, running or "
-        "finished, and draw them.",
+        description="Show results, prior precisions, effective parameters and layer types of a folder of `train`, "
+        "running or finished, and draw them.",
     )
     inspect.add_argument("dir", metavar="DIR", help="the folder")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON instead")
@@ -288,8 +290,9 @@ def _inspect(args: argparse.Namespace) -> int:
         print("\n" + results_table(finished))
     for row in running:
         print(
-            f"\n{row['run']}: epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, loss {number(row['loss'])}, "
-            f"training accuracy {row['train_accuracy']:.1f} %, -log q/N {number(row['neg_log_marginal_likelihood'])}"
+            f"\n{row['run']}: epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, "
+            f"loss {number(row['loss'])}, training accuracy {row['train_accuracy']:.1f} %, "
+            f"-log q/N {number(row['neg_log_marginal_likelihood'])}"
         )
     rows = [*finished, *running]
     if rows:
@@ -313,7 +316,8 @@ def _add_info(commands: Any) -> None:
     info = commands.add_parser(
         "info",
         help="what was built, the device, and a check of every kernel",
-        description="Show what was built and which device would be used, and check each kernel against its plain-torch reference there.",
+        description="Show what was built and which device would be used, and check each kernel against its plain-torch "
+        "reference there.",
     )
     info.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
     info.set_defaults(command=_info)
@@ -338,7 +342,8 @@ def _info(args: argparse.Namespace) -> int:
     print(f"{'device':14}{device}{name}")
     if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:
         print(
-            "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to use it"
+            "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to "
+            "use it"
         )
     checks = check_kernels(device)
     print("\n" + kernel_table(checks))

@@ -229,6 +229,12 @@ def prepare(
     return normalize(make_task(dataset, task, image_size, data_seed))
 
 
+def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
+    """The images and labels of a run, on the CPU; see :func:`prepare`."""
+    size, seed = config.image_size, config.data_seed
+    return prepare(config.data, config.task, size, seed, config.train_size, config.holdout, data_dir, download)
+
+
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Accuracy in percent and mean negative log likelihood in nats of the softmax at the model's parameters.
 
@@ -278,16 +284,7 @@ def run_one(
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     device = resolve_device(config.device)
-    dataset = prepare(
-        config.data,
-        config.task,
-        config.image_size,
-        config.data_seed,
-        config.train_size,
-        config.holdout,
-        data_dir,
-        download,
-    ).to(device)
+    dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
     model = neyshabur(config.layer, dataset.channels, dataset.num_classes, config.width, config.image_size).to(device)
     diary = _Diary(run_dir / DIARY_FILE, config, model)
@@ -414,7 +411,11 @@ def run_grid(
     names = [c.name for c in configs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
-    out_dir.mkdir(parents=True, exist_ok=True)
+    prepare_for(configs[0], data_dir, download)  # before anything is written: the data may be missing
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the folder {out_dir} cannot be made ({error.strerror}); name another.") from error
     runs = [dataclasses.asdict(c) for c in configs]
     config_path = out_dir / CONFIG_FILE
     if config_path.exists():
@@ -428,6 +429,8 @@ def run_grid(
         write_file(config_path, json.dumps({"options": options or {}, "runs": runs}, indent=1))
     _note_environment(out_dir, configs[0].device)
     done = {row["run"]: row for row in read_summary(out_dir)}
+    if done:  # a session killed after writing the summary left the pictures behind it
+        save_report([done[n] for n in names if n in done], out_dir)
     bar = tqdm(total=len(configs), initial=len(done), desc="runs", unit="run", disable=not progress, dynamic_ncols=True)
     with bar:
         for config in configs:

@@ -2,8 +2,9 @@
 
 Apart from setup.py only the tests import this file; it is not part of the installed package.
 
-One extension module has to load under every torch from 2.11 on, with or without CUDA. Hence the sources keep to torch's stable
-ABI, cudart is linked statically and libtorch_cuda not at all. Whether CUDA is built follows from the toolkit, never from a GPU.
+One extension module has to load under every torch from 2.11 on, with or without CUDA. Hence the sources keep to torch's
+stable ABI, cudart is linked statically and libtorch_cuda not at all. Whether CUDA is built follows from the toolkit, never
+from a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 MINIMUM_TORCH = (2, 11)
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the stable ABI of 2.11, also under newer headers
 DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
+HEADERS = {".h", ".cuh", ".inc"}
 NAMED_ARCHS = {
     "Volta": "7.0+PTX",
     "Turing": "7.5+PTX",
@@ -107,7 +109,7 @@ def find_toolkit(environ: Mapping[str, str], usual: Path = Path("/usr/local/cuda
 
 
 def arch_list(environ: Mapping[str, str]) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST (numbers or names as torch's, separated by ; or spaces) or the default, as ["8.0", "10.0+PTX"]."""
+    """TORCH_CUDA_ARCH_LIST (torch's numbers or names, separated by ; or spaces) or the default: ["8.0", "10.0+PTX"]."""
     text = environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_ARCHS
     archs: list[str] = []
     for item in re.split(r"[;,\s]+", text.strip(";, ")):
@@ -148,7 +150,7 @@ def probe_headers(toolkit: Toolkit, torch_include: Path) -> None:
         said = (result.stderr + result.stdout).strip()
         first = next((line for line in said.splitlines() if "error" in line.lower()), said[:300])
         raise BuildError(
-            f"nvcc {toolkit.version} in {toolkit.root} cannot compile a file with the headers of the torch in use: {first}\n"
+            f"nvcc {toolkit.version} in {toolkit.root} cannot compile a file with this torch's headers: {first}\n"
             "Use another toolkit or host compiler (CUDA_HOME, NVCC_PREPEND_FLAGS), or build without CUDA: ELLA_CUDA=0"
         )
 
@@ -217,7 +219,7 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
             (extension,) = self.extensions
             extension.include_dirs += [str(torch_root / "include"), str(generated)]
             extension.library_dirs += [str(torch_root / "lib")]
-            extension.libraries += ["torch", "torch_cpu", "c10"]
+            extension.libraries += ["torch_cpu"]
             common = ["-std=c++17", TARGET_VERSION, "-O3", "-g0"]
             extension.extra_compile_args = {
                 "cxx": [*common, "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast"],
@@ -236,8 +238,12 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
                 extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
                 extension.include_dirs += [str(toolkit.root / "include")]
 
-    sources = ["csrc/module.cpp", "csrc/schemas.cpp", *sorted(f"csrc/cpu/{p.name}" for p in (root / "csrc/cpu").glob("*.cpp"))]
-    depends = sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob("*.h"))
+    sources = [
+        "csrc/module.cpp",
+        "csrc/schemas.cpp",
+        *sorted(f"csrc/cpu/{p.name}" for p in (root / "csrc/cpu").glob("*.cpp")),
+    ]
+    depends = sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob("*") if path.suffix in HEADERS)
     return {
         "ext_modules": [Extension("ella_cuda._C", sources, language="c++", depends=depends)],
         "cmdclass": {"build_ext": BuildExtension},

@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "cpu/kernels.h"
 #include "ella_build_info.h"
 
 namespace py = pybind11;
@@ -28,6 +29,7 @@ py::dict build_info() {
   info["cuda_archs"] = ELLA_CUDA_ARCHS;
   info["compiler"] = compiler();
   info["torch_headers"] = ELLA_TORCH_HEADERS;
+  info["cpu_kernels"] = ella::kernels<float>().name;
   info["summary"] = ELLA_BUILD_SUMMARY;
   return info;
 }
@@ -37,6 +39,7 @@ py::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled ops of ella_cuda; importing it registers torch.ops.ella_cuda.";
   m.def("build_info", &build_info,
-        "How this extension was built: version, cuda (toolkit version, \"\" if built without), cuda_archs, compiler, "
-        "torch_headers (version of the torch whose headers were used), summary (one line).");
+        "How this extension was built: version, cuda (version of the toolkit, \"\" if built without), cuda_archs, compiler,\n"
+        "torch_headers (version of the torch whose headers were used), cpu_kernels (instruction set in use on this processor:\n"
+        "baseline, avx2 or avx512; held back by ATEN_CPU_CAPABILITY as torch's own kernels are), summary (one line).");
 }

@@ -3,6 +3,10 @@
 #define ELLA_VECTOR_BYTES 16
 #define ELLA_TILE_ROWS 4
 #define ELLA_TILE_VECTORS 2
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
 #include "kernels.inc"
 
 namespace ella {
@@ -11,15 +15,23 @@ namespace {
 #ifdef ELLA_X86_KERNELS
 enum class Set { kBaseline, kAvx2, kAvx512 };
 
+// torch's own variable to hold its kernels back holds these back too.
+Set allowed_set() {
+  const char* name = std::getenv("ATEN_CPU_CAPABILITY");
+  if (name == nullptr) return Set::kAvx512;
+  return std::strcmp(name, "default") == 0 ? Set::kBaseline : std::strcmp(name, "avx2") == 0 ? Set::kAvx2 : Set::kAvx512;
+}
+
+Set best_set() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Set::kBaseline;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? Set::kAvx512 : Set::kAvx2;
+}
+
 Set running_set() {
-  static const Set set = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      return Set::kAvx512;
-    }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Set::kAvx2 : Set::kBaseline;
-  }();
+  static const Set set = std::min(allowed_set(), best_set());
   return set;
 }
 #define ELLA_CHOOSE(TABLE)  \

@@ -3,8 +3,8 @@
 Apart from setup.py only the tests import this file; it is not part of the installed package.
 
 One extension module has to load under every torch from 2.11 on, with or without CUDA. Hence the sources keep to torch's
-stable ABI, cudart is linked statically and libtorch_cuda not at all. Whether CUDA is built follows from the toolkit, never
-from a GPU.
+stable ABI, cudart is linked statically and libtorch_cuda not at all. The toolkit, never a GPU, decides whether CUDA is
+built.
 """
 
 from __future__ import annotations

@@ -1,0 +1,353 @@
+"""Training of weights and hyperparameters together: MAP steps on the weights, evidence steps on the prior precisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ella_cuda.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
+from ella_cuda.laplace import KronLaplace
+
+Objective = Literal["evidence", "map"]
+PriorStructure = Literal["layerwise", "module", "scalar"]
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """What is recorded at every evaluation; a list of these is in the checkpoint under ``history``."""
+
+    epoch: int  # epochs done
+    loss: float  # mean over the epoch's batches: data fit and prior
+    accuracy: float | None  # of the training batches as they were seen, fraction; None for regression
+    neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
+    prior_precision: list[float]  # per parameter tensor
+    effective_parameters: dict[str, float] | None  # per parameter tensor
+    sigma_noise: float
+
+
+def marglik_training(
+    model: nn.Module,
+    train_loader: Iterable[tuple[Tensor, Tensor]],
+    likelihood: str = "classification",
+    *,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.Adam,
+    optimizer_kwargs: dict[str, Any] | None = None,
+    scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None,
+    scheduler_kwargs: dict[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: PriorStructure = "layerwise",
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float = 1.0,
+    sigma_noise_init: float = 1.0,
+    fix_sigma_noise: bool = False,
+    progress_bar: bool = True,
+    objective: Objective = "evidence",
+    fisher: str = "exact",
+    resolution: str = "shared",
+    marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
+    checkpoint: str | Path | None = None,
+    on_evaluation: Callable[[Evaluation], None] | None = None,
+    description: str = "training",
+) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
+    r"""Train ``model`` and learn one prior precision per parameter tensor by gradient ascent on the marginal likelihood.
+
+    Every step minimises mean loss :math:`+ \frac{1}{2N} \sum_l \delta_l \|\theta_l\|^2`. After ``n_epochs_burnin`` epochs, every
+    ``marglik_frequency`` epochs, one pass over ``marglik_loader`` accumulates the curvature at the present weights and
+    ``n_hypersteps`` Adam steps on :math:`\log\delta` (and :math:`\log\sigma`) raise the Laplace evidence. ``objective="map"`` is the
+    same loop without evidence steps. Arguments named as in laplace-torch mean the same, and defaults are its own unless noted.
+
+    Args:
+        model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
+        train_loader: yields ``(x, y)`` batches on the model's device; iterated once per epoch.
+        likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
+        optimizer_cls: of the weights. optimizer_kwargs: its arguments. Default: Adam with its own defaults.
+        scheduler_cls: of the weights' learning rate, stepped after every batch. scheduler_kwargs: its arguments.
+        n_epochs: passes over ``train_loader``.
+        lr_hyp: Adam's learning rate on the log hyperparameters, kept from one evidence step to the next.
+        prior_structure: which tensors share a precision: "layerwise" (none: one precision per tensor), "module" (the tensors of
+            one module) or "scalar" (all).
+        n_epochs_burnin: epochs before the first evidence step.
+        n_hypersteps: hyperparameter steps per evidence step.
+        marglik_frequency: epochs between evaluations (evidence step and checkpoint).
+        prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
+        sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
+        progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
+        objective: "evidence" or "map".
+        fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
+        resolution: "shared" or "per_channel" output factors of F-FC.
+        marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``.
+        checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it; on the
+            CPU a resumed run gives the numbers of an uninterrupted one bit for bit.
+        on_evaluation: called with an :class:`Evaluation` after every evaluation.
+        description: of the progress bar.
+
+    Returns:
+        ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not
+        fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch.
+        Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
+
+    Raises:
+        ValueError: an argument out of range; labels outside the classes; an empty loader; a checkpoint of other settings, or one
+            that cannot be read.
+        FloatingPointError: the loss or a factor is not finite; the message names layer, epoch and step. The last good checkpoint
+            stays.
+
+    Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1;
+    van der Ouderaa et al., NeurIPS 2023, section 5.
+    """
+    _check_arguments(
+        likelihood=(likelihood, ("classification", "regression")),
+        objective=(objective, ("evidence", "map")),
+        prior_structure=(prior_structure, ("layerwise", "module", "scalar")),
+    )
+    _check_numbers(
+        n_epochs=(n_epochs, 1),
+        n_epochs_burnin=(n_epochs_burnin, 0),
+        n_hypersteps=(n_hypersteps, 1),
+        marglik_frequency=(marglik_frequency, 1),
+    )
+    for name, value in (("lr_hyp", lr_hyp), ("prior_prec_init", prior_prec_init), ("sigma_noise_init", sigma_noise_init)):
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
+    prior = _Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
+    optimizer = optimizer_cls(prior.parameters, **(optimizer_kwargs or {}))
+    scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+    learn_sigma = likelihood == "regression" and not fix_sigma_noise
+    hyper_optimizer = torch.optim.Adam([prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp)
+    laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
+    settings = {
+        **laplace_settings,
+        "objective": objective,
+        "n_epochs": n_epochs,
+        "lr_hyp": lr_hyp,
+        "prior_structure": prior_structure,
+        "n_epochs_burnin": n_epochs_burnin,
+        "n_hypersteps": n_hypersteps,
+        "marglik_frequency": marglik_frequency,
+        "prior_prec_init": prior_prec_init,
+        "sigma_noise_init": sigma_noise_init,
+        "fix_sigma_noise": fix_sigma_noise,
+        "parameters": prior.names,
+    }
+    evidence_loader = train_loader if marglik_loader is None else marglik_loader
+    loaders = [train_loader, evidence_loader]
+    margliks: list[float] = []
+    losses: list[float] = []
+    history: list[dict[str, Any]] = []
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "prior": prior, "hyper_optimizer": hyper_optimizer}
+    first_epoch = 0
+    if checkpoint is not None and Path(checkpoint).exists():
+        state = load_checkpoint(checkpoint, settings, model)
+        for key, part in parts.items():
+            if part is not None:
+                part.load_state_dict(state[key])
+        margliks, losses, history, first_epoch = state["margliks"], state["losses"], state["history"], state["epoch"]
+        restore_random_state(state["random"], loaders)
+
+    def new_laplace() -> KronLaplace:
+        return KronLaplace(model, prior_precision=prior.precision().detach(), sigma_noise=prior.sigma().detach(), **laplace_settings)
+
+    bar = tqdm(total=n_epochs, initial=first_epoch, desc=description, unit="epoch", disable=not progress_bar, dynamic_ncols=True)
+    try:
+        for epoch in range(first_epoch + 1, n_epochs + 1):
+            loss, accuracy = _train_epoch(model, train_loader, likelihood, optimizer, scheduler, prior, epoch)
+            losses.append(loss)
+            shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
+            if epoch % marglik_frequency == 0 or epoch == n_epochs:
+                evidence = effective = None
+                if objective == "evidence" and epoch > n_epochs_burnin:
+                    la = new_laplace().fit(evidence_loader)
+                    evidence = _evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
+                    margliks.append(-evidence * la.n_data)
+                    evidence = -evidence
+                    effective = la.effective_parameters()
+                    shown["-log q/N"] = f"{evidence:.3f}"
+                evaluation = Evaluation(
+                    epoch, loss, accuracy, evidence, prior.precision().tolist(), effective, float(prior.sigma().detach())
+                )
+                history.append(dataclasses.asdict(evaluation))
+                if on_evaluation is not None:
+                    on_evaluation(evaluation)
+                if checkpoint is not None:
+                    state = {key: None if part is None else part.state_dict() for key, part in parts.items()}
+                    state |= {"epoch": epoch, "margliks": margliks, "losses": losses, "history": history}
+                    save_checkpoint(checkpoint, state | {"settings": settings, "random": random_state(loaders)})
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
+    finally:
+        bar.close()
+    la = new_laplace()
+    if objective == "evidence":
+        la.fit(evidence_loader)
+    return la, model, margliks, losses
+
+
+class _Prior:
+    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype."""
+
+    def __init__(self, model: nn.Module, structure: PriorStructure, precision: float, sigma: float) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("marglik_training: model has no parameter that requires grad; there is nothing to train.")
+        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
+        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[structure]
+        groups = list(dict.fromkeys(key(n) for n in self.names))
+        device = self.parameters[0].device
+        self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
+        self.log_precision = torch.full((len(groups),), math.log(precision), dtype=torch.float64, device=device).requires_grad_()
+        self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
+
+    def precision(self) -> Tensor:
+        """δ, one per parameter tensor, differentiable in the log precisions."""
+        return self.log_precision.exp()[self.group]
+
+    def sigma(self) -> Tensor:
+        """σ, 0-dim."""
+        return self.log_sigma.exp()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            self.log_precision.copy_(state["log_precision"])
+            self.log_sigma.copy_(state["log_sigma"])
+
+
+def _train_epoch(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    likelihood: str,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    prior: _Prior,
+    epoch: int,
+) -> tuple[float, float | None]:
+    """One pass; returns the mean loss (data fit and prior) and the training accuracy as a fraction."""
+    model.train()
+    n_data = _dataset_size(loader)
+    weights = (prior.precision().detach() / n_data).tolist()
+    sigma = float(prior.sigma().detach())
+    total = correct = torch.zeros((), dtype=torch.float64, device=prior.parameters[0].device)
+    seen = steps = 0
+    for step, (x, y) in enumerate(loader, start=1):
+        outputs = model(x)
+        loss = _data_loss(outputs, y, likelihood, sigma)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        with torch.no_grad():
+            penalty = torch.zeros_like(loss)
+            for parameter, weight in zip(prior.parameters, weights, strict=True):
+                penalty += 0.5 * weight * parameter.square().sum()
+                if parameter.grad is None:
+                    parameter.grad = weight * parameter
+                else:
+                    parameter.grad.add_(parameter, alpha=weight)
+            value = loss.detach() + penalty
+            if not torch.isfinite(value):
+                raise FloatingPointError(
+                    f"marglik_training: the loss is {float(value)} at epoch {epoch}, step {step}; {_first_bad_layer(model, x)}. "
+                    "Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is from before this epoch."
+                )
+            total = total + value
+            if likelihood == "classification":
+                correct = correct + (outputs.argmax(-1) == y).sum()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        seen, steps = seen + len(x), steps + 1
+    if steps == 0:
+        raise ValueError("marglik_training: train_loader yielded no batch; check its data set and drop_last.")
+    return float(total) / steps, float(correct) / seen if likelihood == "classification" else None
+
+
+def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Tensor:
+    """Mean negative log likelihood per data point, up to constants in σ."""
+    if likelihood == "classification":
+        classes = outputs.shape[-1]
+        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+            raise ValueError(
+                f"marglik_training: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(y.min())}..{int(y.max())}."
+            )
+        return F.cross_entropy(outputs, y)
+    if outputs.shape != y.shape:
+        raise ValueError(f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}.")
+    return (outputs - y).square().sum() / (2 * sigma**2 * max(len(y), 1))
+
+
+def _dataset_size(loader: Any) -> int:
+    """N, which weighs the prior against the data."""
+    if hasattr(loader, "dataset_size"):
+        size = loader.dataset_size
+    elif hasattr(getattr(loader, "dataset", None), "__len__"):
+        size = len(loader.dataset)
+    else:
+        raise ValueError(
+            "marglik_training: the number of data points is unknown; train_loader needs a `dataset` with a length (as "
+            "torch.utils.data.DataLoader has) or an attribute `dataset_size`."
+        )
+    if size < 1:
+        raise ValueError("marglik_training: train_loader has no data points.")
+    return size
+
+
+def _evidence_step(la: KronLaplace, prior: _Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int) -> float:
+    """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        evidence = la.log_marginal_likelihood(prior.precision(), prior.sigma() if learn_sigma else None)
+        (-evidence / la.n_data).backward()
+        optimizer.step()
+    with torch.no_grad():
+        la.prior_precision = prior.precision()
+        la.sigma_noise = prior.sigma()
+        return float(la.log_marginal_likelihood()) / la.n_data
+
+
+def _first_bad_layer(model: nn.Module, x: Tensor) -> str:
+    """Which layer is the first whose parameters or output are not finite for x, in words."""
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if not torch.isfinite(parameter).all():
+                    found.append(f"the first layer that is not finite is {name!r} (its parameter {parameter_name})")
+            if isinstance(output, Tensor) and not torch.isfinite(output).all():
+                found.append(f"the first layer that is not finite is {name!r} (its output)")
+
+        return hook
+
+    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n and not any(m.children())]
+    try:
+        if not torch.isfinite(x).all():
+            return "the batch itself is not finite"
+        with torch.no_grad():
+            model(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "all layers are finite: the loss or the prior overflowed"
+
+
+def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ValueError(f"marglik_training: {name} must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+def _check_numbers(**bounds: tuple[int, int]) -> None:
+    for name, (value, least) in bounds.items():
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"marglik_training: {name} must be an integer >= {least}, got {value!r}.")

@@ -1,0 +1,272 @@
+"""marglik_training: schedule, resume, interruption, errors, and what it learns on problems with a known answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ella_cuda import marglik_training
+from ella_cuda.checkpoint import read_checkpoint
+from ella_cuda.data import TensorLoader
+from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
+from python_tests.ops.checks import assert_same
+
+
+class Network(nn.Module):
+    """One relaxed layer and a linear head on 8x8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        conv = nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular")
+        self.layer = RelaxedEquivariance({"f_fc": FactoredLinear2d(1, 2, 8, 4), "conv": nn.Sequential(conv, PolyphasePool2d())})
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.layer(x)).flatten(1))
+
+
+def images(n: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 1, 8, 8, generator=generator), torch.randint(10, (n,), generator=generator)
+
+
+def small_run(checkpoint: Path | None = None, n_epochs: int = 6, **options):
+    torch.manual_seed(3)
+    model = Network()
+    loader = DataLoader(TensorDataset(*images()), batch_size=10, shuffle=True)
+    arguments = {"n_epochs_burnin": 1, "marglik_frequency": 2, "n_hypersteps": 3, "progress_bar": False, "fisher": "mc"} | options
+    scheduler = {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": 3 * n_epochs}}
+    return marglik_training(model, loader, n_epochs=n_epochs, checkpoint=checkpoint, **scheduler, **arguments)
+
+
+def same_results(first, second) -> None:
+    (la, model, margliks, losses), (la_2, model_2, margliks_2, losses_2) = first, second
+    assert margliks == margliks_2 and losses == losses_2
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), model_2.parameters(), strict=True))
+    assert torch.equal(la.prior_precision, la_2.prior_precision)
+    assert torch.equal(la.log_marginal_likelihood(), la_2.log_marginal_likelihood())
+
+
+def test_schedule():
+    seen = []
+    la, _, margliks, losses = small_run(on_evaluation=seen.append, n_epochs=7, n_epochs_burnin=3)
+    assert [e.epoch for e in seen] == [2, 4, 6, 7]
+    assert [e.neg_log_marginal_likelihood is not None for e in seen] == [False, True, True, True]
+    assert len(margliks) == 3 and len(losses) == 7
+    assert seen[0].prior_precision == [1.0] * len(la.parameter_names)
+    assert seen[1].prior_precision != seen[2].prior_precision
+    assert seen[-1].prior_precision == la.prior_precision.tolist()
+    # Adam's first step moves every log precision by lr_hyp; three steps by at most three times that
+    moved = torch.tensor(seen[1].prior_precision).log().abs()
+    assert (moved > 0.05).any() and (moved < 0.31).all()
+
+
+def test_hyperparameters_climb_the_evidence():
+    """With the weights held fixed (learning rate 0) every evidence step can only go up."""
+    _, _, margliks, _ = small_run(optimizer_kwargs={"lr": 0.0}, fisher="exact", n_hypersteps=20, marglik_frequency=1, n_epochs_burnin=0)
+    assert all(b < a for a, b in zip(margliks, margliks[1:], strict=False))
+
+
+def test_map_is_the_same_loop_without_evidence_steps():
+    la, model, margliks, losses = small_run(objective="map")
+    assert margliks == [] and losses[-1] < losses[0]
+    assert set(la.prior_precision.tolist()) == {1.0}
+    _, delayed, _, delayed_losses = small_run(n_epochs_burnin=100)
+    assert delayed_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), delayed.parameters(), strict=True))
+
+
+def test_one_step_minimises_the_stated_objective():
+    """Plain gradient descent against the gradient of mean cross-entropy + (1/2N) sum delta |theta|^2 by autograd."""
+    x, y = torch.randn(8, 5), torch.randint(3, (8,))
+    model, reference = nn.Linear(5, 3), nn.Linear(5, 3)
+    reference.load_state_dict(model.state_dict())
+    loader = TensorLoader(x, y, 8)
+    _, _, _, losses = marglik_training(
+        model, loader, n_epochs=1, objective="map", prior_prec_init=2.5, progress_bar=False,
+        optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.1},
+    )  # fmt: skip
+    loss = nn.functional.cross_entropy(reference(x), y) + 2.5 / 16 * sum(p.square().sum() for p in reference.parameters())
+    loss.backward()
+    assert abs(losses[0] - loss.item()) < 1e-6
+    for p, r in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_same(p.detach(), (r - 0.1 * r.grad).detach())
+
+
+def test_regression_finds_the_noise():
+    """Bayesian linear regression with known noise: the learned sigma is the true one within its standard error."""
+    n, sigma = 400, 0.3
+    x = torch.randn(n, 3, dtype=torch.float64)
+    y = x @ torch.randn(3, 2, dtype=torch.float64) + sigma * torch.randn(n, 2, dtype=torch.float64)
+    model = nn.Linear(3, 2).double()
+    la, *_ = marglik_training(
+        model, TensorLoader(x, y, n), "regression", n_epochs=150, lr_hyp=0.05, n_hypersteps=5, marglik_frequency=5,
+        optimizer_kwargs={"lr": 0.05}, progress_bar=False,
+    )  # fmt: skip
+    assert abs(float(la.sigma_noise) / sigma - 1) < 4 / (2 * 2 * n) ** 0.5
+
+
+def test_prior_of_useless_inputs_grows():
+    """A layer whose output cannot help is switched off: its precision rises far above that of the layer that can."""
+
+    class TwoPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signal, self.noise = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+
+        def forward(self, x):
+            return self.signal(x[:, :4]) + self.noise(x[:, 4:])
+
+    x = torch.randn(600, 8)
+    y = (x[:, 0] + x[:, 1] > 0).long()
+    la, *_ = marglik_training(
+        TwoPaths(), TensorLoader(x, y, 600), n_epochs=120, n_hypersteps=10, marglik_frequency=3,
+        optimizer_kwargs={"lr": 0.05}, progress_bar=False,
+    )  # fmt: skip
+    signal, noise = la.prior_precision.tolist()
+    assert noise > 10 * signal
+
+
+@pytest.mark.parametrize("structure", ["scalar", "module"])
+def test_tied_precisions(structure):
+    la, *_ = small_run(prior_structure=structure, n_epochs=4)
+    groups = {}
+    for name, value in zip(la.parameter_names, la.prior_precision.tolist(), strict=True):
+        groups.setdefault(name.rpartition(".")[0] if structure == "module" else "", set()).add(value)
+    assert all(len(values) == 1 for values in groups.values())
+    assert len(set.union(*groups.values())) == len(groups)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+@pytest.mark.parametrize("shuffle", ["global generator", "own generator", "tensor loader"])
+def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, fisher, shuffle):
+    class Stop(Exception):
+        pass
+
+    def run(checkpoint, stop_at=None):
+        torch.manual_seed(5)
+        model = Network()
+        if shuffle == "tensor loader":
+            loader = TensorLoader(*images(), 10, shuffle=True)
+        else:
+            generator = torch.Generator().manual_seed(7) if shuffle == "own generator" else None
+            loader = DataLoader(TensorDataset(*images()), batch_size=10, shuffle=True, generator=generator)
+
+        def stop(evaluation):
+            if evaluation.epoch == stop_at:
+                raise Stop
+
+        return marglik_training(
+            model, loader, n_epochs=6, n_epochs_burnin=1, marglik_frequency=2, n_hypersteps=2, progress_bar=False, fisher=fisher,
+            checkpoint=checkpoint, on_evaluation=stop,
+        )  # fmt: skip
+
+    whole = run(None)
+    with pytest.raises(Stop):
+        run(tmp_path / "run.pt", stop_at=4)  # stops before the checkpoint of epoch 4 is written: two epochs are lost
+    assert read_checkpoint(tmp_path / "run.pt")["epoch"] == 2
+    torch.rand(17)
+    same_results(run(tmp_path / "run.pt"), whole)
+    same_results(run(tmp_path / "run.pt"), whole)  # a finished run only refits
+
+
+def test_killed_process_resumes(tmp_path):
+    """SIGKILL in the middle of a run, whenever: the next call finishes it with the same numbers."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from python_tests.test_training import small_run\n"
+        "torch.set_num_threads(1)\n"
+        "def tell(evaluation): print(evaluation.epoch, flush=True)\n"
+        "small_run(sys.argv[1], n_epochs=12, on_evaluation=tell)\n"
+    )
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "run.pt")], stdout=subprocess.PIPE, env=environment, text=True)
+    for line in process.stdout:
+        if line.strip() == "6":
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    process.stdout.close()
+    assert process.returncode == -signal.SIGKILL
+    assert read_checkpoint(tmp_path / "run.pt")["epoch"] in (4, 6)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        same_results(small_run(tmp_path / "run.pt", n_epochs=12), small_run(n_epochs=12))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_interruption_leaves_a_usable_run(tmp_path):
+    def interrupt(evaluation):
+        if evaluation.epoch == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small_run(tmp_path / "run.pt", on_evaluation=interrupt)
+    state = read_checkpoint(tmp_path / "run.pt")
+    assert state["epoch"] == 2 and len(state["history"]) == 1
+    same_results(small_run(tmp_path / "run.pt"), small_run())
+
+
+def test_loss_that_is_not_finite_names_the_layer(tmp_path):
+    torch.manual_seed(0)
+    model = Network()
+    x, y = images()
+    epochs = []
+
+    def poison(evaluation):
+        epochs.append(evaluation.epoch)
+        if evaluation.epoch == 2:
+            with torch.no_grad():
+                model.layer.conv[0].weight[0, 0, 0, 0] = float("nan")
+
+    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1.*layer\.conv\.0.*weight"):
+        marglik_training(
+            model, TensorLoader(x, y, 10), n_epochs=5, objective="map", marglik_frequency=1, progress_bar=False,
+            checkpoint=tmp_path / "run.pt", on_evaluation=poison,
+        )  # fmt: skip
+    with pytest.raises(FloatingPointError, match="the batch itself"):
+        marglik_training(Network(), TensorLoader(x * float("inf"), y, 10), n_epochs=1, progress_bar=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_epochs": 0}, "n_epochs"),
+        ({"marglik_frequency": 0}, "marglik_frequency"),
+        ({"lr_hyp": -1.0}, "lr_hyp"),
+        ({"prior_prec_init": float("nan")}, "prior_prec_init"),
+        ({"objective": "mle"}, "objective"),
+        ({"likelihood": "poisson"}, "likelihood"),
+        ({"prior_structure": "diagonal"}, "prior_structure"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(ValueError, match=words):
+        small_run(**options)
+
+
+def test_bad_data():
+    model = Network()
+    x, y = images()
+    with pytest.raises(ValueError, match=r"labels must lie in 0..9.*10"):
+        marglik_training(model, TensorLoader(x, y * 0 + 10, 8), n_epochs=1, progress_bar=False)
+    with pytest.raises(ValueError, match="no data points"):
+        marglik_training(model, DataLoader(TensorDataset(x[:0], y[:0])), n_epochs=1, progress_bar=False)
+    with pytest.raises(ValueError, match="number of data points"):
+        marglik_training(model, [(x, y)], n_epochs=1, progress_bar=False)
+    with pytest.raises(ValueError, match="y must have the outputs' shape"):
+        marglik_training(model, TensorLoader(x, torch.zeros(24, 3), 8), "regression", n_epochs=1, progress_bar=False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        marglik_training(model.requires_grad_(False), TensorLoader(x, y, 8), n_epochs=1, progress_bar=False)

@@ -1,8 +1,8 @@
 """One batch through the network: forward once, then the columns of the output Hessian's square root back through it.
 
-Only gradients of activations are computed. A layer's forward hook replaces the layer's node in the autograd graph by one that hands
-the gradient, all columns together, to the layer's rule; the rule accumulates its factors and returns the gradient at its input. So
-nothing is kept for all layers at once, and no gradient of a parameter is ever formed.
+Only gradients of activations are computed. A layer's forward hook replaces the layer's node in the autograd graph by
+one that hands the gradient, all columns together, to the layer's rule; the rule accumulates its factors and returns the
+gradient at its input. So nothing is kept for all layers at once, and no gradient of a parameter is ever formed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _OnColumns(torch.autograd.Function):
 class _LayerNode(torch.autograd.Function):
     """Stands in the graph for a layer whose rule differentiates it.
 
-    ``out`` becomes the output itself, not a view or copy of it, so that the next layer may work on it in place. ``anchor`` requires a
-    gradient that is never formed: it makes the engine visit the first layer too.
+    ``out`` becomes the output itself, not a view or copy of it, so that the next layer may work on it in place.
+    ``anchor`` requires a gradient that is never formed: it makes the engine visit the first layer too.
     """
 
     @staticmethod
@@ -63,7 +63,9 @@ class _LayerNode(torch.autograd.Function):
 
 
 class _OutputTap(torch.autograd.Function):
-    """Identity on a layer's output that shows its gradient to the rule; a copy, so that the next layer may work in place."""
+    """Identity on a layer's output that shows its gradient to the rule; a copy, so that the next layer may work in
+    place.
+    """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
@@ -106,12 +108,15 @@ class CurvaturePass:
             return self.model(x)
 
     def backward(self, outputs: Tensor, columns: Tensor) -> None:
-        """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides accumulate."""
+        """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides
+        accumulate.
+        """
         if not self._called:
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
         if not outputs.requires_grad:
             raise ValueError(
-                "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
+                "fit: the model's output does not depend on its layers through autograd (is it computed under "
+                "no_grad?)."
             )
         passes = -(-columns.shape[0] * self._column_bytes // self.memory_budget)
         chunks = columns.tensor_split(min(max(passes, 1), columns.shape[0]))
@@ -133,8 +138,9 @@ class CurvaturePass:
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if rule in self._called:
                 raise ValueError(
-                    f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no Kronecker product. "
-                    "Call it once on inputs stacked along a shared dimension, or give each use its own layer."
+                    f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
+                    "Kronecker product. Call it once on inputs stacked along a shared dimension, or give each use its "
+                    "own layer."
                 )
             self._called.add(rule)
             self.calls[rule] += 1
@@ -143,8 +149,8 @@ class CurvaturePass:
             if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != self._batch_size:
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
-                    f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. Positions that share "
-                    "weights must be dimensions of their own, not folded into the batch."
+                    f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
+                    "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
             size = sum(t.numel() * t.element_size() for t in (x, out) if isinstance(t, Tensor))
             self._column_bytes = max(
@@ -161,7 +167,8 @@ class CurvaturePass:
 
 @contextmanager
 def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
-    """Evaluation mode, no parameter gradients, and the rules' hooks, for the duration of the context; all restored at its end.
+    """Evaluation mode, no parameter gradients, and the rules' hooks, for the duration of the context; all restored at
+    its end.
 
     Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time.
     """

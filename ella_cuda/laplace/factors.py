@@ -14,8 +14,8 @@ from ella_cuda import ops
 class FactorShape(NamedTuple):
     """Sizes of one parameter tensor's block-Kronecker factor; the tensor has ``groups * inputs * outputs`` elements.
 
-    ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that the input side
-    is the number one, as for a bias: see :meth:`bias`.
+    ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that
+    the input side is the number one, as for a bias: see :meth:`bias`.
     """
 
     groups: int
@@ -68,12 +68,13 @@ class SecondMoment:
         return other
 
     def eigenvalues(self) -> Tensor:
-        """Eigenvalues of every block of ``total``, ascending, ``(G, d)``, float64; computed once and kept until rows are added.
+        """Eigenvalues of every block of ``total``, ascending, ``(G, d)``, float64; computed once and kept until rows
+        are added.
 
-        The decomposition is in float64 whatever the sum's dtype. An eigensolver's error is eps times the *largest* eigenvalue, in
-        every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs of very different scales
-        (a nearly dead channel beside a live one) give sums whose small eigenvalues float32 stores to full relative accuracy, and a
-        float32 solver replaces by noise of either sign.
+        The decomposition is in float64 whatever the sum's dtype. An eigensolver's error is eps times the *largest*
+        eigenvalue, in every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs
+        of very different scales (a nearly dead channel beside a live one) give sums whose small eigenvalues float32
+        stores to full relative accuracy, and a float32 solver replaces by noise of either sign.
 
         Raises:
             FloatingPointError: the sum is not finite.
@@ -82,20 +83,22 @@ class SecondMoment:
         if self._eigenvalues is None:
             if not torch.isfinite(self.total).all():
                 raise FloatingPointError(
-                    f"{self.name}: the factor has entries that are not finite; the activations or gradients of this layer overflowed. "
-                    "Check the inputs and the parameters for inf and nan, or use float64."
+                    f"{self.name}: the factor has entries that are not finite; the activations or gradients of this "
+                    "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
                 )
             values = torch.linalg.eigvalsh(self.total.double())
-            # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps at the least.
+            # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
+            # at the least.
             eps = torch.finfo(self.total.dtype).eps
             tolerance = eps * (self.total.shape[-1] + math.sqrt(self.rows)) * values.amax(-1).clamp(min=0)
             beyond = values.amin(-1) < -tolerance
             if beyond.any():
                 block = int(beyond.nonzero()[0])
                 raise ArithmeticError(
-                    f"{self.name}: block {block} of the factor has the eigenvalue {values[block].min().item():.6g}, negative beyond "
-                    f"rounding (tolerance {tolerance[block].item():.3g}); a sum of outer products cannot. If a rule of your own filled "
-                    "it, check that only positive multiples of outer products are added."
+                    f"{self.name}: block {block} of the factor has the eigenvalue {values[block].min().item():.6g}, "
+                    f"negative beyond rounding (tolerance {tolerance[block].item():.3g}); a sum of outer products "
+                    "cannot. If a rule of your own filled it, check that only positive multiples of outer products are "
+                    "added."
                 )
             self._eigenvalues = values.clamp(min=0)
         return self._eigenvalues
@@ -104,15 +107,17 @@ class SecondMoment:
 class KroneckerFactor:
     r"""Curvature of one parameter tensor: ``G`` blocks, block g being :math:`A_g \otimes B_g`.
 
-    The sum over data is included: A averages over the data, B sums over it, so that a tensor's Hessian is the product. Raw sums are
-    kept and divided when read, so more data can be added at any time and nothing depends on the batch size.
+    The sum over data is included: A averages over the data, B sums over it, so that a tensor's Hessian is the product.
+    Raw sums are kept and divided when read, so more data can be added at any time and nothing depends on the batch
+    size.
 
     Attributes:
         input_moment: raw sum of the input side, or None for a bias (whose input is the constant one).
         output_moment: raw sum of the output side; may be one object with another tensor's.
         n_data: data points in the sums.
 
-    Source: Martens and Grosse, ICML 2015 (KFAC); the exact blocks of factored layers: van der Ouderaa et al., NeurIPS 2023, appendix.
+    Source: Martens and Grosse, ICML 2015 (KFAC); the exact blocks of factored layers: van der Ouderaa et al., NeurIPS
+    2023, appendix.
     """
 
     def __init__(self, shape: FactorShape, input_moment: SecondMoment | None, output_moment: SecondMoment) -> None:
@@ -123,7 +128,9 @@ class KroneckerFactor:
 
     @property
     def inputs(self) -> Tensor:
-        """A, the input side, ``(G, a, a)``: mean over the data of the sum over shared positions; ones ``(1, 1, 1)`` for a bias."""
+        """A, the input side, ``(G, a, a)``: mean over the data of the sum over shared positions; ones ``(1, 1, 1)`` for
+        a bias.
+        """
         if self.input_moment is None:
             return self.output_moment.total.new_ones(1, 1, 1)
         return self.input_moment.total / self.n_data
@@ -146,7 +153,8 @@ class KroneckerFactor:
         return self.input_moment.eigenvalues() / self.n_data, outputs
 
     def logdet(self, precision: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        r"""``log|scale * (A x B) + precision * I|`` over all blocks, a 0-dim float64 tensor, differentiable in both arguments.
+        r"""``log|scale * (A x B) + precision * I|`` over all blocks, a 0-dim float64 tensor, differentiable in both
+        arguments.
 
         Args:
             precision: 0-dim, positive.
@@ -156,10 +164,11 @@ class KroneckerFactor:
         return ops.kron_logdet(inputs, outputs * scale, precision.double())
 
     def effective_parameters(self, precision: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        r""":math:`\gamma = \sum \lambda\mu / (\lambda\mu + \delta)`, between 0 and the number of parameters; 0-dim float64.
+        r""":math:`\gamma = \sum \lambda\mu / (\lambda\mu + \delta)`, between 0 and the number of parameters; 0-dim
+        float64.
 
-        Computed as :math:`\sum_i \lambda_i\, \partial \log\det / \partial \lambda_i`, which does not cancel for small values as
-        :math:`P - \delta\, \mathrm{tr}(H + \delta)^{-1}` would.
+        Computed as :math:`\sum_i \lambda_i\, \partial \log\det / \partial \lambda_i`, which does not cancel for small
+        values as :math:`P - \delta\, \mathrm{tr}(H + \delta)^{-1}` would.
         """
         inputs, outputs = self.eigenvalues()
         with torch.enable_grad():
@@ -169,7 +178,9 @@ class KroneckerFactor:
         return (inputs.detach() * gradient).sum()
 
     def to_dense(self) -> Tensor:
-        """All blocks as matrices, ``(G, a*b, a*b)``; index ``i * b + j`` is input i, output j. For small layers and tests."""
+        """All blocks as matrices, ``(G, a*b, a*b)``; index ``i * b + j`` is input i, output j. For small layers and
+        tests.
+        """
         inputs, outputs = self.inputs, self.outputs
         outputs = outputs.expand(inputs.shape[0], -1, -1)
         return torch.stack([torch.kron(a, b) for a, b in zip(inputs, outputs, strict=True)])

@@ -24,34 +24,41 @@ Value = float | Tensor
 
 
 class KronLaplace:
-    r"""Laplace approximation of a network's posterior with block-Kronecker curvature, one block and one prior precision per parameter tensor.
+    r"""Laplace approximation of a network's posterior with block-Kronecker curvature.
 
-    Names follow laplace-torch. ``fit`` streams once over the data; the evidence
+    Every parameter tensor is a block of its own, with a prior precision of its own. Names follow laplace-torch. ``fit``
+    streams once over the data; the evidence
 
-    .. math:: \log q(D \mid \delta) = \log p(D \mid \theta) - \tfrac12 \sum_l \big( \delta_l \|\theta_l\|^2 + \log|H_l + \delta_l I| - P_l \log \delta_l \big)
+    .. math::
+        \log q(D \mid \delta) = \log p(D \mid \theta)
+        - \tfrac12 \sum_l \big( \delta_l \|\theta_l\|^2 + \log|H_l + \delta_l I| - P_l \log \delta_l \big)
 
-    is then a differentiable function of the precisions (and of a Gaussian likelihood's sigma), from eigenvalues computed once per fit.
-    Curvature is that of the network in evaluation mode, the generalised Gauss-Newton matrix with the sum over the data; conventions per layer
-    are in the rules' docstrings. Biases get their exact GGN block, where laplace-torch uses the weight's output factor.
+    is then a differentiable function of the precisions (and of a Gaussian likelihood's sigma), from eigenvalues
+    computed once per fit. Curvature is that of the network in evaluation mode, the generalised Gauss-Newton matrix with
+    the sum over the data; conventions per layer are in the rules' docstrings. Biases get their exact GGN block, where
+    laplace-torch uses the weight's output factor.
 
     Args:
-        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front. Parameters that do not require a
-            gradient are constants. Layers are called at most once per forward pass.
-        likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets ``(N, K)``).
+        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front. Parameters that
+            do not require a gradient are constants. Layers are called at most once per forward pass.
+        likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets
+            ``(N, K)``).
         prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
         sigma_noise: standard deviation of the Gaussian likelihood; must be 1 for classification.
         fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
-        resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one per channel, exact
-            for a single data point.
-        memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split accordingly. None chooses: 64 MiB
-            on the CPU, where fresh memory costs more than another pass, 2 GiB elsewhere. The result does not depend on it beyond rounding.
+        resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
+            per channel, exact for a single data point.
+        memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
+            accordingly. None chooses: 64 MiB on the CPU, where fresh memory costs more than another pass, 2 GiB
+            elsewhere. The result does not depend on it beyond rounding.
 
     Raises:
-        TypeError: a layer with trainable parameters has no rule; the message names it and ``ella_cuda.laplace.register``.
+        TypeError: a layer with trainable parameters has no rule; the message names it and
+            ``ella_cuda.laplace.register``.
         ValueError: an argument out of range, tied parameters, no trainable parameter.
 
-    Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021; van der Ouderaa et
-    al., NeurIPS 2023, section 4 (factored layers).
+    Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021; van
+    der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
     def __init__(
@@ -88,7 +95,7 @@ class KronLaplace:
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
 
-    # fitting ----------------------------------------------------------------------------------------------------------------
+    # fitting ---------------------------------------------------------------------------------------------------------
 
     def fit(
         self,
@@ -111,8 +118,8 @@ class KronLaplace:
             self.
 
         Raises:
-            ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or parameters changed
-                since the fit that ``override=False`` is to add to.
+            ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
+                parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
         norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
@@ -147,13 +154,15 @@ class KronLaplace:
                 del outputs
         if not seen:
             raise ValueError(
-                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such as a DataLoader."
+                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
+                "as a DataLoader."
             )
         for rule, calls in run.calls.items():
             if not calls:
                 raise ValueError(
-                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does not use "
-                    "it. If another module uses its parameters directly, register a rule for that module."
+                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) "
+                    "if the model does not use it. If another module uses its parameters directly, register a rule for "
+                    "that module."
                 )
         self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
         self._factors = {name: self._factors[name] for name in self.parameter_names}
@@ -168,8 +177,9 @@ class KronLaplace:
             for side, moment in (("input", factor.input_moment), ("output", factor.output_moment)):
                 if moment is not None and not moment.total.sum().isfinite():
                     raise FloatingPointError(
-                        f"fit: the {side} side of the factor of {name!r} is not finite; the layer's {'inputs' if side == 'input' else 'output gradients'} "
-                        "overflowed or contain nan. Check the data and the parameters, or use float64."
+                        f"fit: the {side} side of the factor of {name!r} is not finite; the layer's "
+                        f"{'inputs' if side == 'input' else 'output gradients'} overflowed or contain nan. Check the "
+                        "data and the parameters, or use float64."
                     )
         if not statistic.isfinite():
             raise FloatingPointError(
@@ -189,15 +199,18 @@ class KronLaplace:
     def memory_estimate(self) -> int:
         """Bytes that the factors will take, known before a fit.
 
-        A linear layer with shared positions needs one output-side factor more, for its bias, which shows only in the data.
+        A linear layer with shared positions needs one output-side factor more, for its bias, which shows only in the
+        data.
         """
         return sum(rule.bytes() for rule in self._rules)
 
-    # evidence ---------------------------------------------------------------------------------------------------------------
+    # evidence --------------------------------------------------------------------------------------------------------
 
     @property
     def prior_precision(self) -> Tensor:
-        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a vector."""
+        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a
+        vector.
+        """
         return self._prior_precision
 
     @prior_precision.setter
@@ -300,7 +313,7 @@ class KronLaplace:
         log_det_ratio = self._log_det_posterior(precision, sigma) - self._log_det_prior(precision)
         return self._log_likelihood(sigma) - 0.5 * (log_det_ratio + self._scatter(precision))
 
-    # effective parameters ---------------------------------------------------------------------------------------------------
+    # effective parameters --------------------------------------------------------------------------------------------
 
     def effective_parameters(self) -> dict[str, float]:
         r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.
@@ -314,7 +327,8 @@ class KronLaplace:
         return dict(zip(self.parameter_names, gammas.tolist(), strict=True))
 
     def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
-        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective parameters.
+        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective
+        parameters.
 
         Shares sum to 1. Where no path has any (dead layer), all shares are nan.
         """
@@ -332,16 +346,21 @@ class KronLaplace:
         return result
 
     def layer_types(self) -> dict[str, str]:
-        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, the first of equals."""
+        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, its type.
+
+        The first of equals; "none" where no path has any effective parameters.
+        """
         return {
-            layer: max(shares, key=lambda path: shares[path])
+            layer: "none" if any(map(math.isnan, shares.values())) else max(shares, key=lambda path: shares[path])
             for layer, shares in self.relative_effective_parameters().items()
         }
 
-    # saving -----------------------------------------------------------------------------------------------------------------
+    # saving ----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with ``weights_only=True``."""
+        """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with
+        ``weights_only=True``.
+        """
         return {
             "likelihood": self.likelihood,
             "fisher": self.fisher,
@@ -357,7 +376,8 @@ class KronLaplace:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, for the same model and settings; the model's parameters are not part of it.
+        """Restore what :meth:`state_dict` gave, for the same model and settings; the model's parameters are not part of
+        it.
 
         Raises:
             ValueError: an entry is missing or does not fit this object; nothing is changed then.
@@ -403,7 +423,9 @@ def _check_positive(name: str, value: Tensor) -> None:
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name; ValueError when there are none, two names share one, or they are spread over devices or of a wrong dtype."""
+    """Trainable parameters by name; ValueError when there are none, two names share one, or they are spread over
+    devices or of a wrong dtype.
+    """
     parameters: dict[str, nn.Parameter] = {}
     names: dict[int, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -411,19 +433,21 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             continue
         if id(p) in names:
             raise ValueError(
-                f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker product. Untie them (give each "
-                "layer its own copy), or freeze it."
+                f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker "
+                "product. Untie them (give each layer its own copy), or freeze it."
             )
         names[id(p)] = name
         parameters[name] = p
     if not parameters:
         raise ValueError(
-            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are none)."
+            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are "
+            "none)."
         )
     for name, p in parameters.items():
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with model.float()."
+                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with "
+                "model.float()."
             )
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:

@@ -27,7 +27,9 @@ class Likelihood(ABC):
 
     @abstractmethod
     def columns(self, outputs: Tensor) -> Tensor:
-        """S, ``(columns, N, K)``, with ``sum_k S[k,n,:] S[k,n,:]^T`` the Hessian of ``-log p`` in ``f_n`` (at sigma = 1)."""
+        """S, ``(columns, N, K)``, with ``sum_k S[k,n,:] S[k,n,:]^T`` the Hessian of ``-log p`` in ``f_n`` (at sigma =
+        1).
+        """
 
     @abstractmethod
     def sampled_column(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -47,12 +49,14 @@ class Classification(Likelihood):
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
-                f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use likelihood='regression'."
+                f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
+                "likelihood='regression'."
             )
         low, high = (targets.min().item(), targets.max().item()) if targets.numel() else (0, 0)
         if low < 0 or high >= outputs.shape[1]:
             raise ValueError(
-                f"targets: labels must lie in 0..{outputs.shape[1] - 1} (the model has {outputs.shape[1]} outputs), got {low}..{high}."
+                f"targets: labels must lie in 0..{outputs.shape[1] - 1} (the model has {outputs.shape[1]} outputs), "
+                f"got {low}..{high}."
             )
 
     def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -64,8 +68,8 @@ class Classification(Likelihood):
     def columns(self, outputs: Tensor) -> Tensor:
         """The K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form.
 
-        With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j / (s_j s_{j+1}))`` below.
-        In logarithms nothing underflows to 0/0, however certain the prediction.
+        With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
+        (s_j s_{j+1}))`` below. In logarithms nothing underflows to 0/0, however certain the prediction.
         """
         log_p = F.log_softmax(outputs.double(), 1)
         tails = log_p.flip(1).logcumsumexp(1).flip(1)
@@ -84,7 +88,8 @@ class Classification(Likelihood):
 class Regression(Likelihood):
     """Gaussian with standard deviation sigma on every output; targets ``(N, K)``.
 
-    Curvature is kept at sigma = 1: the precision 1/sigma^2 is applied when the evidence is evaluated, which keeps it differentiable.
+    Curvature is kept at sigma = 1: the precision 1/sigma^2 is applied when the evidence is evaluated, which keeps it
+    differentiable.
     """
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:

@@ -12,7 +12,9 @@ from ella_cuda.laplace.rules import Rule
 
 
 def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, Any]]:
-    """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if its own."""
+    """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if
+    its own.
+    """
     owners: dict[int, str] = {}
     saved = {}
     for name, factor in factors.items():
@@ -29,7 +31,9 @@ def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, 
 
 
 def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int) -> None:
-    """Give the rules the factors that :func:`save_factors` saved; ValueError, before anything is changed, where they do not fit."""
+    """Give the rules the factors that :func:`save_factors` saved; ValueError, before anything is changed, where they do
+    not fit.
+    """
     loaded: dict[str, KroneckerFactor] = {}
     for rule in rules:
         for parameter in rule.trainable:
@@ -59,7 +63,8 @@ def _load(
     if owner:
         if owner not in loaded:
             raise ValueError(
-                f"load_state_dict: {name!r} shares the output side of {owner!r}, which the state does not give before it."
+                f"load_state_dict: {name!r} shares the output side of {owner!r}, which the state does not give before "
+                "it."
             )
         outputs = loaded[owner].output_moment
     else:

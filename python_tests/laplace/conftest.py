@@ -36,7 +36,9 @@ def _dense_ggn(model: nn.Module, x: Tensor, y: Tensor, likelihood: str = "classi
 
 @pytest.fixture
 def dense_ggn() -> Callable[..., dict[str, Tensor]]:
-    """``dense_ggn(model, x, y, likelihood)`` -> parameter name -> its diagonal block of the sum over data, in flatten order."""
+    """``dense_ggn(model, x, y, likelihood)`` -> parameter name -> its diagonal block of the sum over data, in flatten
+    order.
+    """
     return _dense_ggn
 
 

@@ -22,7 +22,11 @@ def data():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(likelihood="poisson"), ValueError, "likelihood must be one of 'classification', 'regression', got 'poisson'"),
+        (
+            dict(likelihood="poisson"),
+            ValueError,
+            "likelihood must be one of 'classification', 'regression', got 'poisson'",
+        ),
         (dict(fisher="empirical"), ValueError, "fisher must be one of 'exact', 'mc'"),
         (dict(resolution="fine"), ValueError, "resolution must be one of 'shared', 'per_channel'"),
         (dict(memory_budget=0), ValueError, "memory_budget must be a positive"),
@@ -44,7 +48,7 @@ def test_arguments(model, arguments, error, message):
 def test_models_that_cannot_be_fitted(model):
     with pytest.raises(ValueError, match="no trainable parameters"):
         KronLaplace(nn.ReLU())
-    with pytest.raises(TypeError, match="'0.weight' has dtype torch.float16"):
+    with pytest.raises(TypeError, match=r"'0.weight' has dtype torch.float16"):
         KronLaplace(model.half())
 
 

@@ -14,7 +14,9 @@ from ella_cuda.nn import FactoredLinear2d, RelaxedEquivariance
 
 @pytest.fixture
 def fitted():
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), FactoredLinear2d(3, 2, 2, 2), nn.Flatten(), nn.Linear(8, 3)).double()
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.Tanh(), FactoredLinear2d(3, 2, 2, 2), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
     return KronLaplace(model).fit([(torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,)))])
 
 
@@ -34,7 +36,9 @@ def test_bayesian_linear_regression(n, features, outputs):
     identity = torch.eye(features, dtype=torch.float64)
     with torch.no_grad():  # the MAP
         model.weight.copy_(torch.linalg.solve(x.T @ x + delta * sigma**2 * identity, x.T @ y).T)
-    la = KronLaplace(model, "regression", prior_precision=0.7, sigma_noise=1.3).fit(zip(x.split(2), y.split(2), strict=True))
+    la = KronLaplace(model, "regression", prior_precision=0.7, sigma_noise=1.3).fit(
+        zip(x.split(2), y.split(2), strict=True)
+    )
     expected = bayesian_linear_regression(x, y, delta, sigma)
     actual = la.log_marginal_likelihood(delta, sigma)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
@@ -81,7 +85,8 @@ def test_gradient_in_the_log_precisions_is_the_published_formula(fitted):
 def test_second_derivatives_exist(fitted):
     count = len(fitted.parameter_names)
     assert torch.autograd.gradgradcheck(
-        lambda l: fitted.log_marginal_likelihood(l.exp()), torch.zeros(count, dtype=torch.float64, requires_grad=True)
+        lambda log_precision: fitted.log_marginal_likelihood(log_precision.exp()),
+        torch.zeros(count, dtype=torch.float64, requires_grad=True),
     )
 
 
@@ -142,7 +147,9 @@ def test_effective_parameters_do_not_cancel_under_a_huge_precision(fitted):
 
 def test_layer_types_follow_the_precisions():
     def layer():
-        return RelaxedEquivariance({"f_fc": FactoredLinear2d(2, 2, 2, 2), "conv": nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))})
+        return RelaxedEquivariance(
+            {"f_fc": FactoredLinear2d(2, 2, 2, 2), "conv": nn.Sequential(nn.Conv2d(2, 2, 3, padding=1))}
+        )
 
     model = nn.Sequential(layer(), nn.Tanh(), layer(), nn.Flatten(), nn.Linear(8, 3)).double()
     la = KronLaplace(model).fit([(torch.randn(5, 2, 2, 2, dtype=torch.float64), torch.randint(3, (5,)))])
@@ -155,3 +162,15 @@ def test_layer_types_follow_the_precisions():
         f_fc = sum(g for n, g in gammas.items() if n.startswith(f"{name}.f_fc."))
         conv = sum(g for n, g in gammas.items() if n.startswith(f"{name}.conv."))
         assert shares[name] == pytest.approx({"f_fc": f_fc / (f_fc + conv), "conv": conv / (f_fc + conv)})
+
+
+def test_a_dead_layer_has_no_type():
+    class Silenced(nn.Module):
+        def forward(self, x):
+            return 0 * x
+
+    paths = {"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)}
+    model = nn.Sequential(RelaxedEquivariance(paths), Silenced(), nn.Linear(3, 3)).double()
+    la = KronLaplace(model).fit([(torch.randn(5, 3, dtype=torch.float64), torch.randint(3, (5,)))])
+    assert la.layer_types() == {"0": "none"}
+    assert all(math.isnan(share) for share in la.relative_effective_parameters()["0"].values())

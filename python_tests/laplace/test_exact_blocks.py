@@ -49,7 +49,9 @@ def test_a_convolution_with_one_output_position_is_exact_for_one_data_point(padd
 def test_factored_weights_per_channel_are_the_exact_diagonal_blocks_for_one_data_point(dense_ggn):
     c, d, x_size, y_size = 2, 3, (2, 2), (2, 1)
     model = randomise(
-        nn.Sequential(nn.Conv2d(1, c, 1), FactoredLinear2d(c, d, x_size, y_size), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3))
+        nn.Sequential(
+            nn.Conv2d(1, c, 1), FactoredLinear2d(c, d, x_size, y_size), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)
+        )
     )
     x, y = torch.randn(1, 1, 2, 2, dtype=torch.float64), targets("classification", 1, 3)
     factors = KronLaplace(model, resolution="per_channel").fit([(x, y)]).factors

@@ -61,7 +61,9 @@ def test_convolution(name, batches):
 
     hidden = torch.tanh(first(x)).detach()
     left, right, top, bottom = _pads(conv)
-    padded = F.pad(hidden, (left, right, top, bottom), mode="circular" if conv.padding_mode == "circular" else "constant")
+    padded = F.pad(
+        hidden, (left, right, top, bottom), mode="circular" if conv.padding_mode == "circular" else "constant"
+    )
     patches = F.unfold(padded, conv.kernel_size, dilation=conv.dilation, stride=conv.stride)  # (N, 4*kh*kw, P)
     patches = patches.unflatten(1, (groups, -1))
     g = output_gradients(tail, conv(hidden)).unflatten(2, (groups, -1)).flatten(4)  # (K, N, groups, 8/groups, P)
@@ -82,7 +84,10 @@ def _pads(conv: nn.Conv2d) -> tuple[int, ...]:
     if conv.padding == "valid":
         return 0, 0, 0, 0
     if conv.padding == "same":  # torch pads the odd one at the end
-        pads = [(d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+        pads = [
+            (d * (k - 1) // 2, d * (k - 1) - d * (k - 1) // 2)
+            for d, k in zip(conv.dilation, conv.kernel_size, strict=True)
+        ]
         return *pads[1], *pads[0]
     return conv.padding[1], conv.padding[1], conv.padding[0], conv.padding[0]
 
@@ -151,6 +156,8 @@ def test_linear_met_first_without_and_then_with_shared_positions():
 
     g1, g2 = gradients(flat), gradients(deep)
     first = torch.einsum("knd,kne->de", g1, g1)
-    torch.testing.assert_close(la.factors["linear.weight"].outputs[0], first + torch.einsum("kntd,knte->de", g2, g2) / 2)
+    torch.testing.assert_close(
+        la.factors["linear.weight"].outputs[0], first + torch.einsum("kntd,knte->de", g2, g2) / 2
+    )
     s = g2.sum(2)
     torch.testing.assert_close(la.factors["linear.bias"].outputs[0], first + torch.einsum("knd,kne->de", s, s))

@@ -1,8 +1,9 @@
 """Agreement with laplace-torch on a convolutional network.
 
-Conventions that differ: laplace-torch (through curvlinops or ASDL) scales A by 1/(N T) and leaves B a plain sum, T the number of shared
-positions, where ours has A by 1/N and B by 1/T: the same product. Its bias block is the weight's B, ours the exact GGN block, so
-biases are left out. It unfolds ``padding_mode="circular"`` with zeros, so the padding is an explicit layer here.
+Conventions that differ: laplace-torch (through curvlinops or ASDL) scales A by 1/(N T) and leaves B a plain sum, T the
+number of shared positions, where ours has A by 1/N and B by 1/T: the same product. Its bias block is the weight's B,
+ours the exact GGN block, so biases are left out. It unfolds ``padding_mode="circular"`` with zeros, so the padding is
+an explicit layer here.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def network(explicit: bool) -> nn.Sequential:
     def conv(c, d, stride):
         if explicit:
             return nn.Sequential(CircularPad(), nn.Conv2d(c, d, 3, stride=stride, bias=False))
-        return nn.Sequential(nn.Identity(), nn.Conv2d(c, d, 3, stride=stride, padding=1, padding_mode="circular", bias=False))
+        return nn.Sequential(
+            nn.Identity(), nn.Conv2d(c, d, 3, stride=stride, padding=1, padding_mode="circular", bias=False)
+        )
 
     layers = [conv(2, 4, 1), nn.ReLU(), conv(4, 5, 2), nn.ReLU(), nn.Flatten(), nn.Linear(20, 6, bias=False), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(6, 4, bias=False)).double()

@@ -17,10 +17,11 @@ def moment(total: torch.Tensor, rows: int = 1) -> SecondMoment:
 
 
 def test_float32_eigenvalues_would_break_the_log_determinant():
-    # Inputs of very different scales, D M D with M well conditioned: entries are accurate in float32 at every scale, and Cholesky of
-    # the stored numbers in float64 keeps that accuracy.
+    # Inputs of very different scales, D M D with M well conditioned: entries are accurate in float32 at every scale,
+    # and Cholesky of the stored numbers in float64 keeps that accuracy.
     size, delta = 16, 1e-16
-    scales = torch.logspace(0, -5, size, dtype=torch.float64)[torch.randperm(size)]  # in order, the solver would do well
+    # in order, the solver would do well
+    scales = torch.logspace(0, -5, size, dtype=torch.float64)[torch.randperm(size)]
     correlation = 0.5 + 0.5 * torch.eye(size, dtype=torch.float64)
     total = (scales[:, None] * correlation * scales).float()
     dense = torch.kron(total.double(), total.double()) + delta * torch.eye(size**2, dtype=torch.float64)
@@ -49,7 +50,7 @@ def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not(
 def test_a_negative_block_among_good_ones_is_named():
     total = torch.eye(3).repeat(4, 1, 1)
     total[2] *= -1
-    with pytest.raises(ArithmeticError, match="block 2 .* eigenvalue -1"):
+    with pytest.raises(ArithmeticError, match=r"block 2 .* eigenvalue -1"):
         moment(total).eigenvalues()
 
 
@@ -57,7 +58,7 @@ def test_a_negative_block_among_good_ones_is_named():
 def test_a_sum_that_is_not_finite_is_reported(bad):
     total = torch.eye(3)[None].clone()
     total[0, 1, 1] = bad
-    with pytest.raises(FloatingPointError, match="layer.weight"):
+    with pytest.raises(FloatingPointError, match=r"layer.weight"):
         moment(total).eigenvalues()
 
 

@@ -67,7 +67,9 @@ def test_a_subclass_that_changes_the_computation_needs_its_own_rule():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    with pytest.raises(TypeError, match=r"layer '0' is a Scaled, a subclass of Linear that overrides forward.*register"):
+    with pytest.raises(
+        TypeError, match=r"layer '0' is a Scaled, a subclass of Linear that overrides forward.*register"
+    ):
         KronLaplace(nn.Sequential(Scaled(2, 3)))
 
     class Flipped(nn.Conv2d):
@@ -98,7 +100,13 @@ def test_a_subclass_that_changes_only_construction_is_served():
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"), [(nn.BatchNorm1d(2), "BatchNorm1d"), (nn.Conv1d(2, 2, 1), "Conv1d"), (nn.LayerNorm(2), "LayerNorm"), (Scale(2), "Scale")]
+    ("layer", "name"),
+    [
+        (nn.BatchNorm1d(2), "BatchNorm1d"),
+        (nn.Conv1d(2, 2, 1), "Conv1d"),
+        (nn.LayerNorm(2), "LayerNorm"),
+        (Scale(2), "Scale"),
+    ],
 )
 def test_layers_without_a_rule_are_named(layer, name):
     with pytest.raises(TypeError, match=rf"layer '1' \({name}\).*ella_cuda.laplace.register"):
@@ -140,14 +148,14 @@ def test_shapes_that_contradict_the_parameter_are_refused():
         def inputs(self, x):
             pass
 
-    with pytest.raises(ValueError, match="'scale' .* 3 elements .* has 2"):
+    with pytest.raises(ValueError, match=r"'scale' .* 3 elements .* has 2"):
         KronLaplace(Other(2))
 
 
 def test_register_refuses_what_is_no_layer_or_no_rule():
-    with pytest.raises(TypeError, match="subclass of torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"subclass of torch.nn.Module"):
         register(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="subclass of ella_cuda.laplace.Rule"):
+    with pytest.raises(TypeError, match=r"subclass of ella_cuda.laplace.Rule"):
         register(Scale)(object)
 
 
@@ -210,7 +218,9 @@ def test_a_layer_whose_output_goes_nowhere_has_zero_curvature():
 
 
 def test_positions_folded_into_the_batch_are_refused():
-    model = nn.Sequential(nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(6, 3)).double()
+    model = nn.Sequential(
+        nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(6, 3)
+    ).double()
     with pytest.raises(ValueError, match=r"layer '1' .*batch in front, \(4, ...\), got \(8, 3\)"):
         KronLaplace(model).fit([labelled(2, 3)])
 

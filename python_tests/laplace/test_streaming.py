@@ -1,4 +1,6 @@
-"""The result of a fit depends on the data only: not on batches, chunks of columns, passes, or what the model was doing before."""
+"""The result of a fit depends on the data only: not on batches, chunks of columns, passes, or what the model was doing
+before.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def data():
 @pytest.fixture
 def model():
     conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
-    return nn.Sequential(conv, nn.ReLU(), FactoredLinear2d(3, 4, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)).double()
+    return nn.Sequential(
+        conv, nn.ReLU(), FactoredLinear2d(3, 4, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)
+    ).double()
 
 
 def assert_same(first: KronLaplace, second: KronLaplace) -> None:

@@ -17,13 +17,15 @@ RESOLUTIONS = ("shared", "per_channel")
 class Rule(ABC):
     """Turns one layer's inputs and output gradients into the Kronecker factors of its parameters.
 
-    Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A rule with
-    ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`; otherwise autograd does.
+    Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A
+    rule with ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`;
+    otherwise autograd does.
 
     Attributes:
         module: the layer.
         name: its name in the model.
-        resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing so.
+        resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
+            so.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
 
     Args:
@@ -46,14 +48,15 @@ class Rule(ABC):
         for parameter in self.trainable:
             if parameter not in known:
                 raise TypeError(
-                    f"{self.label} has the trainable parameter {parameter!r}, which {type(self).__name__} does not know (it knows "
-                    f"{', '.join(known)}). Write a rule for this layer with ella_cuda.laplace.register, or freeze the parameter."
+                    f"{self.label} has the trainable parameter {parameter!r}, which {type(self).__name__} does not "
+                    f"know (it knows {', '.join(known)}). Write a rule for this layer with ella_cuda.laplace.register, "
+                    "or freeze the parameter."
                 )
             size = getattr(module, parameter).numel()
             if known[parameter].numel != size:
                 raise ValueError(
-                    f"{type(self).__name__}.shapes gives {parameter!r} of {self.label} {known[parameter].numel} elements "
-                    f"({known[parameter]}), but the parameter has {size}."
+                    f"{type(self).__name__}.shapes gives {parameter!r} of {self.label} {known[parameter].numel} "
+                    f"elements ({known[parameter]}), but the parameter has {size}."
                 )
 
     @property
@@ -69,11 +72,12 @@ class Rule(ABC):
     def inputs(self, *args: Tensor) -> None:
         """Accumulate the input side from the layer's arguments, ``(N, ...)``.
 
-        Add to ``self.factors[name].input_moment`` the rows whose outer products, divided by the number of data points, give A.
+        Add to ``self.factors[name].input_moment`` the rows whose outer products, divided by the number of data points,
+        give A.
         """
 
     def outputs(self, gradient: Tensor) -> None:
-        """Accumulate the output side from K gradients at the layer's output, ``(K, N, ...)``, of the output's shape after K.
+        """Accumulate the output side from K gradients at the layer's output, ``(K, N, ...)``.
 
         Add to ``self.factors[name].output_moment`` the rows whose outer products, summed over the data and K, give B.
         """
@@ -82,7 +86,9 @@ class Rule(ABC):
         )
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        """As :meth:`outputs`, and return the gradient at the layer's input, ``(K, *input_shape)``, unless ``input_shape`` is None."""
+        """As :meth:`outputs`, and return the gradient at the layer's input, ``(K, *input_shape)``, unless
+        ``input_shape`` is None.
+        """
         raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define pull_back.")
 
     def shares_outputs(self) -> dict[str, str]:
@@ -98,11 +104,9 @@ class Rule(ABC):
             shape, tensor, label = shapes[parameter], getattr(self.module, parameter), self.full_name(parameter)
             if parameter not in shared:
                 moments[parameter] = SecondMoment(shape.output_groups, shape.outputs, tensor, f"{label} (output side)")
-            inputs = (
-                None
-                if shape.constant_input
-                else SecondMoment(shape.groups, shape.inputs, tensor, f"{label} (input side)")
-            )
+            inputs = None
+            if not shape.constant_input:
+                inputs = SecondMoment(shape.groups, shape.inputs, tensor, f"{label} (input side)")
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
     def bytes(self) -> int:
@@ -124,32 +128,21 @@ RuleType = TypeVar("RuleType", bound=type[Rule])
 _RULES: dict[type[nn.Module], type[Rule]] = {}
 
 # What a subclass may define anew without changing what the layer computes.
-_HARMLESS = {
-    "__init__",
-    "__repr__",
-    "extra_repr",
-    "reset_parameters",
-    "__module__",
-    "__doc__",
-    "__qualname__",
+_HARMLESS = {"__init__", "__repr__", "extra_repr", "reset_parameters", "__constants__"}
+# What every class statement defines by itself.
+_AUTOMATIC = set(vars(type("Empty", (nn.Module,), {}))) | {
     "__annotations__",
-} | {
     "__annotate_func__",
     "__annotations_cache__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__constants__",
-    "__dict__",
-    "__weakref__",
-    "__parameters__",
 }
+_AUTOMATIC |= {"__qualname__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
 
 
 def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
     """Class decorator: use the decorated :class:`Rule` for layers of ``module_class``.
 
-    It serves exactly this class and those subclasses that change nothing but construction and printing. Registering a class again
-    replaces its rule.
+    It serves exactly this class and those subclasses that change nothing but construction and printing. Registering a
+    class again replaces its rule.
 
     Example::
 
@@ -182,7 +175,8 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
     """The rule of a layer with trainable parameters.
 
     Raises:
-        TypeError: no rule is registered for its class; the message names the layer, the reason and ``ella_cuda.laplace.register``.
+        TypeError: no rule is registered for its class; the message names the layer, the reason and
+            ``ella_cuda.laplace.register``.
         ValueError: the rule cannot handle this layer's configuration.
     """
     kind = type(module)
@@ -193,19 +187,19 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
         if not changed:
             return _RULES[ancestor](module, name, resolution)
         raise TypeError(
-            f"layer {name or '(the model itself)'!r} is a {kind.__name__}, a subclass of {ancestor.__name__} that overrides "
-            f"{', '.join(changed)}; the rule of {ancestor.__name__} may be wrong for it. Register one for {kind.__name__} with "
-            f"@ella_cuda.laplace.register({kind.__name__})."
+            f"layer {name or '(the model itself)'!r} is a {kind.__name__}, a subclass of {ancestor.__name__} that "
+            f"overrides {', '.join(changed)}; the rule of {ancestor.__name__} may be wrong for it. Register one for "
+            f"{kind.__name__} with @ella_cuda.laplace.register({kind.__name__})."
         )
     parameters = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
     raise TypeError(
-        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. Write "
-        f"one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the parameters with requires_grad_(False). "
-        f"Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
+        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no "
+        f"curvature rule. Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the "
+        f"parameters with requires_grad_(False). Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
     )
 
 
 def _overrides(kind: type, ancestor: type) -> set[str]:
     """Names that ``kind`` or a class between it and ``ancestor`` redefines, of those that ``ancestor`` has."""
     between = kind.__mro__[: kind.__mro__.index(ancestor)]
-    return {n for c in between for n in vars(c) if hasattr(ancestor, n)} - _HARMLESS
+    return {n for c in between for n in vars(c) if hasattr(ancestor, n)} - _HARMLESS - _AUTOMATIC

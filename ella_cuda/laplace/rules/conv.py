@@ -17,9 +17,10 @@ from ella_cuda.laplace.rules.base import Rule, register
 class Conv2dRule(Rule):
     """:class:`torch.nn.Conv2d` with circular or zero padding, any stride, dilation and groups (KFAC-expand).
 
-    ``weight``: A = mean over data of the sum over positions of a aᵀ with a the patch in :func:`torch.nn.functional.unfold`'s order, B =
-    sum over data, mean over positions of g gᵀ; one block per group, block index (patch entry, output channel of the group).
-    ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN block.
+    ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch in
+        :func:`torch.nn.functional.unfold`'s
+    order; B = sum over data, mean over positions of g gᵀ. One block per group, block index (patch entry, output channel
+    of the group). ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN block.
 
     Source: Grosse and Martens, ICML 2016.
     """
@@ -30,8 +31,9 @@ class Conv2dRule(Rule):
         super().__init__(module, name, resolution)
         if module.padding_mode not in ("zeros", "circular"):
             raise ValueError(
-                f"{self.label}: padding_mode must be 'zeros' or 'circular', got {module.padding_mode!r}. Pad before the layer "
-                f"(torch.nn.functional.pad with mode={module.padding_mode!r}) and give it padding=0, or register a rule of your own."
+                f"{self.label}: padding_mode must be 'zeros' or 'circular', got {module.padding_mode!r}. Pad before "
+                f"the layer (torch.nn.functional.pad with mode={module.padding_mode!r}) and give it padding=0, or "
+                "register a rule of your own."
             )
 
     def shapes(self) -> dict[str, FactorShape]:
@@ -43,7 +45,7 @@ class Conv2dRule(Rule):
         }
 
     def _pads(self) -> tuple[int, int, int, int]:
-        """Padding (left, right, top, bottom); an even kernel with padding='same' has different ones on the two sides."""
+        """Padding (left, right, top, bottom); "same" with an even kernel has different ones on the two sides."""
         m = self.module
         if m.padding == "valid":
             return 0, 0, 0, 0
@@ -56,7 +58,8 @@ class Conv2dRule(Rule):
         m = self.module
         if x.dim() != 4:
             raise ValueError(
-                f"{self.label}: expected an input (N, {m.in_channels}, H, W), got shape {tuple(x.shape)}; add a batch axis."
+                f"{self.label}: expected an input (N, {m.in_channels}, H, W), got shape {tuple(x.shape)}; add a batch "
+                "axis."
             )
         if "weight" not in self.factors:
             return
@@ -74,7 +77,8 @@ class Conv2dRule(Rule):
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         m = self.module
-        # Channels innermost: the positions of all images are then one axis of rows, and on the CPU convolutions are faster too.
+        # Channels innermost: the positions of all images are then one axis of rows, and on the CPU convolutions are
+        # faster too.
         flat = gradient.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         if "weight" in self.factors:
             rows = flat.permute(0, 2, 3, 1).flatten(0, 2).unflatten(1, (m.groups, -1))
@@ -84,15 +88,16 @@ class Conv2dRule(Rule):
         if input_shape is None:
             return None
         pulled = self._input_gradient(flat, input_shape)
-        if gradient.is_contiguous():  # back to the layout of the forward pass: elementwise work on two layouts at once is slow
+        # Back to the layout of the forward pass: elementwise work on two layouts at once is slow.
+        if gradient.is_contiguous():
             pulled = pulled.contiguous()
         return pulled.unflatten(0, gradient.shape[:2])
 
     def _input_gradient(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(R, D, H', W') -> (R, C, H, W)``.
 
-        Autograd's own path through circular padding copies the padded gradient once per border strip. At stride 1 with the size kept,
-        the transpose of a circular convolution is the circular convolution with the mirrored kernel.
+        Autograd's own path through circular padding copies the padded gradient once per border strip. At stride 1 with
+        the size kept, the transpose of a circular convolution is the circular convolution with the mirrored kernel.
         """
         m = self.module
         left, right, top, bottom = self._pads()

@@ -14,10 +14,10 @@ from ella_cuda.nn import FactoredLinear2d
 class FactoredLinear2dRule(Rule):
     """:class:`ella_cuda.nn.FactoredLinear2d`. With z the numbers between the two maps and dz their gradients:
 
-    ``weight_in`` U[d,c,x]: C blocks, A_c = mean over data of x[n,c,:] x[n,c,:]ᵀ; B = 1/C of the sum over data and c of dz[n,:,c] dz[n,:,c]ᵀ, or with
-    resolution "per_channel" one B_c without the mean; block index (x, d).
-    ``weight_out`` V[d,c,y]: D blocks, A_d = mean over data of z[n,d,:] z[n,d,:]ᵀ; B = 1/D of the sum over data and d of g[n,d,:] g[n,d,:]ᵀ, or one B_d;
-    block index (c, y).
+    ``weight_in`` U[d,c,x]: C blocks, A_c = mean over data of x[n,c,:] x[n,c,:]ᵀ; B = 1/C of the sum over data and c of
+    dz[n,:,c] dz[n,:,c]ᵀ, or with resolution "per_channel" one B_c without the mean; block index (x, d).
+    ``weight_out`` V[d,c,y]: D blocks, A_d = mean over data of z[n,d,:] z[n,d,:]ᵀ; B = 1/D of the sum over data and d of
+    g[n,d,:] g[n,d,:]ᵀ, or one B_d; block index (c, y).
     ``bias_in``, ``bias_out``: the exact GGN blocks, from the sums of dz over c and of g over d.
 
     The block structure of A is exact: a channel's input is zero outside its own slice of the weights.

@@ -15,8 +15,10 @@ from ella_cuda.laplace.rules.base import Rule, register
 class LinearRule(Rule):
     """:class:`torch.nn.Linear` on ``(N, in)``, or on ``(N, ..., in)`` with T shared positions in between (KFAC-expand).
 
-    ``weight``: A = mean over data of the sum over positions of x xᵀ, B = sum over data, 1/T of the sum over positions of g gᵀ; a block
-    index is (input, output). ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN block.
+    ``weight``: A = mean over data of the sum over positions of x xᵀ, B = sum over data, 1/T of the sum over positions
+        of g gᵀ; a block
+    index is (input, output). ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN
+    block.
     """
 
     differentiates = True
@@ -32,7 +34,8 @@ class LinearRule(Rule):
     def inputs(self, x: Tensor) -> None:
         if x.dim() < 2:
             raise ValueError(
-                f"{self.label}: expected an input (N, ..., {self.module.in_features}), got shape {tuple(x.shape)}; add a batch axis."
+                f"{self.label}: expected an input (N, ..., {self.module.in_features}), got shape {tuple(x.shape)}; add "
+                "a batch axis."
             )
         if "weight" in self.factors:
             self.factors["weight"].input_moment.add(x.reshape(-1, 1, x.shape[-1]))

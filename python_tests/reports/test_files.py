@@ -1,0 +1,77 @@
+"""A file is whole at any moment."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ella_cuda.reports.files import write_file
+
+WRITE_UNDER_A_SIZE_LIMIT = """
+import resource, signal, sys
+from ella_cuda.reports.files import write_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_file(sys.argv[1], "x" * 100000)
+except OSError as error:
+    print("refused:", error)
+"""
+
+
+def test_writes_and_replaces(tmp_path):
+    path = tmp_path / "a.txt"
+    write_file(path, "one")
+    write_file(path, "two")
+    assert path.read_text() == "two"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_function_gets_a_name_with_the_suffix(tmp_path):
+    def draw(name: str) -> None:
+        assert name.endswith(".png")
+        with open(name, "w") as file:
+            file.write("picture")
+
+    write_file(tmp_path / "p.png", draw)
+    assert (tmp_path / "p.png").read_text() == "picture"
+
+
+def test_a_writer_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    write_file(path, "old")
+
+    def fail(name: str) -> None:
+        with open(name, "w") as file:
+            file.write("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        write_file(path, fail)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.skipif(
+    not hasattr(resource, "RLIMIT_FSIZE") or not hasattr(signal, "SIGXFSZ"), reason="no file size limits here"
+)
+def test_a_write_that_the_system_cuts_short_leaves_the_old_file(tmp_path):
+    """The real thing: the operating system refuses to go on writing, as it does when a disk is full."""
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    command = [sys.executable, "-c", WRITE_UNDER_A_SIZE_LIMIT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "refused:" in done.stdout
+    assert "could not be written" in done.stdout
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"none/a.txt could not be written \(No such file or directory\)"):
+        write_file(tmp_path / "none" / "a.txt", "x")

@@ -1,0 +1,52 @@
+"""The check of the kernels passes for them and fails for wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda import ops
+from ella_cuda.reports import check_kernels, kernel_table
+
+OPS = ("factored_linear", "kron_accumulate_", "conv_kron_accumulate_", "kron_logdet", "polyphase_pool")
+
+
+def test_every_op_passes_in_both_precisions(device):
+    checks = check_kernels(device)
+    assert [(c.name, c.error, c.bound) for c in checks if not c.ok] == []
+    for dtype in (torch.float32, torch.float64):
+        names = {c.name.split()[0] for c in checks if c.dtype == dtype}
+        assert names == set(OPS)
+    assert "FAILED" not in kernel_table(checks)
+
+
+def test_every_public_op_is_checked():
+    assert {n for n in ops.__all__ if "_torch" not in n} == set(OPS)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("damage", ["scaled", "nan", "shape", "raises"])
+def test_a_wrong_kernel_fails(monkeypatch, name, damage):
+    right = getattr(ops, name)
+
+    def wrong(*args, **kwargs):
+        if damage == "raises":
+            raise RuntimeError("no kernel\nfor this device")
+        y = right(*args, **kwargs)
+        return {"scaled": y * (1 + 1e-4), "nan": y * float("nan"), "shape": y[None]}[damage]
+
+    monkeypatch.setattr(ops, name, wrong)
+    checks = check_kernels("cpu")
+    mine = [c for c in checks if c.name.split()[0] == name]
+    assert mine
+    assert not any(c.ok for c in mine if " " not in c.name or name == "conv_kron_accumulate_")
+    assert all(c.ok for c in checks if c.name.split()[0] != name)
+    table = kernel_table(checks)
+    assert "FAILED" in table
+    assert damage != "raises" or "FAILED: no kernel" in table
+
+
+def test_the_check_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    check_kernels("cpu")
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,270 @@
+"""Runs and grids: what a row says, checked against what can be recomputed; resuming; recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from ella_cuda import experiments
+from ella_cuda.checkpoint import read_checkpoint
+from ella_cuda.data import SOURCES, TASKS, TensorLoader, load
+from ella_cuda.experiments import RECIPES, RunConfig, configure, evaluate, prepare, prepare_for, run_grid, run_one
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.models import neyshabur
+
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+
+
+def small(layer: str = "conv", objective: str = "evidence", seed: int = 0, **changes) -> RunConfig:
+    return configure("digits", "quadrant", layer, objective, seed, **{**SMALL, **changes})
+
+
+def without_seconds(row: dict) -> dict:
+    return {k: v for k, v in row.items() if k != "seconds"}
+
+
+def test_every_data_set_has_a_recipe_with_known_tasks():
+    assert set(RECIPES) == set(SOURCES)
+    assert all(set(r.tasks) <= set(TASKS) for r in RECIPES.values())
+    assert RECIPES["digits"].tasks == ("digit", "quadrant")
+
+
+def test_all_rows_of_a_table_share_the_recipe():
+    """Only the prior may differ between objectives, where the recipe says so."""
+    recipe = dataclasses.asdict(RECIPES["digits"])
+    for layer in ("fc", "conv", "f_fc+conv"):
+        for objective in ("map", "evidence"):
+            config = configure("digits", "digit", layer, objective)
+            for name, value in recipe.items():
+                if name not in ("tasks", "prior_prec_init", "map_prior_prec"):
+                    assert getattr(config, name) == value
+            assert config.prior_prec_init == recipe["map_prior_prec" if objective == "map" else "prior_prec_init"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": "svhn"}, "data must be one of"),
+        ({"task": "x"}, "task must be one of"),
+        ({"layer": "conv+conv"}, "layer must be different names"),
+        ({"layer": "dense"}, "layer must be different names"),
+        ({"objective": "elbo"}, "objective must be one of"),
+        ({"width": 0}, "width must be at least 1"),
+        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"burn_in": -1}, "burn_in must be at least 0"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"prior_prec_init": math.inf}, "prior_prec_init must be positive and finite"),
+        ({"lr_hyp": math.nan}, "lr_hyp must be positive and finite"),
+        ({"train_size": 0}, "train_size must be at least 1"),
+        ({"holdout": 1.0}, "holdout must lie between"),
+        ({"fisher": "empirical"}, "fisher must be one of"),
+    ],
+)
+def test_a_run_that_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(small(), **change)
+
+
+def test_evaluate_by_hand():
+    """Two classes, logits (x, 0): probabilities are the logistic function."""
+
+    class Logits(torch.nn.Module):
+        def forward(self, x):
+            return torch.stack([x[:, 0, 0, 0], torch.zeros(len(x))], 1)
+
+    values = [2.0, -1.0, 0.5, -3.0]
+    labels = torch.tensor([0, 0, 1, 1])
+    accuracy, nll = evaluate(Logits(), torch.tensor(values).view(4, 1, 1, 1), labels)
+    assert accuracy == 50
+    p = [1 / (1 + math.exp(-v)) for v in values]
+    by_hand = -(math.log(p[0]) + math.log(p[1]) + math.log(1 - p[2]) + math.log(1 - p[3])) / 4
+    assert nll == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_evaluation_in_batches_is_evaluation_at_once(monkeypatch):
+    model = neyshabur("conv", 1, 3, width=1)
+    images, labels = torch.randn(11, 1, 32, 32), torch.randint(0, 3, (11,))
+    whole = evaluate(model, images, labels)
+    monkeypatch.setattr(experiments, "EVALUATION_BATCH", 4)
+    assert evaluate(model, images, labels) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("layer", "objective"), [("f_fc+conv", "evidence"), ("conv", "map")])
+def test_a_row_says_what_its_checkpoint_gives(tmp_path, layer, objective):
+    config = small(layer, objective)
+    row = run_one(config, tmp_path, progress=False)
+    state = read_checkpoint(tmp_path / "checkpoint.pt")
+    data = prepare_for(config)
+    model = neyshabur(layer, 1, 40, width=1)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        log_p = model(data.test_images).log_softmax(1)
+    assert row["accuracy"] == pytest.approx(100 * float((log_p.argmax(1) == data.test_labels).double().mean()))
+    assert row["nll"] == pytest.approx(-float(log_p[torch.arange(360), data.test_labels].double().mean()), rel=1e-5)
+    precision = state["prior"]["log_precision"].exp()
+    la = KronLaplace(model, prior_precision=precision).fit(TensorLoader(data.train_images, data.train_labels, 40))
+    assert row["neg_log_marginal_likelihood"] == pytest.approx(-float(la.log_marginal_likelihood()) / 40, rel=1e-4)
+    gamma = la.effective_parameters()
+    first = row["layers"][0]["paths"]["conv"]
+    assert first["effective_parameters"] == pytest.approx(
+        gamma["blocks.0.conv.weight"] + gamma["blocks.0.conv.bias"], rel=1e-3
+    )
+    assert first["prior_precision"]["weight"] == pytest.approx(
+        float(precision[la.parameter_names.index("blocks.0.conv.weight")])
+    )
+    if objective == "map":
+        assert precision.tolist() == pytest.approx([config.prior_prec_init] * len(precision))
+    assert row["parameters"] == sum(p.numel() for p in model.parameters())
+    assert (row["task"], row["layer"], row["objective"], row["seed"]) == ("quadrant", layer, objective, 0)
+    assert (row["train_size"], row["evaluated_on"], row["evaluated_size"]) == (40, "test", 360)
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert len(history["losses"]) == 2
+    assert [e["epoch"] for e in history["evaluations"]] == [1, 2]
+
+
+def test_map_curvature_that_is_too_large_is_left_out_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "MAP_EVIDENCE_BYTES", 1000)
+    row = run_one(small(objective="map", epochs=1), tmp_path, progress=False)
+    assert row["neg_log_marginal_likelihood"] is None
+    assert "MB" in row["neg_log_marginal_likelihood_reason"]
+    assert row["layers"][0]["type"] is None
+    assert row["layers"][0]["paths"]["conv"]["prior_precision"]["bias"] == pytest.approx(
+        small(objective="map").prior_prec_init
+    )
+
+
+def test_seeds_differ_and_repeat(tmp_path):
+    rows = [
+        run_one(small(objective="map", epochs=1, seed=s), tmp_path / str(i), progress=False)
+        for i, s in enumerate((0, 0, 1))
+    ]
+    assert without_seconds(rows[0]) == without_seconds(rows[1])
+    assert rows[0]["nll"] != rows[2]["nll"]
+
+
+@pytest.mark.parametrize("objective", ["map", "evidence"])
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective):
+    config = small(objective=objective, epochs=4)
+    whole = run_one(config, tmp_path / "whole", progress=False)
+    record = experiments._Diary.record
+
+    def stop(self, evaluation):
+        if evaluation.epoch == 3:
+            raise KeyboardInterrupt
+        record(self, evaluation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(experiments._Diary, "record", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_one(config, tmp_path / "halves", progress=False)
+    assert read_checkpoint(tmp_path / "halves" / "checkpoint.pt")["epoch"] == 2
+    torch.manual_seed(123)
+    resumed = run_one(config, tmp_path / "halves", progress=False)
+    assert without_seconds(resumed) == without_seconds(whole)
+    histories = [json.loads((tmp_path / d / "history.json").read_text()) for d in ("whole", "halves")]
+    assert histories[0] == histories[1]
+
+
+def test_seconds_count_earlier_sessions(tmp_path):
+    config = small(objective="map", epochs=1)
+    run_one(config, tmp_path, progress=False)
+    diary = json.loads((tmp_path / "progress.json").read_text())
+    (tmp_path / "progress.json").write_text(json.dumps({**diary, "seconds": 1000.0}))
+    assert run_one(config, tmp_path, progress=False)["seconds"] > 1000
+
+
+def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
+    configs = [small(objective=o, epochs=1) for o in ("map", "evidence")]
+    rows = run_grid(configs, tmp_path, progress=False)
+    assert [r["objective"] for r in rows] == ["map", "evidence"]
+    assert json.loads((tmp_path / "summary.json").read_text()) == rows
+    summary = (tmp_path / "summary.json").read_text()
+    (tmp_path / "summary.json").write_text(json.dumps(rows[:1]))
+    (tmp_path / "curves.png").unlink()
+    calls = []
+    real = run_one
+    monkeypatch.setattr(experiments, "run_one", lambda c, *a, **k: calls.append(c.objective) or real(c, *a, **k))
+    again = run_grid(configs, tmp_path, progress=False)
+    assert calls == ["evidence"]
+    assert [without_seconds(r) for r in again] == [without_seconds(r) for r in json.loads(summary)]
+    assert (tmp_path / "curves.png").exists()
+    sessions = json.loads((tmp_path / "environment.json").read_text())
+    assert len(sessions) == 2
+    assert sessions[0]["torch"] == torch.__version__
+    assert sessions[0]["device"] == "cpu"
+
+
+def test_a_grid_refuses_another_grids_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [dataclasses.asdict(small())]}))
+    with pytest.raises(ValueError, match="belongs to other runs"):
+        run_grid([small(seed=1)], tmp_path, progress=False)
+    with pytest.raises(ValueError, match="each of another name"):
+        run_grid([small(), small(epochs=7)], tmp_path / "new", progress=False)
+
+
+def test_missing_data_leave_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        run_grid([configure("mnist", "plain", "conv", "map")], tmp_path / "new", progress=False, data_dir=str(tmp_path))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_running_run_can_be_read(tmp_path, monkeypatch):
+    configs = [small(epochs=3), small(epochs=3, seed=1)]
+    record = experiments._Diary.record
+
+    def stop(self, evaluation):
+        record(self, evaluation)
+        if evaluation.epoch == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments._Diary, "record", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(configs, tmp_path, progress=False)
+    (row,) = experiments.read_running(tmp_path)
+    assert (row["run"], row["epoch"], row["epochs"]) == (configs[0].name, 2, 3)
+    assert row["layers"][7]["type"] == "conv"
+    assert (
+        0 < row["layers"][7]["paths"]["conv"]["effective_parameters"] < row["layers"][7]["paths"]["conv"]["parameters"]
+    )
+    assert row["neg_log_marginal_likelihood"] > 0
+
+
+def test_holdout_sees_no_test_image():
+    everything = load("digits")
+    data = prepare("digits", "digit", holdout_fraction=0.25)
+    used = set(data.train_ids.tolist()) | set(data.test_ids.tolist())
+    assert not used & set(everything.test_ids.tolist())
+    assert len(data.test_ids) == 359
+    # Normalised by the images it trains on, not by those it is evaluated on.
+    assert abs(float(data.train_images.double().mean())) < 1e-5
+    assert abs(float(data.train_images.double().var(unbiased=False)) - 1) < 1e-4
+
+
+def test_devices():
+    assert experiments.resolve_device("cpu") == torch.device("cpu")
+    assert experiments.resolve_device("auto").type in ("cpu", "cuda")
+    for name in ("gpu", "meta", "mps"):
+        with pytest.raises(ValueError, match="device must be auto, cpu, cuda"):
+            experiments.resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_said():
+    with pytest.raises(RuntimeError, match="finds no CUDA device"):
+        experiments.resolve_device("cuda")
+
+
+def test_a_build_without_cuda_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(experiments, "build_info", lambda: {"cuda": ""})
+    assert experiments.resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(RuntimeError, match=r"built without CUDA; install it where nvcc is found"):
+        experiments.resolve_device("cuda")
+    with pytest.raises(ValueError, match="only 1 CUDA"):
+        experiments.resolve_device("cuda:3")

@@ -82,12 +82,15 @@ class KronLaplace:
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = _rules(model, resolution)
-        self._device = next(iter(self._parameters.values())).device
         self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self._factors: dict[str, KroneckerFactor] = {}
         self._forget()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def _forget(self) -> None:
         self.n_data = 0
@@ -118,10 +121,12 @@ class KronLaplace:
             self.
 
         Raises:
+            TypeError: the loader yields something else than pairs of tensors.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
+        self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
         if override or self.n_data == 0:
             self._forget()
@@ -135,7 +140,8 @@ class KronLaplace:
         self.n_data = 0  # until the pass is complete
         seen = 0
         with curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            for x, y in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+            for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+                x, y = _pair(batch)
                 x, y = x.to(self._device), y.to(self._device)
                 outputs = run.forward(x)
                 f = outputs.detach()
@@ -401,6 +407,12 @@ class KronLaplace:
             state["statistic"].to(self._device),
             state["square_norms"].to(self._device),
         )
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
+        raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {type(batch).__name__}.")
+    return batch[0], batch[1]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -58,6 +58,13 @@ def test_an_empty_loader(model, loader):
         KronLaplace(model).fit(loader)
 
 
+def test_a_loader_that_yields_no_pairs(model, data):
+    with pytest.raises(TypeError, match=r"pairs of tensors \(x, y\), got dict"):
+        KronLaplace(model).fit([dict(x=data[0], y=data[1])])
+    with pytest.raises(TypeError, match="got Tensor"):
+        KronLaplace(model).fit(data[0])
+
+
 def test_evidence_before_a_fit(model):
     la = KronLaplace(model)
     for ask in (la.log_marginal_likelihood, la.effective_parameters, lambda: la.factors, lambda: la.log_likelihood):

@@ -71,6 +71,7 @@ def test_convolution(name, batches):
     inputs = torch.einsum("ngap,ngbp->gab", patches, patches) / 5
     outputs = torch.einsum("kngap,kngbp->gab", g, g) / g.shape[-1]
     check(la.factors["2.weight"], inputs, outputs)
+    assert la.factors["2.weight"].input_moment.rows == 5 * patches.shape[-1]  # one row a patch
 
     g = output_gradients(model[1:], first(x))
     check(

@@ -64,6 +64,10 @@ class Conv2dRule(Rule):
         if "weight" not in self.factors:
             return
         left, right, top, bottom = self._pads()
+        sides = zip(
+            (x.shape[2] + top + bottom, x.shape[3] + left + right), m.dilation, m.kernel_size, m.stride, strict=True
+        )
+        positions = math.prod((size - d * (k - 1) - 1) // s + 1 for size, d, k, s in sides)
         padding, mode = (top, left), m.padding_mode
         if left != right or top != bottom:
             x = F.pad(x, (left, right, top, bottom), mode="circular" if mode == "circular" else "constant")
@@ -73,7 +77,7 @@ class Conv2dRule(Rule):
             ops.conv_kron_accumulate_(
                 factor, part, m.kernel_size, mode, stride=m.stride, padding=padding, dilation=m.dilation
             )
-        moment.count(x.shape[0])
+        moment.count(x.shape[0] * positions)
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         m = self.module

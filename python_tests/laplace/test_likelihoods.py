@@ -83,3 +83,11 @@ def test_outputs_that_are_no_matrix_are_refused():
         Regression().check(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match="at least 2 outputs"):
         Classification().check(torch.zeros(2, 1), torch.zeros(2, dtype=torch.long))
+
+
+def test_log_likelihoods_of_float32_outputs_are_summed_in_float64():
+    f, targets, labels = 1000 + torch.randn(4096, 5), torch.randn(4096, 5), torch.randint(5, (4096,))
+    expected = (f.double() - targets.double()).square().sum()
+    torch.testing.assert_close(Regression().statistic(f, targets), expected, rtol=1e-13, atol=0)
+    expected = torch.distributions.Categorical(logits=f.double()).log_prob(labels).sum()
+    torch.testing.assert_close(Classification().statistic(f, labels), expected, rtol=1e-12, atol=0)

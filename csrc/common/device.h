@@ -94,14 +94,16 @@ class Device {
 
 // Launches kernel<<<blocks, threads, shared_bytes>>> on the device's current stream; no blocks, no launch.
 template <class... P, class... A>
-void launch(const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads,
-            size_t shared_bytes, A... arguments) {
+void launch(const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
+            A... arguments) {
   if (blocks == 0) return;
   STD_TORCH_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
   if (shared_bytes > kPlainSharedBytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
   }
+  // clang-format off
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(static_cast<P>(arguments)...);
+  // clang-format on
   check_cuda(cudaGetLastError(), name);
 }
 

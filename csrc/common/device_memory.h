@@ -44,7 +44,7 @@ class SharedMemory {
   unsigned char* next_;
 };
 
-#define ELLA_SHARED_MEMORY(name)                                    \
+#define ELLA_SHARED_MEMORY(name)                                     \
   extern __shared__ __align__(16) unsigned char ella_shared_bytes[]; \
   ::ella::SharedMemory name(ella_shared_bytes)
 

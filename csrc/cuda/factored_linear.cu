@@ -31,16 +31,16 @@ namespace ella {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSlab = 64;             // (b,k) pairs in shared memory at once
-constexpr int kGroupColumns = 4;      // of them, per group of 16 threads
-constexpr int kBatches = 16;          // b's whose inner products are held: kSlab / kGroupColumns
-constexpr int kColumns = 8;           // TQ
-constexpr int kOuterRows = 8;         // results per thread along the contiguous axis of the inner tile
+constexpr int kSlab = 64;         // (b,k) pairs in shared memory at once
+constexpr int kGroupColumns = 4;  // of them, per group of 16 threads
+constexpr int kBatches = 16;      // b's whose inner products are held: kSlab / kGroupColumns
+constexpr int kColumns = 8;       // TQ
+constexpr int kOuterRows = 8;     // results per thread along the contiguous axis of the inner tile
 
 template <class T>
 struct Tile {
   static constexpr int TM = sizeof(T) == 4 ? 4 : 2;
-  static constexpr int kRows = 8 * TM;  // TR
+  static constexpr int kRows = 8 * TM;                    // TR
   static constexpr int kBlocks = sizeof(T) == 4 ? 2 : 1;  // resident on a multiprocessor: at most 128 or 255 registers
   // 64 values and 16 bytes: the 8 rows that a quarter warp reads at once start 4 banks apart and cover all 32.
   static constexpr int kSlabStride = kSlab + 16 / sizeof(T);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void inner_tile(const InnerStorage<T>& storage, View3
     const int to = load_row * Shape::kSlabStride + load_column;
     const T* from = left.at(r0 + load_row, b, k);
     const int rows = inside ? static_cast<int>(min(size.rows - r0, int64_t{Shape::kRows})) - load_row : 0;
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < Shape::kRows; i += kThreads / kSlab) {
       copy_async(storage.left + (stage * Shape::kLeft + to + i * Shape::kSlabStride), from, i < rows);
       from += kThreads / kSlab * left.stride0;
@@ -267,9 +267,9 @@ __device__ __forceinline__ void outer_tile(SharedArray<T> inner, View3<T> outer,
 //   left (rows, batches, reduce), right (columns, batches, reduce), outer (columns, batches, outputs),
 //   bias_in (columns) or null, bias_out (outputs) or null, out (rows, columns, outputs) contiguous
 template <class T, int TY>
-__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) apply_kernel(View3<T> left, View3<T> right, View3<T> outer,
-                                                         const T* __restrict__ bias_in, const T* __restrict__ bias_out, T* out,
-                                                         Sizes size, int64_t part_width, int64_t parts) {
+__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks)
+    apply_kernel(View3<T> left, View3<T> right, View3<T> outer, const T* __restrict__ bias_in, const T* __restrict__ bias_out,
+                 T* out, Sizes size, int64_t part_width, int64_t parts) {
   using Shape = Tile<T>;
   ELLA_SHARED_MEMORY(memory);
   const InnerStorage<T> storage(memory);
@@ -281,9 +281,12 @@ __global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) apply_kernel(View3
   int64_t b0 = 0;
   do {  // at least once: without any b the result is the bias
     inner_tile<T, true>(storage, left, right, bias_in, size, r0, b0, q0);
-    const ResultTile<T> tile_out{out + (r0 * size.columns + q0) * size.outputs + y_begin, size.columns * size.outputs, size.outputs,
+    const ResultTile<T> tile_out{out + (r0 * size.columns + q0) * size.outputs + y_begin,
+                                 size.columns * size.outputs,
+                                 size.outputs,
                                  static_cast<int>(min(size.rows - r0, int64_t{Shape::kRows})),
-                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})), width};
+                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
+                                 width};
     const View3<T> tile_outer{outer.at(q0, b0, y_begin), outer.stride1, outer.stride0, outer.stride2};  // (b, q, y)
     outer_tile<T, TY, Shape::kRows>(storage.inner, tile_outer, static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
                                     tile_out, b0 == 0, bias_out == nullptr ? nullptr : bias_out + y_begin);
@@ -297,10 +300,10 @@ __global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) apply_kernel(View3
 //   left (rows, batches, reduce), right (columns, batches, reduce), outer (rows, columns, outputs), bias_in (columns) or null
 //   out (shares, ...) whose element (b, q, y) lies at b * out_batch + q * out_column + y
 template <class T, int TY>
-__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) weight_kernel(View3<T> left, View3<T> right, View3<T> outer,
-                                                          const T* __restrict__ bias_in, T* out, Sizes size,
-                                                          int64_t out_batch, int64_t out_column, int64_t part_width,
-                                                          int64_t parts, int64_t share_rows, int64_t shares) {
+__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks)
+    weight_kernel(View3<T> left, View3<T> right, View3<T> outer, const T* __restrict__ bias_in, T* out, Sizes size,
+                  int64_t out_batch, int64_t out_column, int64_t part_width, int64_t parts, int64_t share_rows,
+                  int64_t shares) {
   using Shape = Tile<T>;
   ELLA_SHARED_MEMORY(memory);
   const InnerStorage<T> storage(memory);
@@ -312,12 +315,16 @@ __global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) weight_kernel(View
   const int64_t r_begin = share * share_rows, r_end = min(r_begin + share_rows, size.rows);
   T* const result = out + share * (size.batches * size.columns * size.outputs);
   // The outer stage reads b's eight at a time, also those beyond the last, which no slab fills.
+#pragma unroll 1
   for (int i = threadIdx.x; i < Shape::kInner; i += kThreads) storage.inner[i] = T(0);
   for (int64_t r0 = r_begin; r0 < r_end; r0 += Shape::kRows) {
     inner_tile<T, false>(storage, left, right, bias_in, size, r0, b0, q0);
-    const ResultTile<T> tile_out{result + b0 * out_batch + q0 * out_column + y_begin, out_batch, out_column,
+    const ResultTile<T> tile_out{result + b0 * out_batch + q0 * out_column + y_begin,
+                                 out_batch,
+                                 out_column,
                                  static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
-                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})), width};
+                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
+                                 width};
     const View3<T> tile_outer{outer.at(r0, q0, y_begin), outer.stride0, outer.stride1, outer.stride2};  // (r, q, y)
     outer_tile<T, TY, kBatches>(storage.inner, tile_outer, static_cast<int>(min(r_end - r0, int64_t{Shape::kRows})), tile_out,
                                 r0 == r_begin, static_cast<const T*>(nullptr));
@@ -327,8 +334,8 @@ __global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) weight_kernel(View
 // sums[d,y] = sum_n grad[n,d,y] in double. Block: 32 columns (d,y) x 8 interleaved shares of n.
 //   grad (N, D, Y), sums (D, Y)
 template <class T>
-__global__ void __launch_bounds__(kThreads) sum_images_kernel(View3<T> grad, double* __restrict__ sums, int64_t N, int64_t D,
-                                                              int64_t Y) {
+__global__ void __launch_bounds__(kThreads)
+    sum_images_kernel(View3<T> grad, double* __restrict__ sums, int64_t N, int64_t D, int64_t Y) {
   constexpr int kShares = kThreads / kWarp;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> partial = memory.array<double>(kThreads);  // [share][column]
@@ -349,8 +356,8 @@ __global__ void __launch_bounds__(kThreads) sum_images_kernel(View3<T> grad, dou
 // grad_bias_out[y] = sum_d sums[d,y].
 //   sums (D, Y), grad_bias_out (Y)
 template <class T>
-__global__ void __launch_bounds__(kThreads) grad_bias_out_kernel(const double* __restrict__ sums,
-                                                                 T* __restrict__ grad_bias_out, int64_t D, int64_t Y) {
+__global__ void __launch_bounds__(kThreads)
+    grad_bias_out_kernel(const double* __restrict__ sums, T* __restrict__ grad_bias_out, int64_t D, int64_t Y) {
   const int64_t y = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (y >= Y) return;
   double total = 0;
@@ -414,8 +421,7 @@ void apply(const Device& device, const char* name, View3<T> left, View3<T> right
   if (size.rows * size.columns * size.outputs == 0) return;
   with_results_per_thread(size.outputs, [&](auto results) {
     constexpr int TY = decltype(results)::value;
-    const int64_t tiles =
-        ceil_div(size.rows, static_cast<int64_t>(Tile<T>::kRows)) * ceil_div(size.columns, int64_t{kColumns});
+    const int64_t tiles = ceil_div(size.rows, static_cast<int64_t>(Tile<T>::kRows)) * ceil_div(size.columns, int64_t{kColumns});
     const Parts parts(size.outputs, tiles, 32 * TY, device.multiprocessors());
     launch(device, name, apply_kernel<T, TY>, tiles * parts.count, kThreads, Tile<T>::shared_bytes(), left, right, outer,
            bias_in, bias_out, out, size, parts.width, parts.count);
@@ -465,8 +471,8 @@ class Bias {
   std::optional<Tensor> holder_;
 };
 
-Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                       const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out) {
+Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, const std::optional<Tensor>& bias_in,
+                       const std::optional<Tensor>& bias_out) {
   const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
   const Device device(x);
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
@@ -478,10 +484,11 @@ Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& w
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(
-    const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-    const std::optional<Tensor>& bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
-    bool grad_bias_out) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(const Tensor& grad, const Tensor& x,
+                                                                            const Tensor& weight_in, const Tensor& weight_out,
+                                                                            const std::optional<Tensor>& bias_in, bool grad_x,
+                                                                            bool grad_weight_in, bool grad_weight_out,
+                                                                            bool grad_bias_in, bool grad_bias_out) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const Device device(x);
   const auto wanted = [&](bool asked, std::initializer_list<int64_t> shape) {
@@ -515,8 +522,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(
       launch(device, "factored_linear_backward (sum over images)", sum_images_kernel<scalar_t>,
              ceil_div(s.D * s.Y, int64_t{kWarp}), kThreads, shared_size(kThreads * sizeof(double)), g, data, s.N, s.D, s.Y);
       if (grad_bias_out) {
-        launch(device, "factored_linear_backward (bias_out)", grad_bias_out_kernel<scalar_t>,
-               ceil_div(s.Y, int64_t{kThreads}), kThreads, 0, data, d_bias_out.mutable_data_ptr<scalar_t>(), s.D, s.Y);
+        launch(device, "factored_linear_backward (bias_out)", grad_bias_out_kernel<scalar_t>, ceil_div(s.Y, int64_t{kThreads}),
+               kThreads, 0, data, d_bias_out.mutable_data_ptr<scalar_t>(), s.D, s.Y);
       }
       if (grad_bias_in) {
         launch(device, "factored_linear_backward (bias_in)", grad_bias_in_kernel<scalar_t>, s.D, kThreads,

@@ -61,9 +61,9 @@ class LogSum {
 // item is 256 / lanes rows x kPartColumns columns, dealt to the blocks in turn.
 //   l (G, a), m (G, b), precision (), partials (blocks)
 template <class T>
-__global__ void __launch_bounds__(kThreads) value_kernel(Matrix<T> l, Matrix<T> m, const T* __restrict__ precision,
-                                                         double* __restrict__ partials, int64_t rows, int64_t a, int64_t b,
-                                                         int lanes) {
+__global__ void __launch_bounds__(kThreads)
+    value_kernel(Matrix<T> l, Matrix<T> m, const T* __restrict__ precision, double* __restrict__ partials, int64_t rows,
+                 int64_t a, int64_t b, int lanes) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const double p = static_cast<double>(*precision);
@@ -95,10 +95,9 @@ struct Side {
 // `lanes` threads share a row: a power of two up to 32, or all 256.
 //   out (rows), precision_terms (rows), precision and precision_direction ()
 template <class T, bool Hessian>
-__global__ void __launch_bounds__(kThreads) derivative_kernel(Side<T> side, const T* __restrict__ precision,
-                                                              const T* __restrict__ precision_direction,
-                                                              T* __restrict__ out, double* __restrict__ precision_terms,
-                                                              int lanes) {
+__global__ void __launch_bounds__(kThreads)
+    derivative_kernel(Side<T> side, const T* __restrict__ precision, const T* __restrict__ precision_direction,
+                      T* __restrict__ out, double* __restrict__ precision_terms, int lanes) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const double p = static_cast<double>(*precision);
@@ -193,8 +192,8 @@ std::tuple<Tensor, Tensor, Tensor> derivatives(const char* name, const KronLogde
   };
   run({matrix<T>(in), matrix<T>(v_in), matrix<T>(out, s.shared), matrix<T>(v_out, s.shared), s.G * s.a, s.a, s.b, s.b, false},
       d_in, terms.mutable_data_ptr<double>());
-  run({matrix<T>(out), matrix<T>(v_out), matrix<T>(in), matrix<T>(v_in), out.size(0) * s.b, s.b, s.shared ? s.G * s.a : s.a, s.a,
-       s.shared},
+  run({matrix<T>(out), matrix<T>(v_out), matrix<T>(in), matrix<T>(v_in), out.size(0) * s.b, s.b, s.shared ? s.G * s.a : s.a,
+       s.a, s.shared},
       d_out, nullptr);
   sum_all<T>(device, name, terms, d_precision);
   return {d_in, d_out, d_precision};
@@ -219,8 +218,8 @@ std::tuple<Tensor, Tensor, Tensor> kron_logdet_hvp(const Tensor& eigenvalues_in,
   const KronLogdetSizes s = check_kron_logdet_hvp(eigenvalues_in, eigenvalues_out, precision, v_in, v_out, v_precision);
   std::tuple<Tensor, Tensor, Tensor> result;
   ELLA_DISPATCH_FLOATING(eigenvalues_in.scalar_type(), "kron_logdet_hvp", [&] {
-    result = derivatives<scalar_t, true>("kron_logdet_hvp", s, eigenvalues_in, eigenvalues_out, precision, v_in, v_out,
-                                         v_precision);
+    result =
+        derivatives<scalar_t, true>("kron_logdet_hvp", s, eigenvalues_in, eigenvalues_out, precision, v_in, v_out, v_precision);
   });
   return result;
 }

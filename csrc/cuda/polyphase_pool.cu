@@ -40,8 +40,8 @@ struct MaximumNorm {
 // partials[n,part,i] = the norm of component i over the part's positions. Block: (part, n), part fastest.
 //   x (N, C, 2h, 2w), partials (N, parts, 4)
 template <class T, class Norm>
-__global__ void __launch_bounds__(kThreads) norm_kernel(Image<T> x, double* __restrict__ partials, PolyphaseSizes s,
-                                                        int64_t parts, Norm norm) {
+__global__ void __launch_bounds__(kThreads)
+    norm_kernel(Image<T> x, double* __restrict__ partials, PolyphaseSizes s, int64_t parts, Norm norm) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const int64_t n = blockIdx.x / parts, begin = blockIdx.x % parts * kPartPositions;
@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(Image<T> x, double* __re
 // index[n] = the component with the largest norm, the first of equals; a NaN counts as larger than any number.
 //   partials (N, parts, 4), index (N)
 template <class Norm>
-__global__ void __launch_bounds__(kThreads) choose_kernel(const double* __restrict__ partials, int64_t* __restrict__ index,
-                                                          int64_t N, int64_t parts, Norm norm) {
+__global__ void __launch_bounds__(kThreads)
+    choose_kernel(const double* __restrict__ partials, int64_t* __restrict__ index, int64_t N, int64_t parts, Norm norm) {
   const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (n >= N) return;
   double best = -1;
@@ -86,8 +86,8 @@ __device__ __forceinline__ bool is_component(int64_t index) { return index >= 0 
 // out[n,c,h,w] = component index[n] of x.
 //   x (N, C, 2h, 2w), index (N), out (N, C, h, w) contiguous
 template <class T>
-__global__ void __launch_bounds__(kThreads) select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride,
-                                                          T* __restrict__ out, PolyphaseSizes s) {
+__global__ void __launch_bounds__(kThreads)
+    select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride, T* __restrict__ out, PolyphaseSizes s) {
   const int64_t count = s.N * s.C * s.h * s.w, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += step) {
     const int64_t w = at % s.w, h = at / s.w % s.h, image = at / s.w / s.h, c = image % s.C, n = image / s.C;

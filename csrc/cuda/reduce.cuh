@@ -49,8 +49,8 @@ __device__ __forceinline__ T block_reduce(T value, SharedArray<T> scratch, Opera
 // out[i] = sum_s parts[s][i], s ascending.
 //   parts (splits, count), out (count)
 template <class T>
-__global__ void __launch_bounds__(256) sum_parts_kernel(const T* __restrict__ parts, T* __restrict__ out, int64_t splits,
-                                                        int64_t count) {
+__global__ void __launch_bounds__(256)
+    sum_parts_kernel(const T* __restrict__ parts, T* __restrict__ out, int64_t splits, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (i >= count) return;
   T total = parts[i];

@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kSyrkThreads) syrk_kernel(Rows rows, T* factor
   int64_t row, column;
   triangle_position(tile, side, row, column);
   T sum[Shape::TM][Shape::TM];
-  syrk_tile<T, BT>(rows, g, d, row * BT, column * BT, share * share_rows, min((share + 1) * share_rows, count), staging, columns,
-                   sum);
+  syrk_tile<T, BT>(rows, g, d, row * BT, column * BT, share * share_rows, min((share + 1) * share_rows, count), staging,
+                   columns, sum);
   const int t = threadIdx.x, tx = t % Shape::SIDE, ty = t / Shape::SIDE % Shape::SIDE;
   if (t >= Shape::SIDE * Shape::SIDE) return;
   T* const part = parts == nullptr ? nullptr : parts + (share * (gridDim.x / shares) + g * tiles + tile) * (BT * BT);
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kSyrkThreads) syrk_kernel(Rows rows, T* factor
 // Adds the shares of every tile in order and updates the factor. One thread per element of a tile, 256 a block.
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT)
 template <class T, int BT>
-__global__ void __launch_bounds__(256) syrk_finish_kernel(T* factor, const T* __restrict__ parts, int64_t groups, int64_t d,
-                                                          int64_t shares, T alpha) {
+__global__ void __launch_bounds__(256)
+    syrk_finish_kernel(T* factor, const T* __restrict__ parts, int64_t groups, int64_t d, int64_t shares, T alpha) {
   const int64_t side = ceil_div(d, int64_t{BT}), tiles = side * (side + 1) / 2, count = groups * tiles * (BT * BT);
   const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
   if (at >= count) return;

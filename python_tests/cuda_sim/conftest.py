@@ -1,0 +1,20 @@
+"""The simulator as a fixture. `-m simulator` runs the kernels' source on the CPU, `-m nvcc` compiles it with nvcc."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import simulator as build
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "simulator: runs csrc/cuda on the CPU, needs a C++ compiler")
+    config.addinivalue_line("markers", "nvcc: compiles csrc/cuda, needs nvcc")
+
+
+@pytest.fixture(scope="session")
+def simulator() -> build.Simulator:
+    """All CUDA sources, unmodified, as torch.ops.ella_sim on the CPU."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
+    return build.Simulator(build.build(build.all_sources()))

@@ -1,0 +1,129 @@
+"""Builds csrc/cuda with a host compiler and cusim.h into a torch library for the CPU, and loads it.
+
+The sources are compiled as they are, one object per source, and kept in a cache folder under a hash of everything that
+goes into them, so that a second run only loads. Set ELLA_SIM_CACHE to choose the folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "csrc"
+HEADERS = Path(__file__).resolve().parent / "cusim"
+TORCH = Path(torch.__file__).resolve().parent
+FLAGS = [
+    "-std=c++17",
+    "-g0",
+    "-fPIC",
+    "-fno-gnu-unique",
+    "-U_FORTIFY_SOURCE",  # its longjmp refuses to change stacks, which is what fibers do
+    "-w",  # a build warns about these sources already
+    "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
+    "-DELLA_LIBRARY=ella_sim",
+    "-DELLA_DISPATCH_KEY=CPU",
+]
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+
+
+def compiler() -> str | None:
+    """The host compiler that torch's extensions use, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def jobs() -> int:
+    """How many compilers may run at once."""
+    return max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
+
+
+def cache_folder() -> Path:
+    """Where objects and libraries are kept between runs."""
+    folder = os.environ.get("ELLA_SIM_CACHE") or f"{tempfile.gettempdir()}/ella-cuda-sim-{os.getuid()}"
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def digest(paths: Iterable[Path], *texts: str) -> str:
+    """A hash of files and texts."""
+    hasher = hashlib.sha256("\0".join(texts).encode())
+    for path in sorted(paths):
+        hasher.update(f"\0{path.name}\0".encode())
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()[:24]
+
+
+def run(command: list[str | Path], target: Path) -> None:
+    """Runs a compiler whose last argument names its output, which appears at `target` only once it is complete."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        partial = Path(folder) / target.name
+        result = subprocess.run([*command, partial], capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{result.stderr}")
+        os.replace(partial, target)
+
+
+def compile_object(source: Path, csrc: Path, optimisation: str) -> Path:
+    """The object file of one source of the tree `csrc`, from the cache if it is there."""
+    cxx = str(compiler())
+    flags = [optimisation, *FLAGS]
+    headers = [*(csrc / "common").glob("*.h"), *(csrc / "cuda").glob("*.cuh"), *HEADERS.glob("*.h")]
+    target = cache_folder() / f"{source.stem}-{digest([source, *headers], torch.__version__, cxx, *flags)}.o"
+    if not target.exists():
+        includes = ["-include", HEADERS / "cusim.h", "-I", csrc, "-isystem", TORCH / "include"]
+        run([cxx, *flags, *includes, "-x", "c++", "-c", source, "-o"], target)
+    return target
+
+
+def build(names: Iterable[str], csrc: Path = SOURCES, optimisation: str = "-O1") -> Path:
+    """A shared object with the schemas and the CUDA implementations csrc/cuda/<name>.cu, as torch.ops.ella_sim."""
+    sources = [csrc / "schemas.cpp", *(csrc / "cuda" / f"{name}.cu" for name in names)]
+    with ThreadPoolExecutor(jobs()) as pool:
+        objects = list(pool.map(lambda source: compile_object(source, csrc, optimisation), sources))
+    target = cache_folder() / f"libella_sim-{digest(objects, torch.__version__)}.so"
+    if not target.exists():
+        lib = TORCH / "lib"
+        libraries = ["-L", lib, f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+        run([str(compiler()), "-shared", *objects, *libraries, "-o"], target)
+    return target
+
+
+class Simulator:
+    """The loaded library: its ops and the order in which threads and blocks run."""
+
+    def __init__(self, library: Path) -> None:
+        torch.ops.load_library(str(library))
+        self.ops = torch.ops.ella_sim
+        self._set = ctypes.CDLL(str(library)).cusim_set_schedule
+        self.schedule()
+
+    def schedule(
+        self, threads: str = "forward", blocks: str = "forward", multiprocessors: int = 2, seed: int = 1
+    ) -> None:
+        """Orders "forward", "reverse" or "random"; `multiprocessors` is what launchers are told about the device."""
+        self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed)
+
+    @contextmanager
+    def scheduled(self, **schedule: str | int) -> Iterator[None]:
+        """`schedule` for the duration of a block."""
+        self.schedule(**schedule)
+        try:
+            yield
+        finally:
+            self.schedule()
+
+
+def all_sources() -> list[str]:
+    """The names of the CUDA sources."""
+    return sorted(path.stem for path in (SOURCES / "cuda").glob("*.cu"))

@@ -1,0 +1,89 @@
+"""conv_kron_accumulate_ against torch's pad and unfold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, guarded, in_every_order
+from .simulator import Simulator
+
+pytestmark = pytest.mark.simulator
+
+# shape, kernel, stride, padding, dilation
+GEOMETRIES = [
+    ((2, 3, 5, 4), (3, 3), (1, 1), (1, 1), (1, 1)),
+    ((1, 1, 1, 1), (1, 1), (1, 1), (0, 0), (1, 1)),
+    ((3, 2, 6, 7), (3, 2), (2, 3), (2, 1), (1, 2)),
+    ((2, 2, 3, 3), (1, 3), (1, 2), (0, 3), (1, 2)),
+    ((2, 4, 5, 5), (3, 3), (1, 1), (0, 0), (2, 2)),
+    ((1, 8, 4, 3), (3, 3), (1, 1), (1, 1), (1, 1)),
+    ((1, 12, 3, 3), (3, 3), (1, 1), (1, 1), (1, 1)),
+]
+
+
+def exact(start: Tensor, x: Tensor, kernel, stride, padding, dilation, circular: bool, alpha: float) -> Tensor:
+    pads = (padding[1], padding[1], padding[0], padding[0])
+    padded = F.pad(x, pads, mode="circular" if circular else "constant")
+    patches = F.unfold(padded, kernel, dilation=dilation, stride=stride)  # (N, C kh kw, positions)
+    return start + alpha * torch.einsum("nip,njp->ij", patches, patches)
+
+
+def accumulated(simulator: Simulator, start: Tensor, *arguments) -> Tensor:
+    factor, check = guarded(start, fill=7.0)
+    simulator.ops.conv_kron_accumulate_(factor, *arguments)
+    check()
+    return factor.clone()
+
+
+def problem(geometry, dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, Tensor]:
+    (shape, kernel, *_) = geometry
+    d = shape[1] * kernel[0] * kernel[1]
+    half = torch.randn(d, d, dtype=dtype)
+    return half + half.T, arrange(torch.randn(shape, dtype=dtype), layout)
+
+
+@pytest.mark.parametrize("circular", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_accumulates(simulator: Simulator, geometry, dtype: torch.dtype, circular: bool) -> None:
+    start, x = problem(geometry, dtype)
+    call = (x, *geometry[1:], circular, 0.7)
+    (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, *call))
+    assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
+    assert torch.equal(got, got.T)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts(simulator: Simulator, layout: str) -> None:
+    start, x = problem(GEOMETRIES[2], torch.float32, layout)
+    call = (x, *GEOMETRIES[2][1:], True, 1.0)
+    (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, *call))
+    assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
+
+
+def test_rows_shared_out_over_blocks(simulator: Simulator) -> None:
+    geometry = ((9, 1, 13, 11), (3, 3), (1, 1), (1, 1), (1, 1))
+    start, x = problem(geometry, torch.float32)
+    call = (x, *geometry[1:], True, 1.0)
+    results = []
+    for order in ("forward", "reverse", "random"):
+        with simulator.scheduled(threads=order, blocks=order, multiprocessors=64):
+            results.append(accumulated(simulator, start, *call))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert_accurate(results[0], exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
+
+
+def test_no_images(simulator: Simulator) -> None:
+    start, _ = problem(GEOMETRIES[0], torch.float64)
+    x = torch.zeros(0, 3, 5, 4, dtype=torch.float64)
+    assert torch.equal(accumulated(simulator, start, x, *GEOMETRIES[0][1:], True, 1.0), start)
+
+
+def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+    with pytest.raises(RuntimeError, match="circular padding must not exceed the image"):
+        simulator.ops.conv_kron_accumulate_(
+            torch.zeros(9, 9), torch.zeros(1, 1, 2, 2), (3, 3), (1, 1), (3, 3), (1, 1), True, 1.0
+        )

@@ -1,0 +1,136 @@
+"""factored_linear and its backward against sums over explicit products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
+from .simulator import Simulator
+
+pytestmark = pytest.mark.simulator
+
+# (N, C, X, D, Y). A tile is 32 (16) images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16 channels; results
+# come in columns of 1, 2 or 4 x 32. Every shape crosses some of these by a little, or stays far below.
+SHAPES = [
+    (1, 1, 1, 1, 1),
+    (5, 3, 9, 10, 7),
+    (35, 2, 70, 3, 5),
+    (3, 19, 4, 9, 1),
+    (17, 33, 3, 2, 33),
+    (2, 2, 3, 9, 70),
+    (3, 1, 130, 5, 140),
+]
+EMPTY = [(0, 3, 4, 5, 6), (3, 0, 4, 5, 6), (3, 4, 0, 5, 6), (3, 4, 5, 0, 6), (3, 4, 5, 6, 0)]
+
+
+def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> tuple[Tensor, ...]:
+    """x, weight_in, weight_out, bias_in, bias_out, grad."""
+    N, C, X, D, Y = shape
+    sizes = [(N, C, X), (D, C, X), (D, C, Y), (D,), (Y,), (N, D, Y)]
+    return tuple(arrange(torch.randn(size, dtype=dtype), layout) for size in sizes)
+
+
+def forward(x: Tensor, u: Tensor, v: Tensor, b_in: Tensor | None, b_out: Tensor | None) -> Tensor:
+    z = (x[:, None] * u[None]).sum(-1)  # (N, D, C)
+    if b_in is not None:
+        z = z + b_in[:, None]
+    y = (z[..., None] * v[None]).sum(2)
+    return y if b_out is None else y + b_out
+
+
+def backward(x: Tensor, u: Tensor, v: Tensor, b_in: Tensor | None, g: Tensor) -> tuple[Tensor, ...]:
+    z = (x[:, None] * u[None]).sum(-1)
+    if b_in is not None:
+        z = z + b_in[:, None]
+    dz = (g[:, :, None] * v[None]).sum(-1)  # (N, D, C)
+    return (
+        (dz[..., None] * u[None]).sum(1),
+        (dz[..., None] * x[:, None]).sum(0),
+        (z[..., None] * g[:, :, None]).sum(0),
+        dz.sum((0, 2)),
+        g.sum((0, 1)),
+    )
+
+
+def doubles(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in tensors]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, u, v, b_in, b_out, _ = arguments(shape, dtype, "contiguous")
+    for biases in ((b_in, b_out), (None, b_out), (None, None)):
+        (y,) = in_every_order(simulator, lambda biases=biases: simulator.ops.factored_linear(x, u, v, *biases))
+        assert y.is_contiguous()
+        assert_accurate(y, forward(*doubles(x, u, v, *biases)), forward(x, u, v, *biases))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
+    got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
+    for result, exact, torchs in zip(
+        got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
+    ):
+        assert result.is_contiguous()
+        assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
+    x, u, v, b_in, b_out, g = arguments((5, 3, 9, 10, 7), dtype, layout)
+    (y,) = in_every_order(simulator, lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out))
+    assert_accurate(y, forward(*doubles(x, u, v, b_in, b_out)), forward(x, u, v, b_in, b_out))
+    got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
+    for result, exact, torchs in zip(
+        got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
+    ):
+        assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.parametrize("shape", EMPTY)
+def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    x, u, v, b_in, b_out, g = arguments(shape, torch.float64, "contiguous")
+    (y,) = in_every_order(simulator, lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out))
+    assert_accurate(y, forward(x, u, v, b_in, b_out))
+    got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
+    for result, exact in zip(got, backward(x, u, v, b_in, g), strict=True):
+        assert_accurate(result, exact)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_only_what_is_asked_for(simulator: Simulator, wanted: int) -> None:
+    x, u, v, b_in, _, g = arguments((5, 3, 9, 10, 7), torch.float64, "contiguous")
+    asked = [i == wanted for i in range(5)]
+    got = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *asked)
+    assert_accurate(got[wanted], backward(x, u, v, b_in, g)[wanted])
+    assert all(result.shape == (0,) for i, result in enumerate(got) if i != wanted)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 5, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtype: torch.dtype) -> None:
+    """More multiprocessors: y in more parts, and sums over images in shares that are added up afterwards."""
+    x, u, v, b_in, b_out, g = arguments((100, 3, 5, 2, 70), dtype, "contiguous")
+    for schedule in ("forward", "reverse", "random"):
+        with simulator.scheduled(threads=schedule, blocks=schedule, multiprocessors=multiprocessors):
+            y = simulator.ops.factored_linear(x, u, v, b_in, b_out)
+            got = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
+        assert_accurate(y, forward(*doubles(x, u, v, b_in, b_out)), forward(x, u, v, b_in, b_out))
+        for result, exact, torchs in zip(
+            got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
+        ):
+            assert_accurate(result, exact, torchs)
+
+
+def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+    x, u, v, b_in, b_out, _ = arguments((5, 3, 9, 10, 7), torch.float32, "contiguous")
+    with pytest.raises(RuntimeError, match="weight_in must have shape"):
+        simulator.ops.factored_linear(x, u[:, :2], v, b_in, b_out)
+    with pytest.raises(RuntimeError, match="bias_in must have the dtype of x"):
+        simulator.ops.factored_linear(x, u, v, b_in.double(), b_out)

@@ -1,0 +1,101 @@
+"""kron_logdet and its derivatives against the outer product written out, differentiated by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
+from .simulator import Simulator
+
+pytestmark = pytest.mark.simulator
+
+# (G, a, b, shared)
+SIZES = [
+    (1, 1, 1, False),
+    (3, 5, 7, False),
+    (3, 5, 7, True),
+    (2, 300, 2, True),
+    (40, 9, 1, True),
+    (2, 3, 70, False),
+    (1, 2, 5000, True),
+]
+
+
+def arguments(size: tuple, dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
+    G, a, b, shared = size
+    rows = 1 if shared else G
+    lam, m = torch.rand(G, a, dtype=dtype) * 3, torch.rand(rows, b, dtype=dtype) * 2
+    directions = torch.randn(G, a, dtype=dtype), torch.randn(rows, b, dtype=dtype), torch.randn((), dtype=dtype)
+    return (
+        arrange(lam, layout),
+        arrange(m, layout),
+        torch.tensor(0.37, dtype=dtype),
+        *(arrange(v, layout) for v in directions),
+    )
+
+
+def exact(lam: Tensor, m: Tensor, p: Tensor) -> Tensor:
+    return torch.log(lam[:, :, None] * m[:, None, :] + p).sum()
+
+
+def derivatives(lam: Tensor, m: Tensor, p: Tensor, *v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    leaves = [t.double().clone().requires_grad_() for t in (lam, m, p)]
+    gradient = torch.autograd.grad(exact(*leaves), leaves, create_graph=True)
+    along = sum((g * d.double()).sum() for g, d in zip(gradient, v, strict=True))
+    return tuple(g.detach() for g in gradient), torch.autograd.grad(along, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_value_and_derivatives(simulator: Simulator, size: tuple, dtype: torch.dtype) -> None:
+    lam, m, p, *v = arguments(size, dtype)
+    (value,) = in_every_order(simulator, lambda: simulator.ops.kron_logdet(lam, m, p))
+    assert_accurate(value, exact(lam.double(), m.double(), p.double()))
+    gradient, product = derivatives(lam, m, p, *v)
+    for result, expected in zip(
+        in_every_order(simulator, lambda: simulator.ops.kron_logdet_gradient(lam, m, p)), gradient, strict=True
+    ):
+        assert_accurate(result, expected)
+    for result, expected in zip(
+        in_every_order(simulator, lambda: simulator.ops.kron_logdet_hvp(lam, m, p, *v)), product, strict=True
+    ):
+        assert_accurate(result, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layouts(simulator: Simulator, layout: str) -> None:
+    lam, m, p, *v = arguments((3, 5, 7, False), torch.float64, layout)
+    assert_accurate(simulator.ops.kron_logdet(lam, m, p), exact(lam, m, p))
+    gradient, product = derivatives(lam, m, p, *v)
+    for result, expected in zip(simulator.ops.kron_logdet_gradient(lam, m, p), gradient, strict=True):
+        assert_accurate(result, expected)
+    for result, expected in zip(simulator.ops.kron_logdet_hvp(lam, m, p, *v), product, strict=True):
+        assert_accurate(result, expected)
+
+
+@pytest.mark.parametrize("size", [(0, 3, 4, False), (2, 0, 4, True), (2, 3, 0, False), (0, 3, 4, True)])
+def test_empty(simulator: Simulator, size: tuple) -> None:
+    lam, m, p, *v = arguments(size, torch.float64)
+    assert_accurate(simulator.ops.kron_logdet(lam, m, p), torch.zeros((), dtype=torch.float64))
+    for results in (simulator.ops.kron_logdet_gradient(lam, m, p), simulator.ops.kron_logdet_hvp(lam, m, p, *v)):
+        for result, like in zip(results, (lam, m, p), strict=True):
+            assert_accurate(result, torch.zeros_like(like))
+
+
+def test_extreme_terms(simulator: Simulator) -> None:
+    """The product of mantissas must not overflow; what is no positive normal number comes out as its logarithm."""
+    wide = torch.logspace(-300, 200, 501, dtype=torch.float64)[None]
+    one, nothing = torch.ones(1, 1, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    assert_accurate(simulator.ops.kron_logdet(wide, one, nothing), torch.log(wide).sum())
+    big = torch.full((1, 3000), 1e300, dtype=torch.float64)
+    assert_accurate(simulator.ops.kron_logdet(big, one, nothing), torch.log(big).sum())
+    for value in (5e-320, 0.0, -1.0, float("inf"), float("nan")):
+        special = torch.tensor([[2.0, value]], dtype=torch.float64)
+        assert_accurate(simulator.ops.kron_logdet(special, one, nothing), torch.log(special).sum())
+
+
+def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+    with pytest.raises(RuntimeError, match="eigenvalues_out must have shape"):
+        simulator.ops.kron_logdet(torch.ones(3, 2), torch.ones(2, 2), torch.tensor(1.0))

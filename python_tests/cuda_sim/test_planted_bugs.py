@@ -1,0 +1,255 @@
+"""The simulator notices: each kind of bug, planted in a copy of a real kernel source, fails a run for its own reason.
+
+Each copy is compiled by itself and runs in a process of its own, in all orders of threads and blocks until it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from . import simulator as build
+
+pytestmark = pytest.mark.simulator
+
+WRONG = "wrong result"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`old` (`occurrence` of `count`) in csrc/cuda/`file` becomes `new`; running `source` fails and `says` why."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    source: str
+    says: str
+    count: int = 1
+    occurrence: int = 0
+
+    def plant(self, csrc: Path) -> None:
+        path = csrc / "cuda" / self.file
+        pieces = path.read_text().split(self.old)
+        assert len(pieces) == self.count + 1, (
+            f"{self.file} has {len(pieces) - 1} of what should be replaced, not {self.count}"
+        )
+        head, tail = pieces[: self.occurrence + 1], pieces[self.occurrence + 1 :]
+        path.write_text(self.old.join(head) + self.new + self.old.join(tail))
+
+
+BUGS = [
+    Bug(
+        "no barrier between copying and multiplying",
+        "syrk.cuh",
+        "      copy_async_wait<0>();\n    }\n    __syncthreads();\n",
+        "      copy_async_wait<0>();\n    }\n",
+        "kron_accumulate",
+        "race on shared memory: read after a write|nobody wrote",
+    ),
+    Bug(
+        "no barrier before a stage is overwritten",
+        "syrk.cuh",
+        "    __syncthreads();  // before the next copies overwrite this stage\n",
+        "",
+        "kron_accumulate",
+        "race on shared memory: .* after a read|not waited for",
+    ),
+    Bug(
+        "no wait for asynchronous copies",
+        "syrk.cuh",
+        "      copy_async_wait<0>();\n",
+        "",
+        "kron_accumulate",
+        "read of an asynchronous copy that was not waited for",
+    ),
+    Bug(
+        "waits for one copy group too few",
+        "factored_linear.cu",
+        "copy_async_wait<1>();",
+        "copy_async_wait<2>();",
+        "factored_linear",
+        "read of an asynchronous copy that was not waited for",
+    ),
+    Bug(
+        "shuffle mask without the calling lane",
+        "reduce.cuh",
+        "__shfl_xor_sync(kFullWarp, value, step)",
+        "__shfl_xor_sync(0x0000ffffu, value, step)",
+        "kron_logdet",
+        "whose mask leaves it out",
+    ),
+    Bug(
+        "shuffle after some lanes have left",
+        "kron_logdet.cu",
+        "  double sum = 0, precision_sum = 0;\n",
+        "  double sum = 0, precision_sum = 0;\n  if (row >= side.rows) return;\n",
+        "kron_logdet",
+        "names lane [0-9]+, which has exited",
+    ),
+    Bug(
+        "shared memory written out of bounds",
+        "kron_logdet.cu",
+        "memory.array<double>(kThreads / kWarp)",
+        "memory.array<double>(kThreads / kWarp - 1)",
+        "kron_logdet",
+        "shared memory accessed out of bounds",
+        count=2,
+        occurrence=0,
+    ),
+    Bug(
+        "threads race for one element",
+        "reduce.cuh",
+        "  if (lane == 0) scratch[warp] = value;\n",
+        "  scratch[warp] = value;\n",
+        "polyphase_pool",
+        "race on shared memory: write after a write",
+    ),
+    Bug(
+        "barrier that only half the block reaches",
+        "reduce.cuh",
+        "  if (lane == 0) scratch[warp] = value;\n  __syncthreads();\n",
+        "  if (lane == 0) scratch[warp] = value;\n  if (threadIdx.x < 128) __syncthreads();\n",
+        "polyphase_pool",
+        "divergent __syncthreads|deadlock",
+    ),
+    Bug(
+        "launch that grants too little shared memory",
+        "kron_logdet.cu",
+        "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(double));",
+        "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(float));",
+        "kron_logdet",
+        "shared arrays need 64 bytes, the launch grants 32",
+    ),
+    Bug(
+        "result that nobody writes",
+        "polyphase_pool.cu",
+        "  if (n >= N) return;\n",
+        "  if (n >= N - 1) return;\n",
+        "polyphase_pool",
+        WRONG,
+    ),
+    Bug(
+        "blocks that write the same elements",
+        "kron_logdet.cu",
+        "partials[blockIdx.x] = total;",
+        "partials[0] = total;",
+        "kron_logdet",
+        WRONG,
+    ),
+]
+
+SOURCES = sorted({bug.source for bug in BUGS})
+
+# Runs op `source` from each library, in a process of its own: a crash or a hang of one says nothing about the others.
+RUNNER = f"""
+import json, os, sys, traceback
+import torch
+from python_tests.cuda_sim.checking import SCHEDULES
+from python_tests.cuda_sim.simulator import Simulator
+
+def run(library, source):
+    simulator = Simulator(library)
+    torch.manual_seed(0)
+    for schedule in SCHEDULES:
+        with simulator.scheduled(**schedule):
+            if source == "kron_accumulate":
+                rows, got = torch.randn(150, 1, 20), torch.zeros(1, 20, 20)
+                simulator.ops.kron_accumulate_(got, rows, 1.0)
+                want = torch.einsum("ngi,ngj->gij", rows, rows)
+            elif source == "factored_linear":
+                x, u, v = torch.randn(3, 2, 150), torch.randn(5, 2, 150), torch.randn(5, 2, 3)
+                got = simulator.ops.factored_linear(x, u, v, None, None)
+                want = torch.einsum("ncx,dcx,dcy->ndy", x, u, v)
+            elif source == "kron_logdet":
+                l, m, p = torch.rand(2, 299), torch.rand(2, 3), torch.tensor(0.5)
+                value, gradient = simulator.ops.kron_logdet(l, m, p), simulator.ops.kron_logdet_gradient(l, m, p)[0]
+                got = torch.cat([value[None], *gradient])
+                outer = l[:, :, None] * m[:, None] + p
+                want = torch.cat([outer.log().sum()[None], *(m[:, None] / outer).sum(2)])
+            else:
+                x = torch.randn(3, 2, 4, 4)
+                got = simulator.ops.polyphase_pool(x, 2.0)[0]
+                parts = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)])
+                want = parts[parts.square().sum((2, 3, 4)).argmax(0), torch.arange(3)]
+            if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
+                raise SystemExit("{WRONG}")
+
+torch.set_num_threads(1)
+for library, source, log in json.load(sys.stdin):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with open(log, "w") as file:
+            try:
+                run(library, source)
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=file)
+            finally:
+                file.flush()
+                os._exit(code)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def copy_of_sources(folder: Path, bug: Bug | None) -> Path:
+    csrc = folder / "csrc"
+    shutil.copytree(build.SOURCES / "common", csrc / "common")
+    shutil.copytree(build.SOURCES / "cuda", csrc / "cuda")
+    shutil.copy(build.SOURCES / "schemas.cpp", csrc)
+    if bug is not None:
+        bug.plant(csrc)
+    return csrc
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its wait status (0: well) and what it said."""
+
+    status: int
+    said: str
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """What happened with every bug, and with every op without one, by name."""
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
+    runs: list[tuple[str, str, Path, str]] = []
+    for bug in BUGS:
+        runs.append((bug.name, bug.source, copy_of_sources(tmp_path_factory.mktemp("bug"), bug), "-O0"))
+    for source in SOURCES:  # the objects of the simulator itself, when they are built already
+        runs.append((source, source, copy_of_sources(tmp_path_factory.mktemp("copy"), None), "-O1"))
+    build.build([SOURCES[0]], optimisation="-O0")  # the schemas, which all share
+    with ThreadPoolExecutor(build.jobs()) as pool:
+        libraries = list(pool.map(lambda run: build.build([run[1]], run[2], run[3]), runs))
+    logs = [tmp_path_factory.mktemp("log") / "log" for _ in runs]
+    work = [[str(library), run[1], str(log)] for library, run, log in zip(libraries, runs, logs, strict=True)]
+    command = [sys.executable, "-c", RUNNER]
+    result = subprocess.run(
+        command, cwd=build.ROOT, input=json.dumps(work), capture_output=True, text=True, timeout=300
+    )
+    statuses = [int(line) for line in result.stdout.split()]
+    assert len(statuses) == len(runs), result.stderr
+    return {run[0]: Outcome(status, log.read_text()) for run, status, log in zip(runs, statuses, logs, strict=True)}
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_simulator_notices(bug: Bug, outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes[bug.name]
+    assert outcome.status != 0, "the planted bug went unnoticed"
+    assert re.search(bug.says, outcome.said), outcome.said
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_same_run_without_a_bug_passes(source: str, outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[source].status == 0, outcomes[source].said

@@ -29,7 +29,8 @@ class Gram {
         panels_(ceil_divide(d, k_.width)),
         block_(std::min(count,
                         std::max(kBlockBytes / static_cast<int64_t>(sizeof(T)) / (panels_ * k_.width) / kSum * kSum, kSum))),
-        packed_(like, panels_ * k_.width * block_) {}
+        packed_(like, panels_ * k_.width * block_),
+        single_(like, panels_ == 1 ? 2 * k_.width * k_.width : 0) {}
 
   // `pack(first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   template <class Pack>
@@ -41,12 +42,13 @@ class Gram {
         for (int64_t p = begin; p < end; ++p) pack(p * W, columns(p), k0, rows, panel(p));
       });
       parallel_tasks(pairs, [&](int64_t begin, int64_t end) {
-        const Buffer<T> sum(like_, W * W), mirror(like_, W * W);
+        const Buffer<T> own(like_, panels_ == 1 ? 0 : 2 * W * W);
+        T* sum = panels_ == 1 ? single_.data() : own.data();
         for (int64_t pair = begin; pair < end; ++pair) {
           int64_t right = 0, before = 0;  // pairs are counted column by column: (0,0), (0,1), (1,1), (0,2), ...
           while (before + right + 1 <= pair) before += ++right;
-          tile(pair - before, right, rows, sum.data());
-          add(pair - before, right, alpha, sum.data(), mirror.data(), target);
+          tile(pair - before, right, rows, sum);
+          add(pair - before, right, alpha, sum, sum + W * W, target);
         }
       });
     }
@@ -95,6 +97,7 @@ class Gram {
   const Kernels<T>& k_;
   const int64_t d_, panels_, block_;
   const Buffer<T> packed_;
+  const Buffer<T> single_;  // of the only tile there is: many small factors are not worth an allocation each
 };
 
 }  // namespace ella

@@ -1,0 +1,328 @@
+"""The command as people run it: its own process, exit codes, files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ella_cuda import cli, experiments
+from ella_cuda.reports.kernels import KernelCheck
+
+CODE = "import sys; from ella_cuda.cli import main; sys.exit(main())"
+SMALL = [
+    "--width",
+    "1",
+    "--epochs",
+    "2",
+    "--burn-in",
+    "0",
+    "--frequency",
+    "1",
+    "--hypersteps",
+    "2",
+    "--train-size",
+    "40",
+]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-c", CODE, *args]
+
+
+def environment() -> dict[str, str]:
+    """The same package as here, one thread for equal numbers, and a window for pictures that nobody can open."""
+    path = os.pathsep.join(p for p in sys.path if p)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "tkagg"}
+
+
+def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), capture_output=True, text=True, cwd=cwd, env=environment(), timeout=300)
+
+
+def rows_of(folder: Path) -> list[dict]:
+    rows = json.loads((folder / "summary.json").read_text())
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+
+def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
+    done = run("train", "--task", "quadrant", "--layer", "conv", *SMALL, "--seed", "0", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("digits-20")
+    assert folder.name.endswith("-1")
+    assert f"results in runs/{folder.name}" in done.stdout
+    rows = rows_of(folder)
+    assert [(r["objective"], r["seed"]) for r in rows] == [("map", 0), ("evidence", 0), ("map", 1), ("evidence", 1)]
+    for row in rows:
+        assert {
+            "task",
+            "layer",
+            "objective",
+            "seed",
+            "accuracy",
+            "nll",
+            "neg_log_marginal_likelihood",
+            "layers",
+        } <= set(row)
+        assert 0 <= row["accuracy"] <= 100
+        assert len(row["layers"]) == 8
+    assert "mean over seeds 0, 1" in done.stdout
+    mean = (rows[1]["nll"] + rows[3]["nll"]) / 2
+    assert f"{mean:.3f}" in done.stdout
+    with (folder / "summary.csv").open() as file:
+        assert [float(r["nll"]) for r in csv.DictReader(file)] == [r["nll"] for r in rows]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / rows[0]["run"] / "checkpoint.pt").exists()
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert "4 runs finished, 0 begun, 0 waiting" in capsys.readouterr().out
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    before = (folder / "summary.json").read_text()
+    assert json.loads(capsys.readouterr().out)["finished"] == json.loads(before)
+
+    assert cli.main(["train", "--resume", str(folder), "--width", "1", "--device", "auto"]) == 0
+    assert "4 done before" in capsys.readouterr().out
+    assert (folder / "summary.json").read_text() == before
+    for clash in (["--width", "2"], ["--layer", "fc"], ["--lr", "0.1"], ["--all"]):
+        assert cli.main(["train", "--resume", str(folder), *clash]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert clash[0] in err
+    assert cli.main(["train", "--out", str(folder)]) == 2
+    assert f"--resume {folder}" in capsys.readouterr().err
+    assert (folder / "summary.json").read_text() == before
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys):
+    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "6"]
+    whole = run(*options, "--out", "whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    started = subprocess.Popen(
+        command(*options, "--out", "killed"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    second = tmp_path / "killed" / "digits-digit-conv-evidence-seed0"
+    wait_for(second / "checkpoint.pt", started)
+    started.send_signal(signal.SIGKILL)
+    started.communicate()
+    assert len(rows_of(tmp_path / "killed")) == 1  # the first run is done, the second is not
+    assert cli.main(["inspect", str(tmp_path / "killed")]) == 0
+    seen = capsys.readouterr().out
+    assert "1 runs finished, 1 begun, 0 waiting" in seen
+    assert "of 6)" in seen
+    resumed = run("train", "--resume", "killed", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_how_to_go_on(tmp_path):
+    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--out", "dir"]
+    started = subprocess.Popen(
+        command(*options), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=120)
+    assert started.returncode == 130
+    assert errors == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
+
+
+def test_info_checks_every_kernel(tmp_path):
+    done = run("info", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.__version__ in done.stdout
+    for name in ("factored_linear", "kron_accumulate_", "conv_kron_accumulate_", "kron_logdet", "polyphase_pool"):
+        assert name in done.stdout
+    assert "FAILED" not in done.stdout
+
+
+def test_info_fails_when_a_kernel_is_wrong(monkeypatch, capsys):
+    wrong = KernelCheck("kron_logdet", torch.float32, 0.5, 1e-6, False)
+    monkeypatch.setattr(cli, "check_kernels", lambda device: [wrong])
+    assert cli.main(["info"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAILED" in out
+    assert err.count("\n") == 1
+    assert "kron_logdet disagree" in err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["fly"],
+        ["train", "--task", "upside-down"],
+        ["train", "--layer", "dense"],
+        ["train", "--width", "none"],
+        ["train", "--width", "0"],
+        ["train", "--holdout", "2"],
+        ["train", "--objective", "elbo"],
+        ["train", "--device", "tpu"],
+        ["train", "--out", "a", "--resume", "b"],
+        ["train", "--resume", "not-there"],
+        ["inspect"],
+        ["info", "--device", "tpu"],
+    ],
+)
+def test_wrong_usage_is_2_and_writes_nothing(args, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(args) == 2
+    assert capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("args", [["train", "--help"], ["inspect", "--help"], ["info", "--help"], ["--help"]])
+def test_help_is_0(args, capsys):
+    assert cli.main(args) == 0
+    assert capsys.readouterr().out
+
+
+def one_line(capsys) -> str:
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.startswith("ella-cuda: failed: ")
+    return err
+
+
+def test_failures_are_1_and_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--data", "mnist"]) == 1
+    assert "train-images-idx3-ubyte" in one_line(capsys)
+    assert cli.main(["inspect", "nothing"]) == 1
+    assert "config.json" in one_line(capsys)
+    (tmp_path / "file").write_text("")
+    assert cli.main(["train", "--out", "file/dir"]) == 1
+    assert "cannot be made" in one_line(capsys)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_verbose_adds_the_traceback(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--data", "mnist", "--verbose"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "FileNotFoundError" in err
+
+
+def test_a_defect_is_named_by_its_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "run_grid", lambda *a, **k: {}["missing"])
+    assert cli.main(["train"]) == 1
+    assert "KeyError: 'missing'" in one_line(capsys)
+
+
+def test_a_full_disk_fails_and_keeps_the_finished_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    options = ["--task", "digit", "--layer", "conv", "--objective", "map", *SMALL, "--epochs", "1", "--out", "dir"]
+    assert cli.main(["train", *options]) == 0
+    capsys.readouterr()
+    before = (tmp_path / "dir" / "summary.json").read_text()
+
+    def full(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert cli.main(["train", "--resume", "dir"]) == 1
+    assert "No space left on device" in one_line(capsys)
+    assert (tmp_path / "dir" / "summary.json").read_text() == before
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> list[list[experiments.RunConfig]]:
+    """What `train` wants run, one list for each call; nothing is run."""
+    calls: list[list[experiments.RunConfig]] = []
+
+    def record(configs, out_dir, **_):
+        out_dir.mkdir(parents=True)
+        calls.append(list(configs))
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "run_grid", record)
+    return calls
+
+
+def kinds(configs: list[experiments.RunConfig]) -> list[tuple[str, str, str, int]]:
+    return [(c.task, c.layer, c.objective, c.seed) for c in configs]
+
+
+def test_without_arguments_the_papers_table(asked):
+    assert cli.main(["train"]) == 0
+    table = [("fc", "map"), ("conv", "map"), ("f_fc+conv", "map"), ("conv", "evidence"), ("f_fc+conv", "evidence")]
+    assert kinds(asked[0]) == [
+        (task, layer, objective, 0) for task in ("digit", "quadrant") for layer, objective in table
+    ]
+    assert {c.data for c in asked[0]} == {"digits"}
+
+
+def test_all_adds_fcs_evidence(asked):
+    assert cli.main(["train"]) == cli.main(["train", "--all"]) == 0
+    more = set(kinds(asked[1])) - set(kinds(asked[0]))
+    assert more == {("digit", "fc", "evidence", 0), ("quadrant", "fc", "evidence", 0)}
+
+
+def test_named_runs_only(asked):
+    assert cli.main(["train", "--task", "plain", "--layer", "fc", "--objective", "evidence", "--seed", "3", "4"]) == 0
+    assert kinds(asked[0]) == [("plain", "fc", "evidence", 3), ("plain", "fc", "evidence", 4)]
+
+
+def test_numbers_given_reach_the_run(asked):
+    given = {
+        "batch_size": 7,
+        "lr": 0.5,
+        "prior_prec_init": 2.0,
+        "lr_hyp": 0.3,
+        "frequency": 4,
+        "fisher": "mc",
+        "burn_in": 1,
+    }
+    given |= {
+        "resolution": "per_channel",
+        "holdout": 0.2,
+        "data_seed": 9,
+        "epochs": 3,
+        "hypersteps": 5,
+        "device": "cpu",
+    }
+    given |= {"prior_structure": "module", "width": 6, "train_size": 99}
+    args = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    assert cli.main(["train", *args]) == 0
+    assert len(asked[0]) == 10
+    for config in asked[0]:
+        assert {name: getattr(config, name) for name in given} == given
+
+
+def test_every_run_folder_is_new(asked, capsys):
+    for n in (1, 2, 3):
+        assert cli.main(["train"]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(f"-{n}")
+
+
+def test_the_installed_command_is_this_one():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'ella-cuda = "ella_cuda.cli:main"' in text

@@ -1,7 +1,7 @@
 """Learn layer-wise equivariance from training data: relaxed layers, block-Kronecker Laplace evidence, compiled CPU and CUDA kernels."""
 
-from ella_cuda._extension import build_info
 from ella_cuda import data, laplace, models, nn, ops
+from ella_cuda._extension import build_info
 from ella_cuda.training import marglik_training
 
 __version__ = build_info()["version"]

@@ -33,7 +33,9 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         beside.unlink(missing_ok=True)
-        raise OSError(f"the checkpoint {path} could not be written ({error}); the one before it, if any, is untouched.") from error
+        raise OSError(
+            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is untouched."
+        ) from error
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -45,9 +47,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is not a readable checkpoint ({error}); it may be truncated. Move it away to start anew.") from error
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({error}); it may be truncated. Move it away to start anew."
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of this version of ella_cuda (format {FORMAT} expected). Move it away to start anew.")
+        raise ValueError(
+            f"{path} is not a checkpoint of this version of ella_cuda (format {FORMAT} expected). Move it away to start anew."
+        )
     return state
 
 
@@ -61,12 +67,16 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
     for key, expected in settings.items():
         found = state["settings"].get(key)
         if found != expected:
-            raise ValueError(f"the checkpoint {path} was written with {key}={found!r}, this run has {expected!r}; use another file.")
+            raise ValueError(
+                f"the checkpoint {path} was written with {key}={found!r}, this run has {expected!r}; use another file."
+            )
     for name, tensor in model.state_dict().items():
         saved = state["model"].get(name)
         if saved is None or saved.shape != tensor.shape:
             shape = None if saved is None else tuple(saved.shape)
-            raise ValueError(f"the checkpoint {path} has {name} of shape {shape}, the model {tuple(tensor.shape)}; use another file.")
+            raise ValueError(
+                f"the checkpoint {path} has {name} of shape {shape}, the model {tuple(tensor.shape)}; use another file."
+            )
     return state
 
 

@@ -86,7 +86,12 @@ def neyshabur(
     unknown = [p for p in paths if p not in PATHS]
     if unknown or len(set(paths)) != len(paths):
         raise ValueError(f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {layer!r}.")
-    for name, value in (("in_channels", in_channels), ("num_classes", num_classes), ("width", width), ("image_size", image_size)):
+    for name, value in (
+        ("in_channels", in_channels),
+        ("num_classes", num_classes),
+        ("width", width),
+        ("image_size", image_size),
+    ):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     if image_size % 32:

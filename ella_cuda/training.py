@@ -117,7 +117,11 @@ def marglik_training(
         n_hypersteps=(n_hypersteps, 1),
         marglik_frequency=(marglik_frequency, 1),
     )
-    for name, value in (("lr_hyp", lr_hyp), ("prior_prec_init", prior_prec_init), ("sigma_noise_init", sigma_noise_init)):
+    for name, value in (
+        ("lr_hyp", lr_hyp),
+        ("prior_prec_init", prior_prec_init),
+        ("sigma_noise_init", sigma_noise_init),
+    ):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
     prior = _Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
@@ -145,7 +149,13 @@ def marglik_training(
     margliks: list[float] = []
     losses: list[float] = []
     history: list[dict[str, Any]] = []
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "prior": prior, "hyper_optimizer": hyper_optimizer}
+    parts = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "prior": prior,
+        "hyper_optimizer": hyper_optimizer,
+    }
     first_epoch = 0
     if checkpoint is not None and Path(checkpoint).exists():
         state = load_checkpoint(checkpoint, settings, model)
@@ -156,9 +166,18 @@ def marglik_training(
         restore_random_state(state["random"], loaders)
 
     def new_laplace() -> KronLaplace:
-        return KronLaplace(model, prior_precision=prior.precision().detach(), sigma_noise=prior.sigma().detach(), **laplace_settings)
+        return KronLaplace(
+            model, prior_precision=prior.precision().detach(), sigma_noise=prior.sigma().detach(), **laplace_settings
+        )
 
-    bar = tqdm(total=n_epochs, initial=first_epoch, desc=description, unit="epoch", disable=not progress_bar, dynamic_ncols=True)
+    bar = tqdm(
+        total=n_epochs,
+        initial=first_epoch,
+        desc=description,
+        unit="epoch",
+        disable=not progress_bar,
+        dynamic_ncols=True,
+    )
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):
             loss, accuracy = _train_epoch(model, train_loader, likelihood, optimizer, scheduler, prior, epoch)
@@ -174,7 +193,13 @@ def marglik_training(
                     effective = la.effective_parameters()
                     shown["-log q/N"] = f"{evidence:.3f}"
                 evaluation = Evaluation(
-                    epoch, loss, accuracy, evidence, prior.precision().tolist(), effective, float(prior.sigma().detach())
+                    epoch,
+                    loss,
+                    accuracy,
+                    evidence,
+                    prior.precision().tolist(),
+                    effective,
+                    float(prior.sigma().detach()),
                 )
                 history.append(dataclasses.asdict(evaluation))
                 if on_evaluation is not None:
@@ -205,7 +230,9 @@ class _Prior:
         groups = list(dict.fromkeys(key(n) for n in self.names))
         device = self.parameters[0].device
         self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
-        self.log_precision = torch.full((len(groups),), math.log(precision), dtype=torch.float64, device=device).requires_grad_()
+        self.log_precision = torch.full(
+            (len(groups),), math.log(precision), dtype=torch.float64, device=device
+        ).requires_grad_()
         self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
 
     def precision(self) -> Tensor:
@@ -278,11 +305,13 @@ def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Ten
         classes = outputs.shape[-1]
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
             raise ValueError(
-                f"marglik_training: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(y.min())}..{int(y.max())}."
+                f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {int(y.min())}..{int(y.max())}."
             )
         return F.cross_entropy(outputs, y)
     if outputs.shape != y.shape:
-        raise ValueError(f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}.")
+        raise ValueError(
+            f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}."
+        )
     return (outputs - y).square().sum() / (2 * sigma**2 * max(len(y), 1))
 
 
@@ -302,7 +331,9 @@ def _dataset_size(loader: Any) -> int:
     return size
 
 
-def _evidence_step(la: KronLaplace, prior: _Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int) -> float:
+def _evidence_step(
+    la: KronLaplace, prior: _Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int
+) -> float:
     """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
     for _ in range(steps):
         optimizer.zero_grad()

@@ -16,7 +16,9 @@ def test_round_trip(tmp_path):
     state = {"epoch": 3, "numbers": [1.5, None], "nested": {"tensor": torch.arange(4)}}
     save_checkpoint(path, state)
     read = read_checkpoint(path)
-    assert read["epoch"] == 3 and read["numbers"] == [1.5, None] and torch.equal(read["nested"]["tensor"], torch.arange(4))
+    assert (
+        read["epoch"] == 3 and read["numbers"] == [1.5, None] and torch.equal(read["nested"]["tensor"], torch.arange(4))
+    )
     assert [p.name for p in path.parent.iterdir()] == ["run.pt"]
 
 

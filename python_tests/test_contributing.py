@@ -42,7 +42,9 @@ def test_the_example_layer_is_exact():
     x, y = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randint(4, (5,))
     la = KronLaplace(model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
     parameters = {name: p.detach() for name, p in model.named_parameters()}
-    jacobian = jacrev(lambda scale: functional_call(model, parameters | {"0.scale": scale}, (x,)))(parameters["0.scale"])
+    jacobian = jacrev(lambda scale: functional_call(model, parameters | {"0.scale": scale}, (x,)))(
+        parameters["0.scale"]
+    )
     p = model(x).detach().softmax(-1)
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     block = torch.einsum("nka,nkl,nlb->ab", jacobian, hessian, jacobian)

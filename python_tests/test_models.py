@@ -53,7 +53,13 @@ def test_relaxed_network_feels_translations():
 
 def test_names_that_users_rely_on():
     names = dict(neyshabur("f_fc+conv+fc", 1, width=1).named_parameters())
-    for name in ("blocks.0.f_fc.weight_in", "blocks.0.conv.weight", "blocks.1.conv.0.weight", "blocks.7.fc.linear.bias", "head.2.weight"):
+    for name in (
+        "blocks.0.f_fc.weight_in",
+        "blocks.0.conv.weight",
+        "blocks.1.conv.0.weight",
+        "blocks.7.fc.linear.bias",
+        "head.2.weight",
+    ):
         assert name in names
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -26,7 +27,9 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         conv = nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular")
-        self.layer = RelaxedEquivariance({"f_fc": FactoredLinear2d(1, 2, 8, 4), "conv": nn.Sequential(conv, PolyphasePool2d())})
+        self.layer = RelaxedEquivariance(
+            {"f_fc": FactoredLinear2d(1, 2, 8, 4), "conv": nn.Sequential(conv, PolyphasePool2d())}
+        )
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,8 +45,17 @@ def small_run(checkpoint: Path | None = None, n_epochs: int = 6, **options):
     torch.manual_seed(3)
     model = Network()
     loader = DataLoader(TensorDataset(*images()), batch_size=10, shuffle=True)
-    arguments = {"n_epochs_burnin": 1, "marglik_frequency": 2, "n_hypersteps": 3, "progress_bar": False, "fisher": "mc"} | options
-    scheduler = {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": 3 * n_epochs}}
+    arguments = {
+        "n_epochs_burnin": 1,
+        "marglik_frequency": 2,
+        "n_hypersteps": 3,
+        "progress_bar": False,
+        "fisher": "mc",
+    } | options
+    scheduler = {
+        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
+        "scheduler_kwargs": {"T_max": 3 * n_epochs},
+    }
     return marglik_training(model, loader, n_epochs=n_epochs, checkpoint=checkpoint, **scheduler, **arguments)
 
 
@@ -71,8 +83,10 @@ def test_schedule():
 
 def test_hyperparameters_climb_the_evidence():
     """With the weights held fixed (learning rate 0) every evidence step can only go up."""
-    _, _, margliks, _ = small_run(optimizer_kwargs={"lr": 0.0}, fisher="exact", n_hypersteps=20, marglik_frequency=1, n_epochs_burnin=0)
-    assert all(b < a for a, b in zip(margliks, margliks[1:], strict=False))
+    _, _, margliks, _ = small_run(
+        optimizer_kwargs={"lr": 0.0}, fisher="exact", n_hypersteps=20, marglik_frequency=1, n_epochs_burnin=0
+    )
+    assert all(b < a for a, b in itertools.pairwise(margliks))
 
 
 def test_map_is_the_same_loop_without_evidence_steps():
@@ -94,7 +108,9 @@ def test_one_step_minimises_the_stated_objective():
         model, loader, n_epochs=1, objective="map", prior_prec_init=2.5, progress_bar=False,
         optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.1},
     )  # fmt: skip
-    loss = nn.functional.cross_entropy(reference(x), y) + 2.5 / 16 * sum(p.square().sum() for p in reference.parameters())
+    loss = nn.functional.cross_entropy(reference(x), y) + 2.5 / 16 * sum(
+        p.square().sum() for p in reference.parameters()
+    )
     loss.backward()
     assert abs(losses[0] - loss.item()) < 1e-6
     for p, r in zip(model.parameters(), reference.parameters(), strict=True):
@@ -190,7 +206,9 @@ def test_killed_process_resumes(tmp_path):
     )
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path / "run.pt")], stdout=subprocess.PIPE, env=environment, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "run.pt")], stdout=subprocess.PIPE, env=environment, text=True
+    )
     for line in process.stdout:
         if line.strip() == "6":
             process.send_signal(signal.SIGKILL)

@@ -32,7 +32,9 @@ class FullyConnected2d(nn.Module):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
-        self.linear = nn.Linear(in_channels * math.prod(self.in_size), out_channels * math.prod(self.out_size), bias=bias)
+        self.linear = nn.Linear(
+            in_channels * math.prod(self.in_size), out_channels * math.prod(self.out_size), bias=bias
+        )
         if bias:
             nn.init.zeros_(self.linear.bias)
 

@@ -29,7 +29,9 @@ def require_backend(name: str, tensor: Tensor) -> None:
             f"ella_cuda.ops.{name}: the tensors are on {tensor.device}, but this ella_cuda was built without CUDA. Install the CUDA toolkit "
             "(nvcc), then `ELLA_CUDA=1 pip install --force-reinstall --no-deps .`; `ella-cuda info` shows what was built."
         )
-    raise RuntimeError(f"ella_cuda.ops.{name}: expected tensors on cpu or cuda, got {tensor.device}; move them with .to('cpu').")
+    raise RuntimeError(
+        f"ella_cuda.ops.{name}: expected tensors on cpu or cuda, got {tensor.device}; move them with .to('cpu')."
+    )
 
 
 def _transforms_active() -> bool:
@@ -99,13 +101,18 @@ def batched_first(tensor: Tensor | None, dim: int | None) -> Tensor | None:
     return tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
 
 
-def map_over_batch(call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+def map_over_batch(
+    call: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
     """The vmap rule of last resort: one call per batch entry, outputs stacked along a new leading axis."""
-    moved = [batched_first(arg, dim) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)]
+    moved = [
+        batched_first(arg, dim) if isinstance(arg, Tensor) else arg for arg, dim in zip(args, in_dims, strict=True)
+    ]
     if info.batch_size == 0:
         raise ValueError(f"ella_cuda.ops.{call.__name__}: expected a vmap axis with at least one entry, got none.")
     results = [
-        call(*(arg if dim is None else arg[i] for arg, dim in zip(moved, in_dims, strict=True))) for i in range(info.batch_size)
+        call(*(arg if dim is None else arg[i] for arg, dim in zip(moved, in_dims, strict=True)))
+        for i in range(info.batch_size)
     ]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
@@ -142,7 +149,9 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
 
     def physical(info: Any, in_dims: tuple[Any, ...], target: Tensor, *rest: Any) -> tuple[Any, Any]:
         if in_dims[0] is None:
-            raise ValueError(f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too.")
+            raise ValueError(
+                f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too."
+            )
         return vmap(info, in_dims, target, *rest)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", physical)
@@ -155,7 +164,9 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
     return call
 
 
-def map_in_place_over_batch(op: Callable[..., None], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[None, None]:
+def map_in_place_over_batch(
+    op: Callable[..., None], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[None, None]:
     """One in-place call per batch entry, each on its own slice of the first argument."""
     moved = [arg.movedim(dim, 0) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims, strict=True)]
     for i in range(info.batch_size):

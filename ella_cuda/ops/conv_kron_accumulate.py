@@ -76,7 +76,9 @@ def conv_kron_accumulate_torch_(
 def _pair(name: str, value: Size, least: int) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or any(not isinstance(v, int) or v < least for v in pair):
-        raise ValueError(f"conv_kron_accumulate_: {name} must be an integer >= {least} or a pair of them, got {value!r}.")
+        raise ValueError(
+            f"conv_kron_accumulate_: {name} must be an integer >= {least} or a pair of them, got {value!r}."
+        )
     return pair
 
 

@@ -103,7 +103,9 @@ def _backward_tangent(
     x_t, weight_in_t, weight_out_t, bias_in_t = tangents
     total: list[Tensor | None] = [None] * 4
 
-    def add(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, moved: tuple[bool, bool, bool, bool]) -> None:
+    def add(
+        x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, moved: tuple[bool, bool, bool, bool]
+    ) -> None:
         mask = tuple(w and m for w, m in zip(wanted, moved, strict=True))
         if any(mask):
             _add(total, _backward(grad, x, weight_in, weight_out, bias_in, *mask, False), mask)
@@ -123,7 +125,9 @@ def _backward_tangent(
 # factored_linear ------------------------------------------------------------------------------------------------------------
 
 
-def _forward_fake(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None) -> Tensor:
+def _forward_fake(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
+) -> Tensor:
     return x.new_empty(x.shape[0], weight_in.shape[0], weight_out.shape[2])
 
 
@@ -189,13 +193,15 @@ def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     grad_grad = None
     if needs_grad:
         grad_grad = _tangent(x, weight_in, weight_out, bias_in, x_t, weight_in_t, weight_out_t, bias_in_t, bias_out_t)
-    others = _backward_tangent(grad, x, weight_in, weight_out, bias_in, (x_t, weight_in_t, weight_out_t, bias_in_t), tuple(needs))
+    others = _backward_tangent(
+        grad, x, weight_in, weight_out, bias_in, (x_t, weight_in_t, weight_out_t, bias_in_t), tuple(needs)
+    )
     return grad_grad, *others, None, None, None, None, None
 
 
 def _backward_jvp(ctx: Any, grad_t: Tensor | None, *tangents: Any) -> tuple[Tensor, ...]:
     grad, x, weight_in, weight_out, bias_in = ctx.saved_tensors
-    total = _backward_tangent(grad, x, weight_in, weight_out, bias_in, tangents[:4], tuple(ctx.wanted[:4])) + [None]
+    total = [*_backward_tangent(grad, x, weight_in, weight_out, bias_in, tangents[:4], tuple(ctx.wanted[:4])), None]
     if grad_t is not None:
         _add(total, _backward(grad_t, x, weight_in, weight_out, bias_in, *ctx.wanted), tuple(ctx.wanted))
     shapes = _backward_fake(grad, x, weight_in, weight_out, bias_in, *ctx.wanted)
@@ -223,5 +229,10 @@ _backward = differentiable(
     vmap=_backward_vmap,
 )
 _forward = differentiable(
-    "factored_linear", fake=_forward_fake, save=_forward_save, backward=_forward_backward, jvp=_forward_jvp, vmap=_forward_vmap
+    "factored_linear",
+    fake=_forward_fake,
+    save=_forward_save,
+    backward=_forward_backward,
+    jvp=_forward_jvp,
+    vmap=_forward_vmap,
 )

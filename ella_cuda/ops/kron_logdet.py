@@ -47,7 +47,9 @@ def _canonical(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tenso
     if not isinstance(precision, Tensor):
         precision = torch.tensor(precision, dtype=eigenvalues_in.dtype, device=eigenvalues_in.device)
     if precision.numel() != 1:
-        raise ValueError(f"kron_logdet: precision must have one element, got shape {tuple(precision.shape)}; call once per value, or vmap.")
+        raise ValueError(
+            f"kron_logdet: precision must have one element, got shape {tuple(precision.shape)}; call once per value, or vmap."
+        )
     return torch.atleast_2d(eigenvalues_in), torch.atleast_2d(eigenvalues_out), precision.reshape(())
 
 
@@ -145,7 +147,12 @@ def _like_inputs(l: Tensor, m: Tensor, delta: Tensor, *_: Tensor) -> Triple:
 
 
 _hvp = differentiable(
-    "kron_logdet_hvp", fake=_like_inputs, save=_save_inputs, backward=_hvp_backward, jvp=_hvp_jvp, vmap=_loop("kron_logdet_hvp")
+    "kron_logdet_hvp",
+    fake=_like_inputs,
+    save=_save_inputs,
+    backward=_hvp_backward,
+    jvp=_hvp_jvp,
+    vmap=_loop("kron_logdet_hvp"),
 )
 _gradient = differentiable(
     "kron_logdet_gradient",

@@ -56,7 +56,10 @@ def _check_norm(norm: float) -> None:
 def _fold(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
     """The batch axis joins N: every image chooses for itself, so nothing else changes."""
     size = info.batch_size
-    moved = (batched_first(t, d) if d is not None else t.expand(size, *t.shape) for t, d in zip(tensors, in_dims, strict=True))
+    moved = (
+        batched_first(t, d) if d is not None else t.expand(size, *t.shape)
+        for t, d in zip(tensors, in_dims, strict=True)
+    )
     return [t.flatten(0, 1) for t in moved]
 
 
@@ -118,10 +121,14 @@ def _scatter_jvp(ctx: Any, grad_t: Tensor, _: Any) -> Tensor:
 
 
 def _scatter_vmap(info: Any, in_dims: tuple[int | None, ...], grad: Tensor, index: Tensor) -> tuple[Tensor, int]:
-    return torch.ops.ella_cuda.polyphase_scatter(*_fold(info, in_dims, grad, index)).unflatten(0, (info.batch_size, -1)), 0
+    return torch.ops.ella_cuda.polyphase_scatter(*_fold(info, in_dims, grad, index)).unflatten(
+        0, (info.batch_size, -1)
+    ), 0
 
 
-_pool = differentiable("polyphase_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap)
+_pool = differentiable(
+    "polyphase_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap
+)
 _select = differentiable(
     "polyphase_select",
     fake=lambda x, index: _halved(x),
@@ -131,5 +138,10 @@ _select = differentiable(
     vmap=_select_vmap,
 )
 _scatter = differentiable(
-    "polyphase_scatter", fake=_scatter_fake, save=_index_save, backward=_scatter_backward, jvp=_scatter_jvp, vmap=_scatter_vmap
+    "polyphase_scatter",
+    fake=_scatter_fake,
+    save=_index_save,
+    backward=_scatter_backward,
+    jvp=_scatter_jvp,
+    vmap=_scatter_vmap,
 )

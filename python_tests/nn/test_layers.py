@@ -39,7 +39,11 @@ def test_fully_connected_layer(device):
 
 
 def test_relaxed_layer_is_the_mean_of_its_paths(device):
-    paths = {"f_fc": FactoredLinear2d(2, 3, 4, 4), "conv": nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), "fc": FullyConnected2d(2, 3, 4, 4)}
+    paths = {
+        "f_fc": FactoredLinear2d(2, 3, 4, 4),
+        "conv": nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"),
+        "fc": FullyConnected2d(2, 3, 4, 4),
+    }
     layer = RelaxedEquivariance(paths).to(device)
     x = torch.randn(5, 2, 4, 4, device=device)
     assert_same(layer(x), (paths["f_fc"](x) + paths["conv"](x) + paths["fc"](x)) / 3)

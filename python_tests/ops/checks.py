@@ -49,11 +49,15 @@ def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
 
 def check_derivatives(function: Callable[..., Any], args: tuple[Tensor, ...]) -> None:
     """First and second derivatives in reverse and forward mode against finite differences, batched gradients included."""
-    torch.autograd.gradcheck(function, args, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    torch.autograd.gradcheck(
+        function, args, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
     torch.autograd.gradgradcheck(function, args, check_batched_grad=True, check_fwd_over_rev=True)
 
 
-def check_func_transforms(function: Callable[..., Tensor], twin: Callable[..., Tensor], args: tuple[Tensor, ...]) -> None:
+def check_func_transforms(
+    function: Callable[..., Tensor], twin: Callable[..., Tensor], args: tuple[Tensor, ...]
+) -> None:
     """jvp, vjp, jacrev, jacfwd, hessian and reverse over reverse agree with the twin's."""
     where = tuple(range(len(args)))
     tangents = tuple(torch.randn_like(a) for a in args)
@@ -81,12 +85,15 @@ def check_vmap(function: Callable[..., Tensor], args: tuple[Tensor, ...], batch:
             continue
         for last in (False, True):
             batched = [
-                torch.stack([a + 0.1 * i * torch.rand_like(a) for i in range(batch)], dim=-1 if last else 0) if chosen else a
+                torch.stack([a + 0.1 * i * torch.rand_like(a) for i in range(batch)], dim=-1 if last else 0)
+                if chosen
+                else a
                 for a, chosen in zip(args, subset, strict=True)
             ]
             dims = tuple((-1 if last else 0) if chosen else None for chosen in subset)
             loop = [
-                function(*(b.select(d, i) if d is not None else b for b, d in zip(batched, dims, strict=True))) for i in range(batch)
+                function(*(b.select(d, i) if d is not None else b for b, d in zip(batched, dims, strict=True)))
+                for i in range(batch)
             ]
             assert_same(torch.func.vmap(function, dims)(*batched), torch.stack(loop))
 

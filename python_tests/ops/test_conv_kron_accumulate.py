@@ -32,7 +32,10 @@ def explicit(x: Tensor, kernel, stride, padding, dilation, mode) -> Tensor:
     kernel, stride, dilation = pair(kernel), pair(stride), pair(dilation)
     pads = tuple(d * (k - 1) // 2 for k, d in zip(kernel, dilation, strict=True)) if padding is None else pair(padding)
     n, c, *size = x.shape
-    out = [(s + 2 * p - d * (k - 1) - 1) // t + 1 for s, p, d, k, t in zip(size, pads, dilation, kernel, stride, strict=True)]
+    out = [
+        (s + 2 * p - d * (k - 1) - 1) // t + 1
+        for s, p, d, k, t in zip(size, pads, dilation, kernel, stride, strict=True)
+    ]
     total = torch.zeros(c * kernel[0] * kernel[1], c * kernel[0] * kernel[1], dtype=torch.float64)
     source = x.double().cpu()
     for image, p, q in itertools.product(range(n), range(out[0]), range(out[1])):
@@ -82,7 +85,10 @@ def test_every_layout(device):
 
 def test_no_images(device):
     factor = torch.ones(18, 18, dtype=torch.float64, device=device)
-    assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), torch.zeros(0, 2, 4, 5, dtype=torch.float64, device=device), 3), factor)
+    assert torch.equal(
+        ops.conv_kron_accumulate_(factor.clone(), torch.zeros(0, 2, 4, 5, dtype=torch.float64, device=device), 3),
+        factor,
+    )
 
 
 def test_errors(device):
@@ -113,5 +119,7 @@ def test_vmap_opcheck_compile(device):
     torch.library.opcheck(torch.ops.ella_cuda.conv_kron_accumulate_.default, raw)
     torch._dynamo.reset()
     written = torch.zeros(18, 18, dtype=torch.float64, device=device)
-    torch.compile(lambda f, image: ops.conv_kron_accumulate_(f, image, 3) + 1, fullgraph=True, backend="aot_eager")(written, x[0])
+    torch.compile(lambda f, image: ops.conv_kron_accumulate_(f, image, 3) + 1, fullgraph=True, backend="aot_eager")(
+        written, x[0]
+    )
     checks.assert_same(written, factors[0])

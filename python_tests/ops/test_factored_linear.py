@@ -10,7 +10,14 @@ from ella_cuda import ops
 from ella_cuda.ops.factored_linear import _backward
 from python_tests.ops import checks
 
-SHAPES = [(3, 2, 4, 5, 3), (1, 1, 1, 1, 1), (2, 3, 1, 7, 1), (5, 1, 3, 1, 9), (33, 17, 9, 4, 1), (7, 5, 6, 70, 65)]  # N, C, D, X, Y
+SHAPES = [
+    (3, 2, 4, 5, 3),
+    (1, 1, 1, 1, 1),
+    (2, 3, 1, 7, 1),
+    (5, 1, 3, 1, 9),
+    (33, 17, 9, 4, 1),
+    (7, 5, 6, 70, 65),
+]  # N, C, D, X, Y
 
 
 def arguments(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
@@ -19,7 +26,9 @@ def arguments(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype =
     return tuple(torch.randn(s, dtype=torch.float64).to(device, dtype) for s in sizes)
 
 
-def dense(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None) -> Tensor:
+def dense(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
+) -> Tensor:
     """The same map through the dense weight W[d,y,c,x] = V[d,c,y] U[d,c,x] of a fully connected layer, in float64."""
     x, u, v = x.double(), weight_in.double(), weight_out.double()
     w = v.permute(0, 2, 1)[:, :, :, None] * u[:, None]  # (D, Y, C, X)

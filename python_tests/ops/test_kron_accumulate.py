@@ -16,7 +16,9 @@ def outer_products(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
     return factor.double() + alpha * torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
 
 
-def tensors(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def tensors(
+    shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
     n, g, d = shape
     factor = torch.randn(g, d, d, dtype=torch.float64)
     return (factor + factor.mT).to(device, dtype), torch.randn(n, g, d, dtype=torch.float64).to(device, dtype)
@@ -100,7 +102,9 @@ def test_vmap_writes_each_entrys_own_factor(dims, device):
     batched_factor = factor.movedim(0, dims[0]).clone()
     batched_rows = rows[0] if dims[1] is None else rows.movedim(0, dims[1])
     torch.func.vmap(lambda f, r: ops.kron_accumulate_(f, r), dims)(batched_factor, batched_rows)
-    expected = torch.stack([outer_products(f, r if dims[1] is not None else rows[0], 1.0) for f, r in zip(factor, rows, strict=True)])
+    expected = torch.stack(
+        [outer_products(f, r if dims[1] is not None else rows[0], 1.0) for f, r in zip(factor, rows, strict=True)]
+    )
     checks.assert_same(batched_factor.movedim(dims[0], 0), expected)
 
 

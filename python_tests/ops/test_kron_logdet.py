@@ -11,7 +11,9 @@ from ella_cuda.ops.kron_logdet import _gradient, _hvp
 from python_tests.ops import checks
 
 
-def eigenvalues(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def eigenvalues(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     g, a, h, b = shape
     return tuple(torch.rand(s, dtype=torch.float64).to(device, dtype) + 0.1 for s in ((g, a), (h, b), ()))
 
@@ -65,9 +67,13 @@ def test_vmap(device):
 def test_every_layout(device):
     l, m, delta = eigenvalues((4, 5, 4, 3), device)
     for _, laid_out in checks.layouts(l):
-        checks.assert_same(ops.kron_logdet(laid_out, m, delta), torch.log(laid_out[:, :, None] * m[:, None] + delta).sum())
+        checks.assert_same(
+            ops.kron_logdet(laid_out, m, delta), torch.log(laid_out[:, :, None] * m[:, None] + delta).sum()
+        )
     for _, laid_out in checks.layouts(m):
-        checks.assert_same(ops.kron_logdet(l, laid_out, delta), torch.log(l[:, :, None] * laid_out[:, None] + delta).sum())
+        checks.assert_same(
+            ops.kron_logdet(l, laid_out, delta), torch.log(l[:, :, None] * laid_out[:, None] + delta).sum()
+        )
 
 
 def test_empty(device):

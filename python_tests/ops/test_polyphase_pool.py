@@ -82,7 +82,10 @@ def test_derivatives_and_transforms(device):
     index = torch.tensor([3, 1], device=device)
     small = torch.randn(2, 2, 2, 1, dtype=torch.float64, device=device)
     batch = torch.randn(3, 2, 2, 2, 1, dtype=torch.float64, device=device)
-    for name, t, inputs in (("polyphase_scatter", small, batch), ("polyphase_select", x, torch.randn(3, *x.shape, dtype=x.dtype, device=device))):
+    for name, t, inputs in (
+        ("polyphase_scatter", small, batch),
+        ("polyphase_select", x, torch.randn(3, *x.shape, dtype=x.dtype, device=device)),
+    ):
         op = getattr(torch.ops.ella_cuda, name)
         torch.library.opcheck(op.default, (t.clone().requires_grad_(), index))
         checks.assert_same(torch.func.vmap(op, (0, None))(inputs, index), torch.stack([op(i, index) for i in inputs]))

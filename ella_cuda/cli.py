@@ -133,7 +133,7 @@ def _add_train(commands: Any) -> None:
     for name, kind, text in NUMBERS:
         train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     for name, words, text in WORDS:
-        train.add_argument(_flag(name), choices=words, help=f"{text} ({words[0]})")
+        train.add_argument(_flag(name), choices=words, help=text)
     train.add_argument("--device", help="auto, cpu, cuda or cuda:<index> (auto: the GPU if there is one)")
     where = train.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", help="folder for the results (runs/<data>-<date>-<n>)")

@@ -55,6 +55,8 @@ class Recipe:
     burn_in: int = 10  # epochs before the first evidence step
     frequency: int = 5  # epochs between evidence steps
     hypersteps: int = 20
+    fisher: str = "exact"
+    prior_structure: str = "layerwise"
 
 
 # One recipe for all rows of a table: chosen on held-out training data (`--holdout`), never on test data.

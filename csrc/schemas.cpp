@@ -41,4 +41,12 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // The components named by index (N,), and the transpose of that map: grad (N,C,h,w) -> (N,C,2h,2w), zeros elsewhere.
   m.def("polyphase_select(Tensor x, Tensor index) -> Tensor");
   m.def("polyphase_scatter(Tensor grad, Tensor index) -> Tensor");
+
+  // 'Same' convolution on a torus, stride 1: y[n,d,h,w] = sum_{c,i,j} weight[d,c,i,j] x[n,c,(h+i-kh/2) mod H,(w+j-kw/2) mod W]
+  // + bias[d]; x (N,C,H,W), weight (D,C,kh,kw), kh and kw odd, bias (D,) -> contiguous (N,D,H,W). CPU only: on CUDA Python
+  // calls cuDNN through torch.
+  m.def("circular_conv2d(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+
+  // The gradient of its weight for grad (N,D,H,W) -> contiguous (D,C,kh,kw). CPU only.
+  m.def("circular_conv2d_weight_grad(Tensor grad, Tensor x, int[2] kernel_size) -> Tensor");
 }

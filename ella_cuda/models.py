@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.nn import FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance
+from ella_cuda.nn import CircularConv2d, FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance
 
 # Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
@@ -16,7 +16,7 @@ HEAD_CHANNELS = 64  # hidden units of the head, in units of the width
 
 def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
     """A 3x3 convolution on a torus; where the stage halves the size, at stride 1 followed by the polyphase choice."""
-    conv = nn.Conv2d(in_channels, out_channels, 3, padding=1, padding_mode="circular")
+    conv = CircularConv2d(in_channels, out_channels)
     nn.init.kaiming_uniform_(conv.weight, nonlinearity="relu")
     nn.init.zeros_(conv.bias)
     return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())

@@ -258,4 +258,36 @@ inline PolyphaseSizes check_polyphase_scatter(const Tensor& grad, const Tensor& 
   return {grad.size(0), grad.size(1), grad.size(2), grad.size(3)};
 }
 
+// ---- circular_conv2d ----
+
+struct CircularConvSizes {
+  int64_t N, C, H, W, D, kernel_h, kernel_w;
+};
+
+inline void check_circular_kernel(const char* op, const char* name, int64_t kernel_h, int64_t kernel_w) {
+  STD_TORCH_CHECK(kernel_h > 0 && kernel_w > 0 && kernel_h % 2 == 1 && kernel_w % 2 == 1, op, ": ", name,
+                  " must have odd height and width, got (", kernel_h, ", ", kernel_w, ")");
+}
+
+inline CircularConvSizes check_circular_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  const char* op = "circular_conv2d";
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  check.tensor("weight", weight, {-1, x.size(1), -1, -1}, "(D, C, kh, kw)");
+  check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
+  if (bias) check.tensor("bias", *bias, {weight.size(0)}, "(D,)");
+  return {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)};
+}
+
+inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x,
+                                                           const std::vector<int64_t>& kernel_size) {
+  const char* op = "circular_conv2d_weight_grad";
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  check.tensor("grad", grad, {x.size(0), -1, x.size(2), x.size(3)}, "(N, D, H, W)");
+  STD_TORCH_CHECK(kernel_size.size() == 2, op, ": kernel_size must have 2 values (height, width), got ", kernel_size.size());
+  check_circular_kernel(op, "kernel_size", kernel_size[0], kernel_size[1]);
+  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_size[0], kernel_size[1]};
+}
+
 }  // namespace ella

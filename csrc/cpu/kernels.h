@@ -9,6 +9,43 @@
 
 namespace ella {
 
+// A convolution on one padded block of images: output vector v of channel d is bias[d] + sum_{c,t} weight[d,c,t] times the
+// vector at image + c * channel_stride + in[v] + taps[t], and lies at out + d * out_channel + place[v].
+template <class T>
+struct Convolution {
+  const T* image;
+  int64_t channels, channel_stride;
+  const int64_t* taps;
+  int64_t tap_count;
+  const int64_t* in;
+  const int64_t* place;
+  int64_t vectors;
+  const T* weight;  // by groups of `Kernels::group(D)` output channels: [channels * tap_count][channels of the group]
+  const T* bias;    // or null
+  T* out;
+  int64_t out_channels, out_channel;
+};
+
+// The gradient of its weights: sums[d * sums_row + k] += sum_v sum_lane grad[d * grad_channel + v * vector + lane] times the
+// lane of the vector at columns[k] + in[v], k < column_count.
+template <class T>
+struct ConvolutionGradient {
+  const T* grad;
+  int64_t out_channels, grad_channel;
+  const T* const* columns;
+  int64_t column_count;
+  const int64_t* in;
+  int64_t vectors;
+  double* sums;
+  int64_t sums_row;
+};
+
+// The smallest size at which `count` things make no more groups than groups of `most` would.
+inline int64_t balanced_group(int64_t count, int64_t most) {
+  const int64_t groups = (count + most - 1) / most;
+  return groups == 0 ? most : (count + groups - 1) / groups;
+}
+
 template <class T>
 struct Kernels {
   const char* name;
@@ -35,6 +72,12 @@ struct Kernels {
 
   // target[lane * lane_stride + k] = panel[k * width + lane], the way back.
   void (*unpack)(int64_t n, int64_t count, const T* panel, T* target, int64_t lane_stride);
+
+  // target[j * target_row + i] = source[i * source_row + j], i < rows, j < columns.
+  void (*transpose)(int64_t rows, int64_t columns, const T* source, int64_t source_row, T* target, int64_t target_row);
+
+  void (*convolve)(const Convolution<T>& block);
+  void (*convolve_gradient)(const ConvolutionGradient<T>& block);
 };
 
 // Rows of the sums in kron_logdet; always in double. t_j = l m_j + p, r_j = 1 / t_j.

@@ -1,5 +1,6 @@
 """Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch twin (``<name>_torch``) of the same signature."""
 
+from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
 from ella_cuda.ops.kron_accumulate import kron_accumulate_, kron_accumulate_torch_
@@ -7,6 +8,8 @@ from ella_cuda.ops.kron_logdet import kron_logdet, kron_logdet_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
 
 __all__ = [
+    "circular_conv2d",
+    "circular_conv2d_torch",
     "conv_kron_accumulate_",
     "conv_kron_accumulate_torch_",
     "factored_linear",

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.nn import CircularConv2d
 
 
+@register(CircularConv2d)
 @register(nn.Conv2d)
 class Conv2dRule(Rule):
     """:class:`torch.nn.Conv2d` with circular or zero padding, any stride, dilation and groups (KFAC-expand).
@@ -54,6 +56,13 @@ class Conv2dRule(Rule):
             return total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2
         return m.padding[1], m.padding[1], m.padding[0], m.padding[0]
 
+    def _same_on_torus(self) -> bool:
+        """Whether the layer is a :func:`ella_cuda.ops.circular_conv2d`."""
+        m = self.module
+        simple = m.padding_mode == "circular" and m.groups == 1 and m.stride == m.dilation == (1, 1)
+        half_h, half_w = (k // 2 for k in m.kernel_size)
+        return simple and all(k % 2 for k in m.kernel_size) and self._pads() == (half_w, half_w, half_h, half_h)
+
     def inputs(self, x: Tensor) -> None:
         m = self.module
         if x.dim() != 4:
@@ -91,6 +100,9 @@ class Conv2dRule(Rule):
             self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
         if input_shape is None:
             return None
+        if self._same_on_torus() and gradient.device.type == "cpu":
+            kernel = self.module.weight.detach().flip(2, 3).transpose(0, 1)
+            return ops.circular_conv2d(gradient.flatten(0, 1), kernel).unflatten(0, gradient.shape[:2])
         pulled = self._input_gradient(flat, input_shape)
         # Back to the layout of the forward pass: elementwise work on two layouts at once is slow.
         if gradient.is_contiguous():

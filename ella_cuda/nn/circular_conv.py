@@ -1,0 +1,36 @@
+"""The convolutional path."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ella_cuda import ops
+from ella_cuda.nn._sizes import Size, as_size
+
+
+class CircularConv2d(nn.Conv2d):
+    """A convolution on a torus that keeps the size: ``(N, C, H, W) -> (N, D, H, W)``.
+
+    The map, the parameters, their initialisation and the state dict of ``torch.nn.Conv2d(in_channels, out_channels, kernel_size,
+    padding="same", padding_mode="circular")``, computed by :func:`ella_cuda.ops.circular_conv2d`.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        kernel_size: odd height and width, or one odd number for both.
+        bias: whether the layer has a bias.
+
+    Raises:
+        ValueError: kernel_size is not positive or even.
+        RuntimeError: in forward, the input does not fit.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: Size = 3, bias: bool = True) -> None:
+        size = as_size("kernel_size", kernel_size)
+        if any(k % 2 == 0 for k in size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        super().__init__(in_channels, out_channels, size, padding="same", padding_mode="circular", bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, H, W) -> (N, D, H, W)``."""
+        return ops.circular_conv2d(x, self.weight, self.bias)

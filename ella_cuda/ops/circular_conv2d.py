@@ -1,0 +1,201 @@
+"""Convolution on a torus at stride 1, for few channels.
+
+The map is linear in each of ``x`` and ``weight``, so every derivative of every order is a sum of calls to the same two ops,
+``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch
+
+
+def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Cross-correlation with a kernel of odd sides on a torus, output as large as the input.
+
+    .. math:: y[n,d,h,w] = \sum_{c,i,j} K[d,c,i,j]\, x\big[n,c,(h+i-\lfloor k_h/2\rfloor) \bmod H,(w+j-\lfloor k_w/2\rfloor) \bmod W\big]
+        + b[d]
+
+    The map of ``torch.nn.Conv2d(..., padding="same", padding_mode="circular")``; a kernel larger than the image meets pixels more
+    than once. On the CPU it is an op of this package, made for few channels, where it is several times as fast as padding and
+    :func:`torch.nn.functional.conv2d`. On any other device it is :func:`circular_conv2d_torch`, that is cuDNN on CUDA, which no
+    kernel of ours would improve on.
+
+    Args:
+        x: ``(N, C, H, W)``.
+        weight: K, ``(D, C, kh, kw)`` with kh and kw odd.
+        bias: b, ``(D,)`` or None.
+
+    Returns:
+        ``(N, D, H, W)``, of x's dtype (on the CPU float32 or float64); on the CPU contiguous.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    return _forward(x, weight, bias) if x.device.type in ("cpu", "meta") else circular_conv2d_torch(x, weight, bias)
+
+
+def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Plain-torch twin of :func:`circular_conv2d`."""
+    if x.dim() != 4 or weight.dim() != 4 or weight.shape[2] % 2 == 0 or weight.shape[3] % 2 == 0:
+        raise RuntimeError(
+            "circular_conv2d: x must have shape (N, C, H, W) and weight (D, C, kh, kw) with odd height and width, got "
+            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    (height, width), (half_h, half_w) = x.shape[2:], (k // 2 for k in weight.shape[2:])
+    if half_h <= height and half_w <= width and x.numel():
+        return F.conv2d(F.pad(x, (half_w, half_w, half_h, half_h), mode="circular"), weight, bias)
+    # F.pad wraps around once at most.
+    rows = torch.arange(-half_h, height + half_h if height else -half_h, device=x.device) % max(height, 1)
+    columns = torch.arange(-half_w, width + half_w if width else -half_w, device=x.device) % max(width, 1)
+    patches = (
+        x[:, :, rows][:, :, :, columns].unfold(2, weight.shape[2], 1).unfold(3, weight.shape[3], 1)
+        if x.numel()
+        else None
+    )
+    if patches is None:
+        y = x.sum() * weight.sum() + x.new_zeros(x.shape[0], weight.shape[0], height, width)
+    else:
+        y = torch.einsum("nchwij,dcij->ndhw", patches, weight)
+    return y if bias is None else y + bias[:, None, None]
+
+
+def _mirrored(weight: Tensor) -> Tensor:
+    """The kernel of the transposed map."""
+    return weight.flip(2, 3).transpose(0, 1)
+
+
+def _sum(*parts: Tensor | None) -> Tensor | None:
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+# circular_conv2d ------------------------------------------------------------------------------------------------------------
+
+
+def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], *x.shape[2:])
+
+
+def _forward_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _ = inputs
+    keep(ctx, x, weight)
+
+
+def _forward_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if grad is None:
+        return None, None, None
+    x, weight = ctx.saved_tensors
+    need_x, need_weight, need_bias = ctx.needs_input_grad
+    return (
+        _forward(grad, _mirrored(weight), None) if need_x else None,
+        _weight_grad(grad, x, weight.shape[2:]) if need_weight else None,
+        grad.sum((0, 2, 3)) if need_bias else None,
+    )
+
+
+def _forward_jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None) -> Tensor:
+    x, weight = ctx.saved_tensors
+    total = _sum(
+        None if x_t is None else _forward(x_t, weight, None),
+        None if weight_t is None else _forward(x, weight_t, None),
+        None if bias_t is None else bias_t[:, None, None].expand(x.shape[0], -1, *x.shape[2:]),
+    )
+    return torch.zeros_like(_forward_fake(x, weight, None)) if total is None else total.contiguous()
+
+
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
+    op = torch.ops.ella_cuda.circular_conv2d
+    x, weight, bias = (batched_first(a, d) for a, d in zip(args, in_dims, strict=True))
+    x_dim, weight_dim, bias_dim = in_dims
+    if weight_dim is None:  # the batch joins N
+        shared = None if bias_dim is not None else bias
+        y = (
+            op(x, weight, shared)[None]
+            if x_dim is None
+            else op(x.flatten(0, 1), weight, shared).unflatten(0, x.shape[:2])
+        )
+        return (y if bias_dim is None else y + bias[:, None, :, None, None]), 0
+    if x_dim is None:  # the batch joins D
+        if bias is not None:
+            bias = (bias.expand(info.batch_size, -1) if bias_dim is None else bias).flatten()
+        return op(x, weight.flatten(0, 1), bias).unflatten(1, weight.shape[:2]), 1
+    return map_over_batch(op, info, in_dims, args)
+
+
+# circular_conv2d_weight_grad ------------------------------------------------------------------------------------------------
+
+
+def _weight_grad_fake(grad: Tensor, x: Tensor, kernel_size: tuple[int, int]) -> Tensor:
+    return x.new_empty(grad.shape[1], x.shape[1], *kernel_size)
+
+
+def _weight_grad_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, x, kernel_size = inputs
+    keep(ctx, grad, x)
+    ctx.kernel_size = tuple(kernel_size)
+
+
+def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    if v is None:
+        return None, None, None
+    grad, x = ctx.saved_tensors
+    return (
+        _forward(x, v, None) if ctx.needs_input_grad[0] else None,
+        _forward(grad, _mirrored(v), None) if ctx.needs_input_grad[1] else None,
+        None,
+    )
+
+
+def _weight_grad_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, _: Any) -> Tensor:
+    grad, x = ctx.saved_tensors
+    total = _sum(
+        None if grad_t is None else _weight_grad(grad_t, x, ctx.kernel_size),
+        None if x_t is None else _weight_grad(grad, x_t, ctx.kernel_size),
+    )
+    return torch.zeros_like(_weight_grad_fake(grad, x, ctx.kernel_size)) if total is None else total
+
+
+def _weight_grad_vmap(
+    info: Any, in_dims: tuple[Any, ...], grad: Tensor, x: Tensor, kernel_size: tuple[int, int]
+) -> tuple[Any, Any]:
+    op = torch.ops.ella_cuda.circular_conv2d_weight_grad
+    grad_dim, x_dim = in_dims[:2]
+    if x_dim is None:  # the batch joins D
+        grad = grad.movedim(grad_dim, 1)
+        return op(grad.flatten(1, 2), x, kernel_size).unflatten(0, grad.shape[1:3]), 0
+    if grad_dim is None:  # the batch joins C
+        x = x.movedim(x_dim, 1)
+        return op(grad, x.flatten(1, 2), kernel_size).unflatten(1, x.shape[1:3]), 1
+    return map_over_batch(op, info, (grad_dim, x_dim, None), (grad, x, kernel_size))
+
+
+_weight_grad_op = differentiable(
+    "circular_conv2d_weight_grad",
+    fake=_weight_grad_fake,
+    save=_weight_grad_save,
+    backward=_weight_grad_backward,
+    jvp=_weight_grad_jvp,
+    vmap=_weight_grad_vmap,
+)
+_forward = differentiable(
+    "circular_conv2d",
+    fake=_forward_fake,
+    save=_forward_save,
+    backward=_forward_backward,
+    jvp=_forward_jvp,
+    vmap=_forward_vmap,
+)
+
+
+def _weight_grad(grad: Tensor, x: Tensor, kernel_size: tuple[int, int]) -> Tensor:
+    """``sum_{n,h,w} grad[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W]``, ``(D, C, kh, kw)``."""
+    return _weight_grad_op(grad, x, tuple(kernel_size))

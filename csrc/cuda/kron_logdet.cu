@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(kThreads)
     const double own = side.own.at(own_group, own_index);
     const double u = Hessian ? side.own_direction.at(own_group, own_index) : 0;
     const double q = Hessian ? static_cast<double>(*precision_direction) : 0;
+#pragma unroll 1  // a double division is a call: unrolled, its operands spill
     for (int64_t k = lane; k < side.columns; k += lanes) {
       const int64_t group = side.every_group ? k / side.other_size : own_group;
       const int64_t index = side.every_group ? k - group * side.other_size : k;

@@ -20,6 +20,7 @@ from ella_cuda.models import PATHS
 from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import OBJECTIVE_TITLES, layer_title, number
+from ella_cuda.workers import default_jobs
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
@@ -134,6 +135,12 @@ def _add_train(commands: Any) -> None:
         train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     for name, words, text in WORDS:
         train.add_argument(_flag(name), choices=words, help=text)
+    train.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at once (CPU: one per thread, OMP_NUM_THREADS sets how many; GPU: 1)",
+    )
     train.add_argument("--device", help="auto, cpu, cuda or cuda:<index> (auto: the GPU if there is one)")
     where = train.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", help="folder for the results (runs/<data>-<date>-<n>)")
@@ -159,12 +166,16 @@ def _train(args: argparse.Namespace) -> int:
     interactive = sys.stderr.isatty()
     rows = experiments.read_summary(out_dir)
     device = configs[0].device
-    print(f"{len(configs)} runs on {device}, {len(rows)} done before; results in {out_dir}", flush=True)
+    print(
+        f"{len(configs)} runs on {device}, {options['jobs']} at once, {len(rows)} done before; results in {out_dir}",
+        flush=True,
+    )
     try:
         rows = experiments.run_grid(
             configs,
             out_dir,
             options=options,
+            jobs=options["jobs"],
             progress=interactive,
             data_dir=args.data_dir,
             download=bool(args.download),
@@ -199,6 +210,8 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
         options["device"] = str(experiments.resolve_device(given.get("device", "auto")))
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if given.get("jobs", 1) < 1:
+        raise UsageError(f"--jobs must be at least 1, got {given['jobs']}.")
     changes = {name: given[name] for name, *_ in (*NUMBERS, *WORDS) if name in given}
     configs = []
     try:
@@ -212,6 +225,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
             )
     except ValueError as error:
         raise UsageError(str(error)) from error
+    options.setdefault("jobs", default_jobs(len(configs)) if options["device"] == "cpu" else 1)
     return configs, options
 
 

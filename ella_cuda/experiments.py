@@ -26,6 +26,7 @@ from ella_cuda.models import PATHS, neyshabur
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation, marglik_training
+from ella_cuda.workers import run_at_once
 
 OBJECTIVES = ("map", "evidence")
 EVALUATION_BATCH = 500
@@ -384,6 +385,7 @@ def run_grid(
     out_dir: str | os.PathLike[str],
     *,
     options: dict[str, Any] | None = None,
+    jobs: int = 1,
     progress: bool = True,
     data_dir: str | None = None,
     download: bool = False,
@@ -397,6 +399,7 @@ def run_grid(
             session), ``summary.json``, ``summary.csv``, ``table.txt``, pictures, and a folder for each run with its
             checkpoint. If it holds the same grid already, that grid is resumed.
         options: kept in ``config.json``, for whoever built ``configs``.
+        jobs: runs at once, each in a process of its own with an equal share of torch's threads.
         progress: whether to show progress bars.
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
@@ -433,18 +436,41 @@ def run_grid(
     done = {row["run"]: row for row in read_summary(out_dir)}
     if done:  # a session killed after writing the summary left the pictures behind it
         save_report([done[n] for n in names if n in done], out_dir)
-    bar = tqdm(total=len(configs), initial=len(done), desc="runs", unit="run", disable=not progress, dynamic_ncols=True)
+    waiting = sorted((c for c in configs if c.name not in done), key=_cost, reverse=jobs > 1)
+    epochs = sum(c.epochs for c in configs)
+    bar = tqdm(total=epochs, desc=f"{len(configs)} runs", unit="epoch", disable=not progress, dynamic_ncols=True)
+
+    def show() -> None:
+        bar.n = sum(c.epochs for c in configs if c.name in done) + sum(r["epoch"] for r in read_running(out_dir))
+        bar.set_postfix({"done": len(done)})
+
+    def finish(row: dict[str, Any]) -> None:
+        done[row["run"]] = row
+        save_report([done[n] for n in names if n in done], out_dir)
+        show()
+        if on_row is not None:
+            on_row(row)
+
     with bar:
-        for config in configs:
-            if config.name in done:
-                continue
-            row = run_one(config, out_dir / config.name, progress=progress, data_dir=data_dir, download=download)
-            done[config.name] = row
-            save_report([done[n] for n in names if n in done], out_dir)
-            bar.update()
-            if on_row is not None:
-                on_row(row)
+        show()
+        if jobs == 1:
+            for config in waiting:
+                finish(run_one(config, out_dir / config.name, progress=progress, data_dir=data_dir, download=download))
+        elif waiting:
+            calls = [(config, out_dir / config.name, data_dir, download) for config in waiting]
+            threads = max(1, torch.get_num_threads() // jobs)
+            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show):
+                finish(row)
     return [done[n] for n in names]
+
+
+def _cost(config: RunConfig) -> tuple[bool, bool]:
+    """What takes longest sorts last: dense layers, then the evidence of sums."""
+    return "fc" in config.layer.split("+"), config.objective == "evidence" and "+" in config.layer
+
+
+def _run_quietly(config: RunConfig, run_dir: Path, data_dir: str | None, download: bool) -> dict[str, Any]:
+    return run_one(config, run_dir, progress=False, data_dir=data_dir, download=download)
 
 
 def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[str, Any]]:

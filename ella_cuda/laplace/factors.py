@@ -88,9 +88,12 @@ class SecondMoment:
                 )
             values = torch.linalg.eigvalsh(self.total.double())
             # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
-            # at the least.
-            eps = torch.finfo(self.total.dtype).eps
-            tolerance = eps * (self.total.shape[-1] + math.sqrt(self.rows)) * values.amax(-1).clamp(min=0)
+            # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
+            # rounding is absolute: a product can lose up to that number, in each of R terms and d entries.
+            number = torch.finfo(self.total.dtype)
+            size = self.total.shape[-1]
+            tolerance = number.eps * (size + math.sqrt(self.rows)) * values.amax(-1).clamp(min=0)
+            tolerance = tolerance + number.tiny * size * max(self.rows, 1)
             beyond = values.amin(-1) < -tolerance
             if beyond.any():
                 block = int(beyond.nonzero()[0])

@@ -47,6 +47,15 @@ def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not(
         moment(total, rows=10).eigenvalues()
 
 
+def test_a_layer_that_was_switched_off_is_no_error():
+    """Rows of 1e-22 in float32: their products are subnormal, and the rounded sum is indefinite."""
+    dead = SecondMoment(1, 12, torch.zeros((), dtype=torch.float32), "dead (input side)")
+    dead.add(1e-22 * torch.randn(3, 1, 12))
+    spectrum = torch.linalg.eigvalsh(dead.total.double())
+    assert spectrum.min() < -1e-5 * spectrum.max()
+    assert (dead.eigenvalues() >= 0).all()
+
+
 def test_a_negative_block_among_good_ones_is_named():
     total = torch.eye(3).repeat(4, 1, 1)
     total[2] *= -1

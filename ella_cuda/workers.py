@@ -1,0 +1,69 @@
+"""Several calls at once, each in a process of its own with its share of the threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from typing import Any
+
+import torch
+
+
+def default_jobs(calls: int) -> int:
+    """As many jobs as torch has threads, at most one per call: small networks use one thread best."""
+    return max(1, min(torch.get_num_threads(), calls))
+
+
+def run_at_once(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[Any, ...]],
+    jobs: int,
+    threads: int,
+    on_tick: Callable[[], None],
+) -> Iterator[tuple[int, Any]]:
+    """Call ``function(*a)`` for every ``a`` of ``arguments``, ``jobs`` at a time, in order of submission.
+
+    Workers end with this process, however it ends. When a call fails, the calls still running are stopped.
+
+    Args:
+        function: importable by name.
+        arguments: one tuple a call, picklable.
+        jobs: processes.
+        threads: torch's threads in each.
+        on_tick: called about once a second while waiting.
+
+    Yields:
+        ``(index, result)`` in the order in which calls finish.
+
+    Raises:
+        RuntimeError: a worker was killed. What a call raises.
+    """
+    context = multiprocessing.get_context("spawn")  # a forked copy of torch's thread pools would hang
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(threads,)) as pool:
+        futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
+        try:
+            while futures:
+                finished, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
+                on_tick()
+                for future in finished:
+                    yield futures.pop(future), future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _start_worker(threads: int) -> None:
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)  # the parent was killed; a resumed session must not meet us at work
+
+    threading.Thread(target=follow, daemon=True).start()

@@ -48,5 +48,5 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def("circular_conv2d(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
 
   // The gradient of its weight for grad (N,D,H,W) -> contiguous (D,C,kh,kw). CPU only.
-  m.def("circular_conv2d_weight_grad(Tensor grad, Tensor x, int[2] kernel_size) -> Tensor");
+  m.def("circular_conv2d_weight_grad(Tensor grad, Tensor x, int kernel_h, int kernel_w) -> Tensor");
 }

@@ -279,15 +279,14 @@ inline CircularConvSizes check_circular_conv2d(const Tensor& x, const Tensor& we
   return {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)};
 }
 
-inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x,
-                                                           const std::vector<int64_t>& kernel_size) {
+inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t kernel_h,
+                                                           int64_t kernel_w) {
   const char* op = "circular_conv2d_weight_grad";
   const ArgumentCheck check(op, "x", x);
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.tensor("grad", grad, {x.size(0), -1, x.size(2), x.size(3)}, "(N, D, H, W)");
-  STD_TORCH_CHECK(kernel_size.size() == 2, op, ": kernel_size must have 2 values (height, width), got ", kernel_size.size());
-  check_circular_kernel(op, "kernel_size", kernel_size[0], kernel_size[1]);
-  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_size[0], kernel_size[1]};
+  check_circular_kernel(op, "the kernel", kernel_h, kernel_w);
+  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w};
 }
 
 }  // namespace ella

@@ -19,6 +19,7 @@ struct Axis {
       : size(size), kernel(std::min(kernel, size)), before(kernel <= size ? kernel / 2 : 0), half_(kernel / 2) {}
 
   int64_t padded() const { return size + kernel - 1; }
+  int64_t after() const { return kernel - 1 - before; }
   int64_t fold(int64_t i) const {
     if (before > 0 || half_ == 0) return i;
     const int64_t shift = (i - half_) % size;
@@ -34,6 +35,15 @@ struct Axis {
 
  private:
   const int64_t half_;
+};
+
+// Data and strides of x or grad; asking torch for a stride is too slow for a loop.
+template <class T>
+struct Images {
+  explicit Images(const Tensor& t)
+      : data(t.const_data_ptr<T>()), image(t.stride(0)), channel(t.stride(1)), down(t.stride(2)), right(t.stride(3)) {}
+  const T* data;
+  const int64_t image, channel, down, right;
 };
 
 template <class T>
@@ -68,11 +78,11 @@ class Torus {
   int64_t images_of(int64_t unit) const { return std::min(lanes, images - unit * lanes); }
 
   // Channel c of one unit with its border; `room` holds positions() vectors.
-  void pack(const Tensor& x, const T* data, int64_t unit, int64_t c, T* target, T* room) const {
-    const T* source = data + unit * lanes * x.stride(0) + c * x.stride(1);
+  void pack(const Images<T>& x, int64_t unit, int64_t c, T* target, T* room) const {
+    const T* source = x.data + unit * lanes * x.image + c * x.channel;
     if (lanes == 1) {
       for (int64_t h = 0; h < rows.padded(); ++h, target += columns.padded()) {
-        pack_row(source + rows.source(h) * x.stride(2), x.stride(3), target);
+        k.wrap_row(source + rows.source(h) * x.down, x.right, columns.size, columns.before, columns.after(), target);
       }
       return;
     }
@@ -86,28 +96,23 @@ class Torus {
     }
   }
 
+  // Whether the vectors of pack_gradient lie in the tensor as they are, one after the other.
+  bool reads_in_place(const Images<T>& grad) const {
+    return lanes == 1 && grad.right == 1 && grad.down == columns.size && columns.size % k.vector == 0;
+  }
+
   // Channel d of one unit as vectors(); lanes that repeat a position, or have no image, are zero.
-  void pack_gradient(const Tensor& grad, const T* data, int64_t unit, int64_t d, T* target) const {
-    const T* source = data + unit * lanes * grad.stride(0) + d * grad.stride(1);
+  void pack_gradient(const Images<T>& grad, int64_t unit, int64_t d, T* target) const {
+    const T* source = grad.data + unit * lanes * grad.image + d * grad.channel;
     if (lanes > 1) {
       interleave(grad, source, images_of(unit), target);
       return;
     }
-    const int64_t step = grad.stride(3);
-    if (step == 1 && grad.stride(2) == columns.size && columns.size % k.vector == 0) {
-      std::copy_n(source, positions(), target);
-      return;
-    }
     for (int64_t h = 0; h < rows.size; ++h) {
-      const T* row = source + h * grad.stride(2);
+      const T* row = source + h * grad.down;
       for (int64_t w = 0; w < columns.size; w += k.vector, target += k.vector) {
         const int64_t at = std::min(w, columns.size - k.vector);
-        if (step == 1) {
-          std::copy_n(row + at, k.vector, target);
-        } else {
-          for (int64_t i = 0; i < k.vector; ++i) target[i] = row[(at + i) * step];
-        }
-        std::fill_n(target, w - at, T(0));
+        for (int64_t i = 0; i < k.vector; ++i) target[i] = at + i < w ? T(0) : row[(at + i) * grad.right];
       }
     }
   }
@@ -120,28 +125,16 @@ class Torus {
   std::vector<int64_t> folded;  // the tap of every entry of the kernel
 
  private:
-  void pack_row(const T* source, int64_t step, T* target) const {
-    const int64_t before = columns.before, size = columns.size, after = columns.kernel - 1 - before;
-    if (step == 1) {
-      std::copy_n(source, size, target + before);
-    } else {
-      for (int64_t w = 0; w < size; ++w) target[before + w] = source[w * step];
-    }
-    for (int64_t i = 0; i < before; ++i) target[i] = target[size + i];
-    for (int64_t i = 0; i < after; ++i) target[before + size + i] = target[before + i];
-  }
-
   // target[position * lanes + i] = image i at that position; zeros for images there are none of.
-  void interleave(const Tensor& x, const T* source, int64_t count, T* target) const {
-    const int64_t image = x.stride(0), down = x.stride(2), right = x.stride(3);
-    if (right == 1 && down == columns.size) {
-      k.transpose(count, positions(), source, image, target, lanes);
+  void interleave(const Images<T>& x, const T* source, int64_t count, T* target) const {
+    if (x.right == 1 && x.down == columns.size) {
+      k.transpose(count, positions(), source, x.image, target, lanes);
     } else {
       for (int64_t h = 0; h < rows.size; ++h) {
         for (int64_t w = 0; w < columns.size; ++w) {
-          const T* from = source + h * down + w * right;
+          const T* from = source + h * x.down + w * x.right;
           T* to = target + (h * columns.size + w) * lanes;
-          for (int64_t i = 0; i < count; ++i) to[i] = from[i * image];
+          for (int64_t i = 0; i < count; ++i) to[i] = from[i * x.image];
         }
       }
     }
@@ -150,46 +143,49 @@ class Torus {
   }
 };
 
-// The folded kernel in the order that Convolution::weight wants.
+// The folded kernel in the order that Convolution::weight wants, D * C * tap_count() numbers.
 template <class T>
-Buffer<T> pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Tensor& weight) {
+void pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Tensor& weight, T* packed) {
   const int64_t K = s.C * torus.tap_count(), group = balanced_group(s.D, torus.k.rows);
-  const Buffer<T> packed(weight, s.D * K);
-  packed.zero(0, s.D * K);
-  const T* data = weight.const_data_ptr<T>();
+  const Images<T> w(weight);
+  std::fill_n(packed, s.D * K, T(0));
   for (int64_t d = 0; d < s.D; ++d) {
     const int64_t first = d / group * group, width = std::min(group, s.D - first);
-    T* column = packed.data() + first * K + (d - first);
+    T* column = packed + first * K + (d - first);
     for (int64_t c = 0; c < s.C; ++c, column += torus.tap_count() * width) {
-      const T* kernel = data + d * weight.stride(0) + c * weight.stride(1);
+      const T* kernel = w.data + d * w.image + c * w.channel;
       const int64_t* tap = torus.folded.data();
       for (int64_t i = 0; i < s.kernel_h; ++i) {
-        for (int64_t j = 0; j < s.kernel_w; ++j, ++tap) {
-          column[*tap * width] += kernel[i * weight.stride(2) + j * weight.stride(3)];
-        }
+        for (int64_t j = 0; j < s.kernel_w; ++j, ++tap) column[*tap * width] += kernel[i * w.down + j * w.right];
       }
     }
   }
-  return packed;
 }
 
 template <class T>
 void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& y) {
   const Torus<T> torus(s);
-  const Buffer<T> packed = pack_weight(torus, s, weight), offset(x, s.D);
-  for (int64_t d = 0; bias && d < s.D; ++d) offset.data()[d] = bias->const_data_ptr<T>()[d * bias->stride(0)];
-  const T* data = x.const_data_ptr<T>();
+  const int64_t weights = s.D * s.C * torus.tap_count();
+  const Buffer<T> packed(x, weights + s.D);
+  T* const offset = bias ? packed.data() + weights : nullptr;
+  pack_weight(torus, s, weight, packed.data());
+  if (bias) {
+    const T* values = bias->const_data_ptr<T>();
+    const int64_t step = bias->stride(0);
+    for (int64_t d = 0; d < s.D; ++d) offset[d] = values[d * step];
+  }
+  const Images<T> source(x);
   T* result = y.mutable_data_ptr<T>();
   const int64_t lanes = torus.lanes, positions = torus.positions();
   parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
-    const Buffer<T> image(x, s.C * torus.plane), room(x, lanes == 1 ? 0 : std::max(s.D, int64_t(1)) * positions * lanes);
+    const Buffer<T> scratch(x, s.C * torus.plane + (lanes == 1 ? 0 : s.D * positions * lanes));
+    T *const image = scratch.data(), *const room = image + s.C * torus.plane;
     for (int64_t unit = begin; unit < end; ++unit) {
-      for (int64_t c = 0; c < s.C; ++c) torus.pack(x, data, unit, c, image.data() + c * torus.plane, room.data());
+      for (int64_t c = 0; c < s.C; ++c) torus.pack(source, unit, c, image + c * torus.plane, room);
       T* out = result + unit * lanes * s.D * positions;
-      torus.k.convolve({image.data(), s.C, torus.plane, torus.taps.data(), torus.tap_count(), torus.in.data(),
-                        torus.place.data(), torus.vectors(), packed.data(), bias ? offset.data() : nullptr,
-                        lanes == 1 ? out : room.data(), s.D, positions * lanes});
-      if (lanes > 1) torus.k.transpose(s.D * positions, torus.images_of(unit), room.data(), lanes, out, s.D * positions);
+      torus.k.convolve({image, s.C, torus.plane, torus.taps.data(), torus.tap_count(), torus.in.data(), torus.place.data(),
+                        torus.vectors(), packed.data(), offset, lanes == 1 ? out : room, s.D, positions * lanes});
+      if (lanes > 1) torus.k.transpose(s.D * positions, torus.images_of(unit), room, lanes, out, s.D * positions);
     }
   });
 }
@@ -220,18 +216,25 @@ void weight_gradient(const CircularConvSizes& s, const Tensor& grad, const Tenso
   const GradientPlan<T> plan(torus, s);
   const int64_t L = torus.k.vector, K = s.C * torus.tap_count(), vectors = torus.vectors();
   const Buffer<double> partial(x, plan.chunks * plan.sums);
-  const T *grad_data = grad.const_data_ptr<T>(), *data = x.const_data_ptr<T>();
-  std::vector<int64_t> in;
+  const Images<T> source(x), gradients(grad);
+  const bool in_place = torus.reads_in_place(gradients);
+  std::vector<int64_t> in, at;
   for (int64_t unit = 0; unit < plan.block; ++unit) {
-    for (const int64_t at : torus.in) in.push_back(unit * torus.plane + at);
+    for (int64_t v = 0; v < vectors; ++v) {
+      in.push_back(unit * torus.plane + torus.in[v]);
+      at.push_back(in_place ? unit * gradients.image + v * L : (unit * vectors + v) * L);
+    }
   }
   const int64_t channel = plan.block * torus.plane;
-  const int64_t grad_channel = (plan.block * vectors + 1) * L;  // odd, for channels must not share the sets of a cache
+  const int64_t packed_channel = (plan.block * vectors + 1) * L;  // odd, for channels must not share the sets of a cache
+  const int64_t grad_channel = in_place ? gradients.channel : packed_channel;
   parallel_tasks(plan.chunks, [&](int64_t begin, int64_t end) {
-    const Buffer<T> image(x, s.C * channel), gradient(x, s.D * grad_channel), room(x, torus.positions() * torus.lanes);
+    const int64_t packed = in_place ? 0 : s.D * packed_channel;
+    const Buffer<T> scratch(x, s.C * channel + packed + torus.positions() * torus.lanes);
+    T *const image = scratch.data(), *const gradient = image + s.C * channel, *const room = gradient + packed;
     std::vector<const T*> columns;
     for (int64_t c = 0; c < s.C; ++c) {
-      for (const int64_t tap : torus.taps) columns.push_back(image.data() + c * channel + tap);
+      for (const int64_t tap : torus.taps) columns.push_back(image + c * channel + tap);
     }
     for (int64_t task = begin; task < end; ++task) {
       double* sums = partial.data() + task * plan.sums;
@@ -241,13 +244,14 @@ void weight_gradient(const CircularConvSizes& s, const Tensor& grad, const Tenso
         const int64_t count = std::min(plan.block, last - first);
         for (int64_t i = 0; i < count; ++i) {
           for (int64_t c = 0; c < s.C; ++c) {
-            torus.pack(x, data, first + i, c, image.data() + c * channel + i * torus.plane, room.data());
+            torus.pack(source, first + i, c, image + c * channel + i * torus.plane, room);
           }
-          for (int64_t d = 0; d < s.D; ++d) {
-            torus.pack_gradient(grad, grad_data, first + i, d, gradient.data() + d * grad_channel + i * vectors * L);
+          for (int64_t d = 0; d < s.D && !in_place; ++d) {
+            torus.pack_gradient(gradients, first + i, d, gradient + d * packed_channel + i * vectors * L);
           }
         }
-        torus.k.convolve_gradient({gradient.data(), s.D, grad_channel, columns.data(), K, in.data(), count * vectors, sums, K});
+        const T* g = in_place ? gradients.data + first * gradients.image : gradient;
+        torus.k.convolve_gradient({g, at.data(), s.D, grad_channel, columns.data(), K, in.data(), count * vectors, sums, K});
       }
     }
   });
@@ -269,8 +273,8 @@ Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optiona
   return y;
 }
 
-Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, std::vector<int64_t> kernel_size) {
-  const CircularConvSizes s = check_circular_conv2d_weight_grad(grad, x, kernel_size);
+Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t kernel_h, int64_t kernel_w) {
+  const CircularConvSizes s = check_circular_conv2d_weight_grad(grad, x, kernel_h, kernel_w);
   if (grad.numel() == 0 || x.numel() == 0) return zeros_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
   Tensor out = empty_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_weight_grad", [&] { weight_gradient<scalar_t>(s, grad, x, out); });

@@ -26,11 +26,12 @@ struct Convolution {
   int64_t out_channels, out_channel;
 };
 
-// The gradient of its weights: sums[d * sums_row + k] += sum_v sum_lane grad[d * grad_channel + v * vector + lane] times the
-// lane of the vector at columns[k] + in[v], k < column_count.
+// The gradient of its weights: sums[d * sums_row + k] += sum_v sum_lane grad[d * grad_channel + at[v] + lane] times the lane of
+// the vector at columns[k] + in[v], k < column_count.
 template <class T>
 struct ConvolutionGradient {
   const T* grad;
+  const int64_t* at;
   int64_t out_channels, grad_channel;
   const T* const* columns;
   int64_t column_count;
@@ -75,6 +76,9 @@ struct Kernels {
 
   // target[j * target_row + i] = source[i * source_row + j], i < rows, j < columns.
   void (*transpose)(int64_t rows, int64_t columns, const T* source, int64_t source_row, T* target, int64_t target_row);
+
+  // target[before + i] = source[i * step], i < size, continued periodically by `before` and `after` numbers; size >= vector.
+  void (*wrap_row)(const T* source, int64_t step, int64_t size, int64_t before, int64_t after, T* target);
 
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);

@@ -48,7 +48,7 @@ def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None)
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
     (height, width), (half_h, half_w) = x.shape[2:], (k // 2 for k in weight.shape[2:])
-    if half_h <= height and half_w <= width and x.numel():
+    if half_h <= height and half_w <= width and x.numel() and weight.numel():
         return F.conv2d(F.pad(x, (half_w, half_w, half_h, half_h), mode="circular"), weight, bias)
     # F.pad wraps around once at most.
     rows = torch.arange(-half_h, height + half_h if height else -half_h, device=x.device) % max(height, 1)
@@ -97,7 +97,7 @@ def _forward_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Ten
     need_x, need_weight, need_bias = ctx.needs_input_grad
     return (
         _forward(grad, _mirrored(weight), None) if need_x else None,
-        _weight_grad(grad, x, weight.shape[2:]) if need_weight else None,
+        _weight_grad(grad, x, *weight.shape[2:]) if need_weight else None,
         grad.sum((0, 2, 3)) if need_bias else None,
     )
 
@@ -134,51 +134,53 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | No
 # circular_conv2d_weight_grad ------------------------------------------------------------------------------------------------
 
 
-def _weight_grad_fake(grad: Tensor, x: Tensor, kernel_size: tuple[int, int]) -> Tensor:
-    return x.new_empty(grad.shape[1], x.shape[1], *kernel_size)
+def _weight_grad_fake(grad: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
+    return x.new_empty(grad.shape[1], x.shape[1], kernel_h, kernel_w)
 
 
 def _weight_grad_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad, x, kernel_size = inputs
+    grad, x, *kernel_size = inputs
     keep(ctx, grad, x)
-    ctx.kernel_size = tuple(kernel_size)
+    ctx.kernel_size = kernel_size
 
 
-def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
     if v is None:
-        return None, None, None
+        return None, None, None, None
     grad, x = ctx.saved_tensors
     return (
         _forward(x, v, None) if ctx.needs_input_grad[0] else None,
         _forward(grad, _mirrored(v), None) if ctx.needs_input_grad[1] else None,
         None,
+        None,
     )
 
 
-def _weight_grad_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, _: Any) -> Tensor:
+def _weight_grad_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, *_: Any) -> Tensor:
     grad, x = ctx.saved_tensors
     total = _sum(
-        None if grad_t is None else _weight_grad(grad_t, x, ctx.kernel_size),
-        None if x_t is None else _weight_grad(grad, x_t, ctx.kernel_size),
+        None if grad_t is None else _weight_grad(grad_t, x, *ctx.kernel_size),
+        None if x_t is None else _weight_grad(grad, x_t, *ctx.kernel_size),
     )
-    return torch.zeros_like(_weight_grad_fake(grad, x, ctx.kernel_size)) if total is None else total
+    return torch.zeros_like(_weight_grad_fake(grad, x, *ctx.kernel_size)) if total is None else total
 
 
 def _weight_grad_vmap(
-    info: Any, in_dims: tuple[Any, ...], grad: Tensor, x: Tensor, kernel_size: tuple[int, int]
+    info: Any, in_dims: tuple[Any, ...], grad: Tensor, x: Tensor, *kernel_size: int
 ) -> tuple[Any, Any]:
     op = torch.ops.ella_cuda.circular_conv2d_weight_grad
     grad_dim, x_dim = in_dims[:2]
     if x_dim is None:  # the batch joins D
         grad = grad.movedim(grad_dim, 1)
-        return op(grad.flatten(1, 2), x, kernel_size).unflatten(0, grad.shape[1:3]), 0
+        return op(grad.flatten(1, 2), x, *kernel_size).unflatten(0, grad.shape[1:3]), 0
     if grad_dim is None:  # the batch joins C
         x = x.movedim(x_dim, 1)
-        return op(grad, x.flatten(1, 2), kernel_size).unflatten(1, x.shape[1:3]), 1
-    return map_over_batch(op, info, (grad_dim, x_dim, None), (grad, x, kernel_size))
+        return op(grad, x.flatten(1, 2), *kernel_size).unflatten(1, x.shape[1:3]), 1
+    return map_over_batch(op, info, (grad_dim, x_dim, None, None), (grad, x, *kernel_size))
 
 
-_weight_grad_op = differentiable(
+# sum_{n,h,w} grad[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W], (D, C, kh, kw)
+_weight_grad = differentiable(
     "circular_conv2d_weight_grad",
     fake=_weight_grad_fake,
     save=_weight_grad_save,
@@ -194,8 +196,3 @@ _forward = differentiable(
     jvp=_forward_jvp,
     vmap=_forward_vmap,
 )
-
-
-def _weight_grad(grad: Tensor, x: Tensor, kernel_size: tuple[int, int]) -> Tensor:
-    """``sum_{n,h,w} grad[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W]``, ``(D, C, kh, kw)``."""
-    return _weight_grad_op(grad, x, tuple(kernel_size))

@@ -1,0 +1,264 @@
+"""The convolution on a torus against an explicit sum of rolled images in float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.circular_conv2d import _weight_grad
+from python_tests.ops import checks
+
+# N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel.
+SHAPES = [
+    (3, 2, 4, 5, 6, 3, 3),
+    (2, 3, 7, 32, 32, 3, 3),
+    (5, 6, 5, 16, 16, 3, 3),
+    (3, 2, 3, 7, 19, 5, 3),
+    (2, 3, 2, 3, 33, 1, 7),
+    (37, 5, 13, 8, 8, 3, 3),
+    (20, 3, 5, 4, 4, 5, 5),
+    (20, 4, 9, 2, 2, 3, 3),
+    (17, 3, 2, 1, 1, 3, 3),
+    (9, 2, 3, 2, 3, 7, 9),
+    (4, 3, 2, 16, 8, 1, 1),
+    (3, 70, 8, 4, 17, 3, 3),
+    (1, 1, 1, 1, 1, 1, 1),
+]
+
+
+def arguments(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, c, d, h, w, kh, kw = shape
+    sizes = ((n, c, h, w), (d, c, kh, kw), (d,))
+    return tuple(torch.randn(s, dtype=torch.float64).to(device, dtype) for s in sizes)
+
+
+def gradient(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape[0], shape[2], *shape[3:5], dtype=torch.float64).to(device, dtype)
+
+
+def rolled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same map as a sum over the kernel's entries of rolled images, in float64."""
+    x, weight = x.double(), weight.double()
+    total = torch.zeros(x.shape[0], weight.shape[0], *x.shape[2:], dtype=torch.float64, device=x.device)
+    for i in range(weight.shape[2]):
+        for j in range(weight.shape[3]):
+            moved = x.roll((weight.shape[2] // 2 - i, weight.shape[3] // 2 - j), (2, 3)) if x.numel() else x
+            total = total + torch.einsum("nchw,dc->ndhw", moved, weight[:, :, i, j])
+    return total if bias is None else total + bias.double()[:, None, None]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_sum_of_rolled_images(shape, dtype, device):
+    x, weight, bias = arguments(shape, device, dtype)
+    for b in (None, bias):
+        y = ops.circular_conv2d(x, weight, b)
+        assert y.dtype == dtype and y.is_contiguous()
+        checks.error_at_most_twice(y, ops.circular_conv2d_torch(x, weight, b), rolled(x, weight, b))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_equal_those_of_rolled_images(shape, dtype, device):
+    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    grad = gradient(shape, device, dtype)
+    ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
+    twin = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
+    for o, t, e in zip(ours, twin, exact, strict=True):
+        checks.error_at_most_twice(o, t, e)
+
+
+def test_the_direction_of_the_kernel(device):
+    """Entry (0, 0) of a 3x3 kernel looks one up and one to the left, around the border."""
+    x = torch.arange(12.0, device=device).view(1, 1, 3, 4)
+    weight = torch.zeros(1, 1, 3, 3, device=device)
+    weight[0, 0, 0, 0] = 1
+    assert ops.circular_conv2d(x, weight)[0, 0].tolist() == [[11, 8, 9, 10], [3, 0, 1, 2], [7, 4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 5, 6, 7, 3, 3), (3, 2, 3, 4, 32, 3, 5), (5, 2, 3, 4, 17, 3, 3), (4, 2, 3, 2, 2, 3, 3)]
+)
+@pytest.mark.parametrize("position", range(4))
+def test_every_layout(shape, position, device):
+    args = [*arguments(shape, device), gradient(shape, device)]
+    for _, laid_out in checks.layouts(args[position]):
+        *call, grad = [*args[:position], laid_out, *args[position + 1 :]]
+        checks.assert_same(ops.circular_conv2d(*call), rolled(*call))
+        leaves = [t.detach().requires_grad_() for t in call]
+        plain = [t.detach().clone().requires_grad_() for t in call]
+        checks.assert_same(
+            torch.autograd.grad(ops.circular_conv2d(*leaves), leaves, grad),
+            torch.autograd.grad(rolled(*plain), plain, grad),
+        )
+        checks.assert_same(  # an expanded gradient
+            torch.autograd.grad(ops.circular_conv2d(*leaves).sum(), leaves),
+            torch.autograd.grad(rolled(*plain).sum(), plain),
+        )
+        inner = call[0].to(memory_format=torch.channels_last)
+        checks.assert_same(ops.circular_conv2d(inner, *call[1:]), rolled(*call))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 2, 3, 4, 5, 3, 3),
+        (2, 0, 3, 4, 5, 3, 3),
+        (2, 3, 0, 4, 5, 3, 3),
+        (2, 3, 4, 0, 5, 3, 3),
+        (2, 3, 4, 5, 0, 3, 3),
+        (2, 0, 3, 4, 20, 3, 3),
+    ],
+)
+def test_empty(shape, device):
+    args = [a.requires_grad_() for a in arguments(shape, device)]
+    plain = [a.detach().requires_grad_() for a in args]
+    result, exact = ops.circular_conv2d(*args), rolled(*plain)
+    checks.assert_same(result, exact)
+    checks.assert_same(ops.circular_conv2d_torch(*args), exact)
+    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(exact.sum(), plain))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3, 3, 4, 3, 3), (2, 1, 2, 2, 1, 3, 3), (1, 2, 1, 2, 16, 1, 3)])
+def test_derivatives(shape, device):
+    args = tuple(a.requires_grad_() for a in arguments(shape, device))
+    checks.check_derivatives(ops.circular_conv2d, args)
+    checks.check_derivatives(ops.circular_conv2d, args[:2])
+    grad = gradient(shape, device).requires_grad_()
+    checks.check_derivatives(lambda g, x: _weight_grad(g, x, *shape[5:]), (grad, args[0]))
+
+
+def test_func_transforms(device):
+    args = arguments((2, 2, 3, 3, 2, 3, 3), device)
+    checks.check_func_transforms(ops.circular_conv2d, ops.circular_conv2d_torch, args)
+    checks.check_func_transforms(ops.circular_conv2d, ops.circular_conv2d_torch, args[:2])
+
+
+def test_vmap(device):
+    shape = (2, 3, 4, 5, 2, 3, 3)
+    args = arguments(shape, device)
+    checks.check_vmap(ops.circular_conv2d, args, batch=2)
+    checks.check_vmap(ops.circular_conv2d, args[:2], batch=2)
+    checks.check_vmap(lambda g, x: _weight_grad(g, x, 3, 3), (gradient(shape, device), args[0]), batch=2)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_vmap_of_gradients_joins_the_batch(wanted):
+    """The columns of the generalised Gauss-Newton are such a vmap; it must be one call, not one a column."""
+    shape = (3, 2, 4, 5, 3, 3, 3)
+    x, weight, bias = (a.requires_grad_() for a in arguments(shape, torch.device("cpu")))
+    y = ops.circular_conv2d(x, weight, bias)
+    columns = torch.randn(6, *y.shape, dtype=torch.float64)
+    leaf, op = (x, "circular_conv2d") if wanted == "x" else (weight, "circular_conv2d_weight_grad")
+
+    def pulled(column: Tensor) -> Tensor:
+        return torch.autograd.grad(y, leaf, column, retain_graph=True)[0]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        batched = torch.func.vmap(pulled)(columns)
+    assert (
+        len([e for e in profile.events() if e.name == f"ella_cuda::{op}"]) == 2
+    )  # the batched call and, inside it, the physical one
+    checks.assert_same(batched, torch.stack([pulled(c) for c in columns]))
+
+
+def test_opcheck():
+    device = torch.device("cpu")
+    shape = (2, 2, 3, 3, 4, 3, 3)
+    args = tuple(a.requires_grad_() for a in arguments(shape, device))
+    grad = gradient(shape, device).requires_grad_()
+    for call in (args, (*args[:2], None), tuple(a.detach() for a in args), (args[0].detach(), *args[1:])):
+        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d.default, call)
+    for call in ((grad, args[0], 3, 3), (grad.detach(), args[0], 1, 3)):
+        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_weight_grad.default, call)
+
+
+def test_compile(device):
+    checks.check_compile(ops.circular_conv2d, arguments((2, 2, 3, 3, 2, 3, 3), device))
+
+
+@pytest.mark.parametrize(
+    "shape", [(50, 4, 8, 32, 32, 3, 3), (50, 9, 11, 8, 8, 3, 3), (70, 8, 16, 2, 2, 3, 3), (30, 2, 3, 5, 19, 3, 3)]
+)
+def test_same_numbers_for_any_number_of_threads(shape):
+    args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = ops.circular_conv2d(*args)
+            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_set_of_instructions(capability):
+    """The vectors of each set this processor has, of other lengths than those of the running one."""
+    code = """
+import json, torch, ella_cuda
+from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
+worst = 0.0
+for dtype in (torch.float32, torch.float64):
+    for shape in SHAPES:
+        x, weight, bias = arguments(shape, torch.device("cpu"), dtype)
+        grad = gradient(shape, torch.device("cpu"), dtype)
+        wide = weight.double().requires_grad_()
+        exact = rolled(x, wide, bias)
+        (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
+        ours = torch.ops.ella_cuda.circular_conv2d_weight_grad(grad, x, *shape[5:])
+        for a, e in ((ella_cuda.ops.circular_conv2d(x, weight, bias), exact.detach()), (ours, exact_grad)):
+            worst = max(worst, ((a.double() - e).abs().max() / e.abs().max()).item() / torch.finfo(dtype).eps)
+print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
+"""
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    name, worst = json.loads(done.stdout.splitlines()[-1])
+    assert worst < 30, (name, worst)
+    if capability == "default":
+        assert name == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("position", "bad", "words"),
+    [
+        (0, lambda t: t[0], "x must have shape"),
+        (1, lambda t: t[:, :-1], "weight must have shape"),
+        (1, lambda t: t[..., :-1], "odd"),
+        (1, lambda t: t[:, :, :0], "odd"),
+        (2, lambda t: t[:-1], "bias must have shape"),
+        (1, lambda t: t.float(), "weight must have the dtype"),
+        (0, lambda t: t.long(), "x must be float32"),
+    ],
+)
+def test_errors_name_the_argument(position, bad, words):
+    args = list(arguments((3, 2, 4, 5, 3, 3, 3), torch.device("cpu")))
+    args[position] = bad(args[position])
+    with pytest.raises(RuntimeError, match=words):
+        ops.circular_conv2d(*args)
+
+
+def test_errors_of_the_weight_gradient():
+    shape = (3, 2, 4, 5, 3, 3, 3)
+    x, grad = arguments(shape, torch.device("cpu"))[0], gradient(shape, torch.device("cpu"))
+    for call, words in (
+        ((grad[:, :, 1:], x, 3, 3), "grad must have shape"),
+        ((grad, x, 2, 3), "kernel must have odd"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            torch.ops.ella_cuda.circular_conv2d_weight_grad(*call)

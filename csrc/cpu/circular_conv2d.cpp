@@ -81,9 +81,17 @@ class Torus {
   void pack(const Images<T>& x, int64_t unit, int64_t c, T* target, T* room) const {
     const T* source = x.data + unit * lanes * x.image + c * x.channel;
     if (lanes == 1) {
-      for (int64_t h = 0; h < rows.padded(); ++h, target += columns.padded()) {
-        k.wrap_row(source + rows.source(h) * x.down, x.right, columns.size, columns.before, columns.after(), target);
+      const int64_t row = columns.padded();
+      T* const inside = target + rows.before * row;
+      if (x.right == 1) {
+        k.wrap_rows(rows.size, source, x.down, columns.size, columns.before, columns.after(), inside);
+      } else {
+        for (int64_t h = 0; h < rows.size; ++h) {
+          for (int64_t w = 0; w < row; ++w) inside[h * row + w] = source[h * x.down + columns.source(w) * x.right];
+        }
       }
+      std::copy_n(inside + (rows.size - rows.before) * row, rows.before * row, target);
+      std::copy_n(inside, rows.after() * row, inside + rows.size * row);
       return;
     }
     interleave(x, source, images_of(unit), room);

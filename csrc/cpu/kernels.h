@@ -77,8 +77,9 @@ struct Kernels {
   // target[j * target_row + i] = source[i * source_row + j], i < rows, j < columns.
   void (*transpose)(int64_t rows, int64_t columns, const T* source, int64_t source_row, T* target, int64_t target_row);
 
-  // target[before + i] = source[i * step], i < size, continued periodically by `before` and `after` numbers; size >= vector.
-  void (*wrap_row)(const T* source, int64_t step, int64_t size, int64_t before, int64_t after, T* target);
+  // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same
+  // for `rows` rows, those of the target one after the other.
+  void (*wrap_rows)(int64_t rows, const T* source, int64_t source_row, int64_t size, int64_t before, int64_t after, T* target);
 
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);

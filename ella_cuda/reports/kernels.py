@@ -128,6 +128,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     def conv(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensors]:
         return lambda factor, x: (function(factor, x, 3, mode, 0.5),)
 
+    torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
     pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
@@ -149,6 +150,8 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
             conv(ops.conv_kron_accumulate_, "zeros"),
             conv(ops.conv_kron_accumulate_torch_, "zeros"),
         ),
+        ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
+        ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
         ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
         ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
         ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),

@@ -8,7 +8,14 @@ import torch
 from ella_cuda import ops
 from ella_cuda.reports import check_kernels, kernel_table
 
-OPS = ("factored_linear", "kron_accumulate_", "conv_kron_accumulate_", "kron_logdet", "polyphase_pool")
+OPS = (
+    "factored_linear",
+    "kron_accumulate_",
+    "conv_kron_accumulate_",
+    "circular_conv2d",
+    "kron_logdet",
+    "polyphase_pool",
+)
 
 
 def test_every_op_passes_in_both_precisions(device):

@@ -36,6 +36,7 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("burn_in", int, "epochs before the first evidence step"),
     ("frequency", int, "epochs between evidence steps"),
     ("hypersteps", int, "steps on the prior precisions in each"),
+    ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),
     ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
     ("data_seed", int, "of the quadrants, the subsample and the hold-out split"),

@@ -92,6 +92,7 @@ class RunConfig:
         evidence_batch_size: images in a minibatch of the curvature pass; numbers do not depend on it beyond rounding.
         fisher: ``exact`` or ``mc``.
         resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
+        column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
@@ -120,6 +121,7 @@ class RunConfig:
     evidence_batch_size: int = 150
     fisher: str = "exact"
     resolution: str = "shared"
+    column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
     device: str = "cpu"
     train_size: int | None = None
@@ -297,7 +299,7 @@ def run_one(
         model,
         train_loader,
         "classification",
-        optimizer_kwargs={"lr": config.lr},
+        optimizer_kwargs={"lr": config.lr, "fused": True},
         scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
         scheduler_kwargs={"T_max": config.epochs * len(train_loader)},
         n_epochs=config.epochs,
@@ -311,6 +313,7 @@ def run_one(
         objective=config.objective,
         fisher=config.fisher,
         resolution=config.resolution,
+        column_tolerance=config.column_tolerance,
         marglik_loader=evidence_loader,
         checkpoint=run_dir / CHECKPOINT_FILE,
         on_evaluation=diary.record,

@@ -55,6 +55,7 @@ def marglik_training(
     objective: Objective = "evidence",
     fisher: str = "exact",
     resolution: str = "shared",
+    column_tolerance: float = 0.0,
     marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
     checkpoint: str | Path | None = None,
     on_evaluation: Callable[[Evaluation], None] | None = None,
@@ -86,6 +87,7 @@ def marglik_training(
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
         resolution: "shared" or "per_channel" output factors of F-FC.
+        column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``.
         checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it; on the
             CPU a resumed run gives the numbers of an uninterrupted one bit for bit.
@@ -130,6 +132,7 @@ def marglik_training(
     learn_sigma = likelihood == "regression" and not fix_sigma_noise
     hyper_optimizer = torch.optim.Adam([prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp)
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
+    laplace_settings["column_tolerance"] = column_tolerance
     settings = {
         **laplace_settings,
         "objective": objective,

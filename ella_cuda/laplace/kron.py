@@ -51,6 +51,8 @@ class KronLaplace:
         memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
             accordingly. None chooses: 64 MiB on the CPU, where fresh memory costs more than another pass, 2 GiB
             elsewhere. The result does not depend on it beyond rounding.
+        column_tolerance: with ``fisher="exact"``, the share of the softmax Hessian's trace (summed over a batch) that may be
+            left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%.
 
     Raises:
         TypeError: a layer with trainable parameters has no rule; the message names it and
@@ -70,13 +72,17 @@ class KronLaplace:
         fisher: str = "exact",
         resolution: str = "shared",
         memory_budget: int | None = None,
+        column_tolerance: float = 0.0,
     ) -> None:
         _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
         _check_choice("fisher", fisher, FISHERS)
         _check_choice("resolution", resolution, RESOLUTIONS)
+        if not 0 <= column_tolerance < 1:
+            raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if memory_budget is not None and memory_budget < 1:
             raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
         self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
+        self.column_tolerance = column_tolerance
         self._likelihood = LIKELIHOODS[likelihood]()
         self._parameters = _trainable(model)
         self.parameter_names = list(self._parameters)
@@ -149,7 +155,7 @@ class KronLaplace:
                     self._likelihood.check(f, y)
                     statistic = statistic + self._likelihood.statistic(f, y)
                     columns = (
-                        self._likelihood.columns(f)
+                        self._likelihood.columns(f, self.column_tolerance)
                         if self.fisher == "exact"
                         else self._likelihood.sampled_column(f, generator)
                     )

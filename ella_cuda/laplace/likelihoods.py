@@ -26,9 +26,9 @@ class Likelihood(ABC):
         """``sum_n log p(y_n | f_n)`` from the sum of the statistics; ``count`` is the number of targets' entries."""
 
     @abstractmethod
-    def columns(self, outputs: Tensor) -> Tensor:
+    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Tensor:
         """S, ``(columns, N, K)``, with ``sum_k S[k,n,:] S[k,n,:]^T`` the Hessian of ``-log p`` in ``f_n`` (at sigma =
-        1).
+        1), up to columns whose share of the batch's total trace is at most ``tolerance``.
         """
 
     @abstractmethod
@@ -65,19 +65,24 @@ class Classification(Likelihood):
     def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
         return statistic
 
-    def columns(self, outputs: Tensor) -> Tensor:
-        """The K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form.
+    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Tensor:
+        """The K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, each image's classes sorted from
+        likely to unlikely.
 
         With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
-        (s_j s_{j+1}))`` below. In logarithms nothing underflows to 0/0, however certain the prediction.
+        (s_j s_{j+1}))`` below. In logarithms nothing underflows to 0/0, however certain the prediction. After j columns
+        a trace below s_j is left, so that a network which is sure among a few classes needs a few columns.
         """
-        log_p = F.log_softmax(outputs.double(), 1)
+        log_p, order = F.log_softmax(outputs.double(), 1).sort(1, descending=True)
         tails = log_p.flip(1).logcumsumexp(1).flip(1)
         here, after, p_j = tails[:, :-1], tails[:, 1:], log_p[:, :-1]
-        below = -torch.exp(log_p[:, :, None] + 0.5 * (p_j - here - after)[:, None, :]).tril(-1)  # (N, K, K-1)
-        diagonal = torch.exp(0.5 * (p_j + after - here))
-        below.diagonal(dim1=1, dim2=2).copy_(diagonal)
-        return below.permute(2, 0, 1).to(outputs.dtype)
+        factor = -torch.exp(log_p[:, :, None] + 0.5 * (p_j - here - after)[:, None, :]).tril(-1)  # (N, K, K-1)
+        factor.diagonal(dim1=1, dim2=2).copy_(torch.exp(0.5 * (p_j + after - here)))
+        left = factor.square().sum((0, 1)).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
+        count = max(1, int((left > tolerance * left[:1]).sum()))
+        factor = factor[:, :, :count]
+        unsorted = torch.empty_like(factor).scatter_(1, order[:, :, None].expand_as(factor), factor)
+        return unsorted.permute(2, 0, 1).to(outputs.dtype)
 
     def sampled_column(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
         p = torch.softmax(outputs, 1)
@@ -109,7 +114,8 @@ class Regression(Likelihood):
     def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
         return -0.5 * statistic / sigma_noise**2 - count * (sigma_noise.log() + 0.5 * math.log(2 * math.pi))
 
-    def columns(self, outputs: Tensor) -> Tensor:
+    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Tensor:
+        """The unit vectors; all of one size, so that none is left out."""
         n, k = outputs.shape
         return torch.eye(k, dtype=outputs.dtype, device=outputs.device)[:, None].expand(k, n, k)
 

@@ -20,8 +20,21 @@ def test_softmax_columns_are_a_square_root_of_rank_k_minus_one(k):
     assert columns.shape == (k - 1, 7, k)
     expected = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     torch.testing.assert_close(hessian_of(columns), expected, rtol=1e-12, atol=1e-14)
-    upper = columns.permute(1, 2, 0).triu(1)  # Cholesky: (N, K, K-1) lower triangular
-    assert not upper.any()
+    by_likelihood = columns.permute(1, 2, 0).take_along_dim(p.argsort(1, descending=True)[:, :, None], 1)
+    assert not by_likelihood.triu(1).any()  # Cholesky: (N, K, K-1) lower triangular
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 0.05, 0.001])
+def test_columns_left_out_are_within_the_tolerance_and_no_fewer_than_possible(tolerance):
+    f = 4 * torch.randn(50, 20, dtype=torch.float64)
+    p = f.softmax(1)
+    trace = (1 - p.square().sum(1)).sum()
+    columns = Classification().columns(f, tolerance)
+    assert len(columns) < 19
+    assert trace - columns.square().sum() <= tolerance * trace
+    assert trace - columns[:-1].square().sum() > tolerance * trace
+    left_out = torch.diag_embed(p) - p[:, :, None] * p[:, None, :] - hessian_of(columns)
+    assert torch.linalg.eigvalsh(left_out).min() > -1e-12  # a lower bound of the Hessian, image by image
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

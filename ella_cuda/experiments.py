@@ -57,12 +57,24 @@ class Recipe:
     frequency: int = 5  # epochs between evidence steps
     hypersteps: int = 20
     fisher: str = "exact"
+    column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
 
 
 # One recipe for all rows of a table: chosen on held-out training data (`--holdout`), never on test data.
 RECIPES: dict[str, Recipe] = {
-    "digits": Recipe(tasks=("digit", "quadrant")),
+    "digits": Recipe(
+        tasks=("digit", "quadrant"),
+        width=2,
+        epochs=50,
+        batch_size=64,
+        lr=4e-3,
+        lr_hyp=0.3,
+        burn_in=15,
+        frequency=10,
+        hypersteps=40,
+        column_tolerance=0.01,
+    ),
     "mnist": Recipe(tasks=("digit", "quadrant"), epochs=20, burn_in=2, frequency=2),
     "fashion-mnist": Recipe(tasks=("plain", "quadrant"), epochs=20, burn_in=2, frequency=2),
     "cifar10": Recipe(tasks=("plain",), width=10, lr=0.01, prior_prec_init=1.0, map_prior_prec=1.0),

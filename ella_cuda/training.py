@@ -279,7 +279,7 @@ def _train_epoch(
         with torch.no_grad():
             penalty = torch.zeros_like(loss)
             for parameter, weight in zip(prior.parameters, weights, strict=True):
-                penalty += 0.5 * weight * parameter.square().sum()
+                penalty += 0.5 * weight * torch.linalg.vector_norm(parameter).square()
                 if parameter.grad is None:
                     parameter.grad = weight * parameter
                 else:

@@ -42,4 +42,4 @@ class RelaxedEquivariance(nn.Module):
                     "all paths of a layer must agree."
                 )
             total = total + y
-        return total / len(self.path_names)
+        return total / len(self.path_names) if others else total

@@ -66,11 +66,11 @@ RECIPES: dict[str, Recipe] = {
     "digits": Recipe(
         tasks=("digit", "quadrant"),
         width=2,
-        epochs=50,
+        epochs=100,
         batch_size=64,
         lr=4e-3,
         lr_hyp=0.3,
-        burn_in=15,
+        burn_in=20,
         frequency=10,
         hypersteps=40,
         column_tolerance=0.01,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -20,3 +22,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def fixed_seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def beside_the_tests(tmp_path: Path) -> Path:
+    """A working directory for a new Python process that can import ``python_tests`` but not the checkout's unbuilt package."""
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    (folder / "python_tests").symlink_to(Path(__file__).parent, target_is_directory=True)
+    return folder

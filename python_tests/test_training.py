@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -194,9 +193,9 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, fisher, shuf
     same_results(run(tmp_path / "run.pt"), whole)  # a finished run only refits
 
 
-def test_killed_process_resumes(tmp_path):
+def test_killed_process_resumes(tmp_path, beside_the_tests):
     """SIGKILL in the middle of a run, whenever: the next call finishes it with the same numbers."""
-    script = tmp_path / "run.py"
+    script = beside_the_tests / "run.py"
     script.write_text(
         "import sys, torch\n"
         "from python_tests.test_training import small_run\n"
@@ -204,10 +203,8 @@ def test_killed_process_resumes(tmp_path):
         "def tell(evaluation): print(evaluation.epoch, flush=True)\n"
         "small_run(sys.argv[1], n_epochs=12, on_evaluation=tell)\n"
     )
-    root = Path(__file__).parent.parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "run.pt")], stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, str(script), str(tmp_path / "run.pt")], stdout=subprocess.PIPE, text=True
     )
     for line in process.stdout:
         if line.strip() == "6":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import pickle
 import struct
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -136,8 +138,26 @@ def test_the_digits_split_never_changes():
     assert int(data.test_ids.sum()) == DIGITS_TEST_SUM
 
 
+class Python2Pickler(pickle._Pickler):
+    """Writes bytes as Python 2 wrote its str: bytes or text, as whoever reads the file chooses."""
+
+    dispatch: ClassVar[dict] = dict(pickle._Pickler.dispatch)
+
+    def save_str_of_python_2(self, value: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)
+        self.memoize(value)
+
+    dispatch[bytes] = save_str_of_python_2
+
+
+def dumps(value: object, protocol: int) -> bytes:
+    file = io.BytesIO()
+    (Python2Pickler if protocol == 2 else pickle.Pickler)(file, protocol=protocol).dump(value)
+    return file.getvalue()
+
+
 def write_cifar(root: Path, hundred: bool, protocol: int) -> dict[str, tuple[np.ndarray, list[int]]]:
-    """Files of the python version; the archives' own were pickled by Python 2 with protocol 2 and bytes keys."""
+    """Files of the python version; the archives' own were pickled by Python 2 with protocol 2."""
     rng = np.random.default_rng(2)
     folder = root / ("cifar-100-python" if hundred else "cifar-10-batches-py")
     folder.mkdir(parents=True)
@@ -148,7 +168,7 @@ def write_cifar(root: Path, hundred: bool, protocol: int) -> dict[str, tuple[np.
         labels = rng.integers(0, 100 if hundred else 10, 3).tolist()
         batch = {b"data": pixels, b"filenames": [b"a.png", b"b.png", b"c.png"], b"batch_label": b"testing"}
         batch |= {b"fine_labels": labels, b"coarse_labels": [0, 1, 2]} if hundred else {b"labels": labels}
-        (folder / name).write_bytes(pickle.dumps(batch, protocol=protocol))
+        (folder / name).write_bytes(dumps(batch, protocol))
         written[name] = (pixels, labels)
     return written
 
@@ -195,7 +215,7 @@ def test_a_damaged_cifar_file_is_named(tmp_path, damage):
         batch[b"labels"] = [1]
     if damage == "shape":
         batch[b"data"] = batch[b"data"][:, :3000]
-    raw = pickle.dumps(batch, protocol=2)
+    raw = dumps(batch, protocol=2)
     path.write_bytes(raw[: len(raw) // 2] if damage == "truncated" else raw)
     with pytest.raises(ValueError, match=r"test_batch .*fetch it again"):
         load("cifar10", tmp_path)

@@ -207,7 +207,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
-def test_every_set_of_instructions(capability):
+def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """
 import json, torch, ella_cuda
@@ -226,7 +226,9 @@ for dtype in (torch.float32, torch.float64):
 print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
 """
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=beside_the_tests, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     name, worst = json.loads(done.stdout.splitlines()[-1])
     assert worst < 30, (name, worst)

@@ -65,8 +65,9 @@ def test_a_write_that_the_system_cuts_short_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     command = [sys.executable, "-c", WRITE_UNDER_A_SIZE_LIMIT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert "refused:" in done.stdout
+    elsewhere = tmp_path.parent  # not the checkout, whose package may not be built
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=elsewhere)
+    assert "refused:" in done.stdout, done.stderr
     assert "could not be written" in done.stdout
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.txt"]

@@ -61,7 +61,7 @@ class Recipe:
     prior_structure: str = "layerwise"
 
 
-# One recipe for all rows of a table: chosen on held-out training data (`--holdout`), never on test data.
+# One recipe for all rows of a table, to be chosen on held-out training data (`--holdout`); README.md says how the digits one was.
 RECIPES: dict[str, Recipe] = {
     "digits": Recipe(
         tasks=("digit", "quadrant"),

@@ -25,7 +25,7 @@ class Evaluation:
     """What is recorded at every evaluation; a list of these is in the checkpoint under ``history``."""
 
     epoch: int  # epochs done
-    loss: float  # mean over the epoch's batches: data fit and prior
+    loss: float  # data fit, mean over the epoch's batches, plus the prior's part at the epoch's start
     accuracy: float | None  # of the training batches as they were seen, fraction; None for regression
     neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
     prior_precision: list[float]  # per parameter tensor
@@ -264,33 +264,36 @@ def _train_epoch(
     prior: _Prior,
     epoch: int,
 ) -> tuple[float, float | None]:
-    """One pass; returns the mean loss (data fit and prior) and the training accuracy as a fraction."""
+    """One pass; returns the batches' mean data loss plus the prior's part at its start, and the training accuracy as a fraction."""
     model.train()
     n_data = _dataset_size(loader)
     weights = (prior.precision().detach() / n_data).tolist()
     sigma = float(prior.sigma().detach())
     total = correct = torch.zeros((), dtype=torch.float64, device=prior.parameters[0].device)
+    with torch.no_grad():
+        norms = torch._foreach_norm(prior.parameters)
+        penalty = float(sum(0.5 * w * norm.double().square() for w, norm in zip(weights, norms, strict=True)))
+    one = prior.parameters[0].new_ones(())
     seen = steps = 0
+
     for step, (x, y) in enumerate(loader, start=1):
         outputs = model(x)
         loss = _data_loss(outputs, y, likelihood, sigma)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         with torch.no_grad():
-            penalty = torch.zeros_like(loss)
-            for parameter, weight in zip(prior.parameters, weights, strict=True):
-                penalty += 0.5 * weight * torch.linalg.vector_norm(parameter).square()
-                if parameter.grad is None:
-                    parameter.grad = weight * parameter
-                else:
-                    parameter.grad.add_(parameter, alpha=weight)
-            value = loss.detach() + penalty
-            if not torch.isfinite(value):
+            if not torch.isfinite(loss + penalty):
                 raise FloatingPointError(
-                    f"marglik_training: the loss is {float(value)} at epoch {epoch}, step {step}; {_first_bad_layer(model, x)}. "
+                    f"marglik_training: the loss is {float(loss) + penalty} at epoch {epoch}, step {step}; {_first_bad_layer(model, x)}. "
                     "Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is from before this epoch."
                 )
-            total = total + value
+            # The prior's gradient, added in one call: temporaries of all weights would cost a page fault for every 4 KiB.
+            for parameter in prior.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            grads = [parameter.grad for parameter in prior.parameters]
+            torch._foreach_addcmul_(grads, prior.parameters, [one] * len(grads), weights)
+            total = total + loss
             if likelihood == "classification":
                 correct = correct + (outputs.argmax(-1) == y).sum()
         optimizer.step()
@@ -299,7 +302,7 @@ def _train_epoch(
         seen, steps = seen + len(x), steps + 1
     if steps == 0:
         raise ValueError("marglik_training: train_loader yielded no batch; check its data set and drop_last.")
-    return float(total) / steps, float(correct) / seen if likelihood == "classification" else None
+    return float(total) / steps + penalty, float(correct) / seen if likelihood == "classification" else None
 
 
 def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Tensor:

@@ -49,7 +49,8 @@ class Recipe:
     width: int = 4
     epochs: int = 100
     batch_size: int = 128
-    lr: float = 3e-3  # of Adam, cosine to 0
+    lr: float = 3e-3  # of Adam
+    cooldown: float | None = None  # share of the steps, the last, in which lr falls linearly to 0; None: a cosine over all
     prior_prec_init: float = 0.03  # δ at the start of evidence training
     map_prior_prec: float = 0.03  # δ of MAP training
     lr_hyp: float = 0.1
@@ -95,7 +96,9 @@ class RunConfig:
         width: α of the network.
         epochs: passes over the training data.
         batch_size: images in a minibatch.
-        lr: Adam's learning rate, falling to 0 on a cosine.
+        lr: Adam's learning rate, at the start.
+        cooldown: share of the steps, the last ones, in which lr falls linearly to 0 after being constant; None is a
+            cosine to 0 over all steps.
         prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
         lr_hyp: Adam's learning rate on log δ.
         burn_in: epochs before the first evidence step.
@@ -135,6 +138,7 @@ class RunConfig:
     resolution: str = "shared"
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
+    cooldown: float | None = None
     device: str = "cpu"
     train_size: int | None = None
     holdout: float | None = None
@@ -168,6 +172,8 @@ class RunConfig:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
         if self.train_size is not None and self.train_size < 1:
             raise ValueError(f"train_size must be at least 1, got {self.train_size}.")
+        if self.cooldown is not None and not 0 < self.cooldown <= 1:
+            raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
 
@@ -195,6 +201,23 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     if objective == "map":
         numbers["prior_prec_init"] = map_prior_prec
     return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})
+
+
+def learning_rate_schedule(cooldown: float | None, steps: int) -> dict[str, Any]:
+    """``scheduler_cls`` and ``scheduler_kwargs`` of :func:`ella_cuda.marglik_training` for a run of so many steps.
+
+    Args:
+        cooldown: share of the steps, the last ones, in which the rate falls linearly to 0; None is a cosine over all steps.
+        steps: minibatches in the whole run.
+    """
+    if cooldown is None:
+        return {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": steps}}
+    falling = max(1, round(cooldown * steps))
+
+    def share(step: int) -> float:
+        return min(1.0, max(0.0, (steps - step) / falling))
+
+    return {"scheduler_cls": torch.optim.lr_scheduler.LambdaLR, "scheduler_kwargs": {"lr_lambda": share}}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -312,8 +335,7 @@ def run_one(
         train_loader,
         "classification",
         optimizer_kwargs={"lr": config.lr, "fused": True},
-        scheduler_cls=torch.optim.lr_scheduler.CosineAnnealingLR,
-        scheduler_kwargs={"T_max": config.epochs * len(train_loader)},
+        **learning_rate_schedule(config.cooldown, config.epochs * len(train_loader)),
         n_epochs=config.epochs,
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,

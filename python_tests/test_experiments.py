@@ -12,7 +12,17 @@ import torch
 from ella_cuda import experiments
 from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.data import SOURCES, TASKS, TensorLoader, load
-from ella_cuda.experiments import RECIPES, RunConfig, configure, evaluate, prepare, prepare_for, run_grid, run_one
+from ella_cuda.experiments import (
+    RECIPES,
+    RunConfig,
+    configure,
+    evaluate,
+    learning_rate_schedule,
+    prepare,
+    prepare_for,
+    run_grid,
+    run_one,
+)
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 
@@ -61,6 +71,8 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"lr_hyp": math.nan}, "lr_hyp must be positive and finite"),
         ({"train_size": 0}, "train_size must be at least 1"),
         ({"holdout": 1.0}, "holdout must lie between"),
+        ({"cooldown": 0.0}, "cooldown must be above 0"),
+        ({"cooldown": 1.5}, "cooldown must be above 0"),
         ({"fisher": "empirical"}, "fisher must be one of"),
     ],
 )
@@ -137,6 +149,26 @@ def test_map_curvature_that_is_too_large_is_left_out_with_a_reason(tmp_path, mon
     )
 
 
+def rates(cooldown: float | None, steps: int) -> list[float]:
+    """The learning rate of every step of a run that starts at 2."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    schedule = learning_rate_schedule(cooldown, steps)
+    scheduler = schedule["scheduler_cls"](optimizer, **schedule["scheduler_kwargs"])
+    seen = []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_learning_rates_of_a_run():
+    assert rates(0.4, 10) == pytest.approx([2.0] * 7 + [1.5, 1.0, 0.5])
+    assert rates(1.0, 4) == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    assert rates(0.01, 3) == pytest.approx([2.0] * 3)
+    assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
+
+
 def test_seeds_differ_and_repeat(tmp_path):
     rows = [
         run_one(small(objective="map", epochs=1, seed=s), tmp_path / str(i), progress=False)
@@ -146,9 +178,9 @@ def test_seeds_differ_and_repeat(tmp_path):
     assert rows[0]["nll"] != rows[2]["nll"]
 
 
-@pytest.mark.parametrize("objective", ["map", "evidence"])
-def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective):
-    config = small(objective=objective, epochs=4)
+@pytest.mark.parametrize(("objective", "cooldown"), [("map", 0.5), ("evidence", None)])
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective, cooldown):
+    config = small(objective=objective, epochs=4, cooldown=cooldown)
     whole = run_one(config, tmp_path / "whole", progress=False)
     record = experiments._Diary.record
 

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import itertools
 import json
+import shlex
 import sys
 import tempfile
 import traceback
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda import experiments
+from ella_cuda import __version__, experiments
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import OBJECTIVES, RECIPES, RunConfig
 from ella_cuda.models import PATHS
@@ -48,7 +49,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.
-PER_SESSION = ("data_dir", "download", "resume", "verbose")
+PER_SESSION = ("data_dir", "download", "jobs", "resume", "verbose")
 
 
 class UsageError(Exception):
@@ -96,6 +97,7 @@ def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> i
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
+    parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     _add_inspect(commands)
@@ -134,6 +136,8 @@ def _add_train(commands: Any) -> None:
     )
     train.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
     for name, kind, text in NUMBERS:
+        default = getattr(RECIPES["digits"], name, None)
+        text = text if default is None else f"{text} (digits: {default:g})"
         train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     for name, words, text in WORDS:
         train.add_argument(_flag(name), choices=words, help=text)
@@ -158,6 +162,8 @@ def _flag(name: str) -> str:
 
 def _train(args: argparse.Namespace) -> int:
     given = {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
+    if args.jobs is not None and args.jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {args.jobs}.")
     if "resume" in given:
         out_dir = Path(args.resume)
         configs, options = _resumed(out_dir, given)
@@ -166,10 +172,11 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = _grid(options)
         out_dir = _new_folder(args.out, options["data"])
     interactive = sys.stderr.isatty()
-    rows = experiments.read_summary(out_dir)
     device = configs[0].device
+    jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
+    rows = experiments.read_summary(out_dir)
     print(
-        f"{len(configs)} runs on {device}, {options['jobs']} at once, {len(rows)} done before; results in {out_dir}",
+        f"{len(configs)} runs on {device}, {jobs} at once, {len(rows)} done before; results in {out_dir}",
         flush=True,
     )
     try:
@@ -177,14 +184,18 @@ def _train(args: argparse.Namespace) -> int:
             configs,
             out_dir,
             options=options,
-            jobs=options["jobs"],
+            jobs=jobs,
             progress=interactive,
             data_dir=args.data_dir,
             download=bool(args.download),
             on_row=_print_row,
         )
     except KeyboardInterrupt:
-        print(f"ella-cuda: interrupted; go on with: ella-cuda train --resume {out_dir}", file=sys.stderr)
+        where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+        print(
+            f"ella-cuda: interrupted; go on with: ella-cuda train --resume {shlex.quote(str(out_dir))}{where}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     print()
     print(results_table(rows))
@@ -212,8 +223,6 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
         options["device"] = str(experiments.resolve_device(given.get("device", "auto")))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if given.get("jobs", 1) < 1:
-        raise UsageError(f"--jobs must be at least 1, got {given['jobs']}.")
     changes = {name: given[name] for name, *_ in (*NUMBERS, *WORDS) if name in given}
     configs = []
     try:
@@ -227,7 +236,6 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
             )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    options.setdefault("jobs", default_jobs(len(configs)) if options["device"] == "cpu" else 1)
     return configs, options
 
 

@@ -50,7 +50,9 @@ class Recipe:
     epochs: int = 100
     batch_size: int = 128
     lr: float = 3e-3  # of Adam
-    cooldown: float | None = None  # share of the steps, the last, in which lr falls linearly to 0; None: a cosine over all
+    cooldown: float | None = (
+        None  # share of the steps, the last, in which lr falls linearly to 0; None: a cosine over all
+    )
     prior_prec_init: float = 0.03  # δ at the start of evidence training
     map_prior_prec: float = 0.03  # δ of MAP training
     lr_hyp: float = 0.1
@@ -67,14 +69,15 @@ RECIPES: dict[str, Recipe] = {
     "digits": Recipe(
         tasks=("digit", "quadrant"),
         width=2,
-        epochs=100,
+        epochs=90,
         batch_size=64,
         lr=4e-3,
+        cooldown=0.3,
         lr_hyp=0.3,
         burn_in=20,
-        frequency=10,
+        frequency=7,
         hypersteps=40,
-        column_tolerance=0.01,
+        column_tolerance=0.05,
     ),
     "mnist": Recipe(tasks=("digit", "quadrant"), epochs=20, burn_in=2, frequency=2),
     "fashion-mnist": Recipe(tasks=("plain", "quadrant"), epochs=20, burn_in=2, frequency=2),
@@ -167,6 +170,11 @@ class RunConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}.")
+        if self.objective == "evidence" and self.burn_in >= self.epochs:
+            raise ValueError(
+                f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
+                f"{self.burn_in} and epochs {self.epochs}."
+            )
         for name in ("lr", "lr_hyp", "prior_prec_init"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
@@ -522,6 +530,8 @@ def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[st
         return [RunConfig(**run) for run in stored["runs"]], stored["options"]
     except FileNotFoundError as error:
         raise ValueError(f"{out_dir} is not the folder of a run: it has no {CONFIG_FILE}.") from error
+    except NotADirectoryError as error:
+        raise ValueError(f"{out_dir} is a file; name the folder of a run.") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged or of another version ({error!r}); start anew in another folder."

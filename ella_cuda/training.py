@@ -100,8 +100,8 @@ def marglik_training(
         Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
 
     Raises:
-        ValueError: an argument out of range; labels outside the classes; an empty loader; a checkpoint of other settings, or one
-            that cannot be read.
+        ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; labels that are no class
+            indices; an empty loader; a checkpoint of other settings or another amount of data, or one that cannot be read.
         FloatingPointError: the loss or a factor is not finite; the message names layer, epoch and step. The last good checkpoint
             stays.
 
@@ -119,6 +119,11 @@ def marglik_training(
         n_hypersteps=(n_hypersteps, 1),
         marglik_frequency=(marglik_frequency, 1),
     )
+    if objective == "evidence" and n_epochs_burnin >= n_epochs:
+        raise ValueError(
+            f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
+            f"{n_epochs}. For training without evidence steps pass objective='map'."
+        )
     for name, value in (
         ("lr_hyp", lr_hyp),
         ("prior_prec_init", prior_prec_init),
@@ -146,6 +151,11 @@ def marglik_training(
         "sigma_noise_init": sigma_noise_init,
         "fix_sigma_noise": fix_sigma_noise,
         "parameters": prior.names,
+        "optimizer_cls": optimizer_cls.__name__,
+        "optimizer_kwargs": _plain(optimizer_kwargs),
+        "scheduler_cls": None if scheduler_cls is None else scheduler_cls.__name__,
+        "scheduler_kwargs": _plain(scheduler_kwargs),
+        "n_data": _dataset_size(train_loader),
     }
     evidence_loader = train_loader if marglik_loader is None else marglik_loader
     loaders = [train_loader, evidence_loader]
@@ -219,6 +229,12 @@ def marglik_training(
     if objective == "evidence":
         la.fit(evidence_loader)
     return la, model, margliks, losses
+
+
+def _plain(arguments: dict[str, Any] | None) -> dict[str, str]:
+    """Those arguments that are numbers, words or tuples of them, in words: what two sessions of a run can be compared by."""
+    kinds = (bool, int, float, str, tuple, list, type(None))
+    return {key: repr(value) for key, value in sorted((arguments or {}).items()) if isinstance(value, kinds)}
 
 
 class _Prior:
@@ -309,6 +325,11 @@ def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Ten
     """Mean negative log likelihood per data point, up to constants in σ."""
     if likelihood == "classification":
         classes = outputs.shape[-1]
+        if y.is_floating_point() or y.dim() != 1:
+            raise ValueError(
+                f"marglik_training: labels must be class indices (N,), int64; got {y.dtype} of shape {tuple(y.shape)}. For Gaussian "
+                "targets pass likelihood='regression'."
+            )
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
             raise ValueError(
                 f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {int(y.min())}..{int(y.max())}."

@@ -51,11 +51,11 @@ def small_run(checkpoint: Path | None = None, n_epochs: int = 6, **options):
         "progress_bar": False,
         "fisher": "mc",
     } | options
-    scheduler = {
+    arguments = {
         "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
         "scheduler_kwargs": {"T_max": 3 * n_epochs},
-    }
-    return marglik_training(model, loader, n_epochs=n_epochs, checkpoint=checkpoint, **scheduler, **arguments)
+    } | arguments
+    return marglik_training(model, loader, n_epochs=n_epochs, checkpoint=checkpoint, **arguments)
 
 
 def same_results(first, second) -> None:
@@ -92,9 +92,47 @@ def test_map_is_the_same_loop_without_evidence_steps():
     la, model, margliks, losses = small_run(objective="map")
     assert margliks == [] and losses[-1] < losses[0]
     assert set(la.prior_precision.tolist()) == {1.0}
-    _, delayed, _, delayed_losses = small_run(n_epochs_burnin=100)
+    _, delayed, _, delayed_losses = small_run(n_epochs_burnin=5)  # the first evidence step follows the last epoch
     assert delayed_losses == losses
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), delayed.parameters(), strict=True))
+
+
+def test_a_burn_in_without_an_evidence_step_is_refused():
+    with pytest.raises(ValueError, match="n_epochs_burnin must be less than n_epochs"):
+        small_run(n_epochs=3, n_epochs_burnin=3)
+    small_run(n_epochs=3, n_epochs_burnin=3, objective="map")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer_kwargs": {"lr": 0.5}}, "optimizer_kwargs"),
+        ({"optimizer_cls": torch.optim.SGD}, "optimizer_cls"),
+        ({"scheduler_cls": None, "scheduler_kwargs": None}, "scheduler_cls"),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, change, message):
+    small_run(tmp_path / "c.pt", n_epochs=2, optimizer_kwargs={"lr": 1e-3})
+    with pytest.raises(ValueError, match=message):
+        small_run(tmp_path / "c.pt", n_epochs=2, **{"optimizer_kwargs": {"lr": 1e-3}, **change})
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    def run(n: int) -> None:
+        marglik_training(
+            Network(), TensorLoader(*images(n), 10), objective="map", n_epochs=1, checkpoint=tmp_path / "c.pt", progress_bar=False
+        )  # fmt: skip
+
+    run(24)
+    with pytest.raises(ValueError, match="n_data"):
+        run(20)
+
+
+def test_labels_that_are_no_class_indices_are_refused():
+    x, y = images()
+    for wrong in (y.float(), torch.nn.functional.one_hot(y, 10)):
+        with pytest.raises(ValueError, match="class indices"):
+            marglik_training(Network(), TensorLoader(x, wrong, 8), n_epochs=1, objective="map", progress_bar=False)
 
 
 def test_one_step_minimises_the_stated_objective():

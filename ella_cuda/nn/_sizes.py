@@ -15,7 +15,11 @@ def as_size(name: str, value: Size) -> tuple[int, int]:
     return size
 
 
-def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int]) -> None:
-    """ValueError unless x is ``(N, channels, *size)``."""
+def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int], weight: Tensor) -> None:
+    """ValueError unless x is ``(N, channels, *size)`` and of the weight's dtype."""
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"{layer}: x is {x.dtype}, the layer's parameters are {weight.dtype}; convert one with .to(), for example x.to({weight.dtype})."
+        )
     if x.dim() != 4 or tuple(x.shape[1:]) != (channels, *size):
         raise ValueError(f"{layer}: x must have shape (N, {channels}, {size[0]}, {size[1]}), got {tuple(x.shape)}.")

@@ -56,7 +56,7 @@ class FactoredLinear2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
-        check_image("FactoredLinear2d", x, self.in_channels, self.in_size)
+        check_image("FactoredLinear2d", x, self.in_channels, self.in_size, self.weight_in)
         y = ops.factored_linear(
             x.flatten(2),
             self.weight_in.flatten(2),

@@ -40,5 +40,5 @@ class FullyConnected2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
-        check_image("FullyConnected2d", x, self.in_channels, self.in_size)
+        check_image("FullyConnected2d", x, self.in_channels, self.in_size, self.linear.weight)
         return self.linear(x.flatten(1)).unflatten(1, (self.out_channels, *self.out_size))

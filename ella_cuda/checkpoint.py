@@ -46,7 +46,12 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
+    except FileNotFoundError:
+        raise
+    # What torch raises on damaged files; OSError where a damaged offset makes it seek before the file's start.
+    except (
+        RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError
+    ) as error:  # fmt: skip
         raise ValueError(
             f"{path} is not a readable checkpoint ({error}); it may be truncated. Move it away to start anew."
         ) from error
@@ -83,7 +88,10 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
     """The loaders' own generators, each once."""
     found = [getattr(loader, "generator", None) for loader in loaders]
-    found += [getattr(getattr(loader, "sampler", None), "generator", None) for loader in loaders]
+    for loader in loaders:
+        batches = getattr(loader, "batch_sampler", None)
+        samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        found += [getattr(sampler, "generator", None) for sampler in samplers]
     return list({id(g): g for g in found if g is not None}.values())
 
 

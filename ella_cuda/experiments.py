@@ -569,7 +569,10 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path = Path(out_dir) / config.name / DIARY_FILE
         if config.name in done or not path.exists():
             continue
-        diary = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            diary = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged ({error}); move {path.parent} away to do that run again.") from error
         last = diary["evaluations"][-1]
         layers, others = describe_layers(diary["layout"], last["prior_precision"], last["effective_parameters"])
         rows.append(
@@ -590,7 +593,10 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _note_environment(out_dir: Path, device: str) -> None:
     path = out_dir / ENVIRONMENT_FILE
-    sessions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    try:
+        sessions = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # a damaged note is no reason to refuse a resume
+        sessions = []
     cuda = torch.device(device).type == "cuda"
     sessions.append(
         {

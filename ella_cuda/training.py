@@ -194,6 +194,7 @@ def marglik_training(
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):
             loss, accuracy = _train_epoch(model, train_loader, likelihood, optimizer, scheduler, prior, epoch)
+            prior.check_finite(epoch)
             losses.append(loss)
             shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
             if epoch % marglik_frequency == 0 or epoch == n_epochs:
@@ -262,6 +263,17 @@ class _Prior:
         """σ, 0-dim."""
         return self.log_sigma.exp()
 
+    def check_finite(self, epoch: int) -> None:
+        """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""
+        bad = ~torch.stack([norm.isfinite() for norm in torch._foreach_norm([p.detach() for p in self.parameters])])
+        if bad.any():
+            name = self.names[int(bad.nonzero()[0])]
+            raise FloatingPointError(
+                f"marglik_training: the parameter {name} is not finite after epoch {epoch}, although the loss was: a gradient or the "
+                "optimizer's step was not. Lower the learning rate, or look for a function with an infinite derivative in the model; the "
+                "last checkpoint, if any, is from before this epoch."
+            )
+
     def state_dict(self) -> dict[str, Tensor]:
         return {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
 
@@ -325,7 +337,7 @@ def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Ten
     """Mean negative log likelihood per data point, up to constants in σ."""
     if likelihood == "classification":
         classes = outputs.shape[-1]
-        if y.is_floating_point() or y.dim() != 1:
+        if y.is_floating_point() or y.is_complex() or y.dim() != 1:
             raise ValueError(
                 f"marglik_training: labels must be class indices (N,), int64; got {y.dtype} of shape {tuple(y.shape)}. For Gaussian "
                 "targets pass likelihood='regression'."
@@ -334,7 +346,7 @@ def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Ten
             raise ValueError(
                 f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {int(y.min())}..{int(y.max())}."
             )
-        return F.cross_entropy(outputs, y)
+        return F.cross_entropy(outputs, y.long())
     if outputs.shape != y.shape:
         raise ValueError(
             f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}."
@@ -343,9 +355,14 @@ def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Ten
 
 
 def _dataset_size(loader: Any) -> int:
-    """N, which weighs the prior against the data."""
+    """N, which weighs the prior against the data: how many points one pass yields."""
+    batches = getattr(loader, "batch_sampler", None)
     if hasattr(loader, "dataset_size"):
         size = loader.dataset_size
+    elif hasattr(getattr(batches, "sampler", None), "__len__") and hasattr(batches, "batch_size"):
+        size = len(batches.sampler)  # a subset of the data set, where a sampler takes one
+        if batches.drop_last:
+            size -= size % batches.batch_size
     elif hasattr(getattr(loader, "dataset", None), "__len__"):
         size = len(loader.dataset)
     else:

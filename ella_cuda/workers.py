@@ -41,6 +41,7 @@ def run_at_once(
     Raises:
         RuntimeError: a worker was killed. What a call raises.
     """
+    others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked copy of torch's thread pools would hang
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(threads,)) as pool:
         futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
@@ -53,7 +54,7 @@ def run_at_once(
         except BaseException:
             for future in futures:
                 future.cancel()
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
 

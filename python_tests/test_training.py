@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.data import TensorLoader
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
 from python_tests.ops.checks import assert_same
 
@@ -133,6 +134,119 @@ def test_labels_that_are_no_class_indices_are_refused():
     for wrong in (y.float(), torch.nn.functional.one_hot(y, 10)):
         with pytest.raises(ValueError, match="class indices"):
             marglik_training(Network(), TensorLoader(x, wrong, 8), n_epochs=1, objective="map", progress_bar=False)
+
+
+def test_the_evidence_returned_is_that_of_an_independent_fit():
+    """-log q summed over the data, at the new precisions; the last one is at the weights and precisions that are returned."""
+    seen = []
+    la, model, margliks, _ = small_run(fisher="exact", on_evaluation=seen.append)
+    fresh = KronLaplace(model, prior_precision=torch.tensor(seen[-1].prior_precision, dtype=torch.float64))
+    fresh.fit([images()])
+    assert margliks[-1] == pytest.approx(-float(fresh.log_marginal_likelihood()), rel=1e-5)
+    assert seen[-1].neg_log_marginal_likelihood == pytest.approx(margliks[-1] / 24)
+    gamma = fresh.effective_parameters()
+    assert seen[-1].effective_parameters == pytest.approx(gamma, rel=1e-4, abs=1e-6)
+    assert la.n_data == 24
+
+
+def test_weights_see_the_training_loader_and_the_evidence_its_own():
+    passes = {"train": 0, "evidence": 0}
+
+    class Counted(TensorLoader):
+        name = ""
+
+        def __iter__(self):
+            passes[self.name] += 1
+            return super().__iter__()
+
+    train, evidence = Counted(*images(24), 8), Counted(*images(16), 8)
+    train.name, evidence.name = "train", "evidence"
+    la, *_ = marglik_training(
+        Network(), train, n_epochs=4, marglik_frequency=2, marglik_loader=evidence, progress_bar=False
+    )
+    assert passes == {"train": 4, "evidence": 3}  # the third is of the approximation that is returned
+    assert la.n_data == 16
+
+
+def test_column_tolerance_reaches_the_curvature_and_the_checkpoint(tmp_path):
+    options = {"fisher": "exact", "n_epochs": 2}
+    exact = small_run(**options)[0]
+    rough = small_run(tmp_path / "c.pt", column_tolerance=0.5, **options)[0]
+    traces = [
+        sum(float(f.outputs.diagonal(dim1=1, dim2=2).sum()) for f in la.factors.values()) for la in (rough, exact)
+    ]
+    assert 0.3 < traces[0] / traces[1] < 0.95
+    with pytest.raises(ValueError, match="column_tolerance"):
+        small_run(tmp_path / "c.pt", **options)
+
+
+class Rooted(nn.Module):
+    """Its loss is finite, its gradient is not: the square root's derivative at 0 times 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(torch.where(h > 0, torch.sqrt(h), torch.zeros_like(h)))
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    loader = TensorLoader(torch.randn(40, 5), torch.randint(3, (40,)), 40)
+    with pytest.raises(FloatingPointError, match=r"first\.weight is not finite after epoch 1"):
+        marglik_training(
+            Rooted(), loader, n_epochs=1, objective="map", checkpoint=tmp_path / "c.pt", progress_bar=False
+        )
+    assert not (tmp_path / "c.pt").exists()
+
+
+def test_resume_repeats_a_batch_samplers_own_generator(tmp_path):
+    def run(n_epochs: int, stop_after: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        data, generator = TensorDataset(*images()), torch.Generator().manual_seed(9)
+        loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), 8, False))
+
+        def stop(evaluation) -> None:
+            if evaluation.epoch == stop_after:
+                raise KeyboardInterrupt
+
+        _, model, _, _ = marglik_training(
+            Network(), loader, n_epochs=n_epochs, objective="map", checkpoint=tmp_path / f"{stop_after}.pt",
+            on_evaluation=stop, progress_bar=False,
+        )  # fmt: skip
+        return list(model.parameters())
+
+    whole = run(4, None)
+    with pytest.raises(KeyboardInterrupt):
+        run(4, 3)
+    (tmp_path / "3.pt").rename(tmp_path / "0.pt")
+    assert all(torch.equal(a, b) for a, b in zip(whole, run(4, 0), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"batch_size": 10, "sampler": SubsetRandomSampler(range(20))}, 20),
+        ({"batch_size": 9, "drop_last": True}, 18),
+        ({"batch_sampler": BatchSampler(RandomSampler(range(24)), 7, False)}, 24),
+    ],
+)
+def test_the_prior_weighs_against_the_points_of_one_pass(options, seen):
+    """With learning rate 0 the first loss is the data's mean loss plus delta / (2 N) |theta|^2."""
+    model = Network()
+    x, y = images()
+    with torch.no_grad():
+        norm = sum(p.square().sum() for p in model.parameters())
+    same = TensorDataset(x[:1].expand_as(x), y[:1].expand_as(y))  # one point throughout: every batch has its loss
+    with torch.no_grad():
+        data = nn.functional.cross_entropy(model(x[:1]), y[:1])
+    *_, losses = marglik_training(
+        model, DataLoader(same, **options), n_epochs=1, objective="map", prior_prec_init=7.0,
+        optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.0}, progress_bar=False,
+    )  # fmt: skip
+    assert losses[0] == pytest.approx(float(data + 7.0 / (2 * seen) * norm), rel=1e-5)
 
 
 def test_one_step_minimises_the_stated_objective():

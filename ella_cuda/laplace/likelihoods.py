@@ -77,9 +77,11 @@ class Classification(Likelihood):
         tails = log_p.flip(1).logcumsumexp(1).flip(1)
         here, after, p_j = tails[:, :-1], tails[:, 1:], log_p[:, :-1]
         factor = -torch.exp(log_p[:, :, None] + 0.5 * (p_j - here - after)[:, None, :]).tril(-1)  # (N, K, K-1)
-        factor.diagonal(dim1=1, dim2=2).copy_(torch.exp(0.5 * (p_j + after - here)))
+        # Where only classes of probability exactly 0 are left (logits of -inf), the formula is inf - inf; the column is 0.
+        factor.masked_fill_(after.isneginf()[:, None, :], 0.0)
+        factor.diagonal(dim1=1, dim2=2).copy_(torch.exp(0.5 * (p_j + after - here)).masked_fill(after.isneginf(), 0.0))
         left = factor.square().sum((0, 1)).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
-        count = max(1, int((left > tolerance * left[:1]).sum()))
+        count = max(1, int((~(left <= tolerance * left[:1])).sum()))  # nan is kept, to be found in the factors
         factor = factor[:, :, :count]
         unsorted = torch.empty_like(factor).scatter_(1, order[:, :, None].expand_as(factor), factor)
         return unsorted.permute(2, 0, 1).to(outputs.dtype)

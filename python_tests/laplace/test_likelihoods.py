@@ -50,6 +50,17 @@ def test_softmax_columns_stay_accurate_for_certain_predictions(dtype):
     torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=1e-45)
 
 
+def test_softmax_columns_of_classes_that_cannot_be():
+    """Logits of -inf, as masks give: the other classes' Hessian, bordered by zeros."""
+    logits = torch.tensor([[0.0, 0.5, 0.3, -torch.inf, -torch.inf], [-torch.inf, 2.0, -1.0, -torch.inf, 0.1]]).double()
+    columns = Classification().columns(logits)
+    p = torch.softmax(logits, 1)
+    torch.testing.assert_close(hessian_of(columns), torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
+    broken = logits.clone()
+    broken[0, 0] = torch.nan
+    assert Classification().columns(broken).isnan().any()
+
+
 @pytest.mark.parametrize("likelihood", [Classification(), Regression()])
 def test_sampled_columns_average_to_the_hessian(likelihood):
     f = torch.tensor([[0.3, -1.0, 1.2], [2.0, 0.0, -2.0]], dtype=torch.float64)

@@ -103,6 +103,7 @@ class KronLaplace:
         self.n_outputs = 0
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
+        self._fingerprint = self._statistic.clone()
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
@@ -133,12 +134,13 @@ class KronLaplace:
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
+        fingerprint = _fingerprint(self.model).to(self._device)
         norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
         if override or self.n_data == 0:
             self._forget()
             for rule in self._rules:
                 rule.allocate()
-        elif not torch.equal(norms, self._square_norms):
+        elif not torch.allclose(fingerprint, self._fingerprint, rtol=1e-12, atol=0):
             raise ValueError(
                 "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
             )
@@ -182,6 +184,7 @@ class KronLaplace:
         for factor in self._factors.values():
             factor.n_data = n_data + seen
         self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
+        self._fingerprint = fingerprint
         return self
 
     def _check_finite(self, statistic: Tensor) -> None:
@@ -384,6 +387,7 @@ class KronLaplace:
             "n_outputs": self.n_outputs,
             "statistic": self._statistic.clone(),
             "square_norms": self._square_norms.clone(),
+            "fingerprint": self._fingerprint.clone(),
             "factors": save_factors(self._factors) if self.n_data else {},
         }
 
@@ -409,10 +413,20 @@ class KronLaplace:
         self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
         self._factors = {name: self._factors[name] for name in self.parameter_names} if state["n_data"] else {}
         self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
-        self._statistic, self._square_norms = (
-            state["statistic"].to(self._device),
-            state["square_norms"].to(self._device),
+        self._statistic, self._square_norms, self._fingerprint = (
+            state[key].to(self._device) for key in ("statistic", "square_norms", "fingerprint")
         )
+
+
+def _fingerprint(model: nn.Module) -> Tensor:
+    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index, tensor in enumerate(model.state_dict().values(), start=1):
+        if tensor.is_floating_point():
+            weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
+            weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
+            total += index * (tensor.detach().flatten().double() @ weights).cpu()
+    return total
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

@@ -82,10 +82,20 @@ def test_evidence_after_a_failed_fit(model, data):
     assert la.fit([data], override=False).log_marginal_likelihood() == expected
 
 
-def test_adding_after_the_parameters_changed(model, data):
+@pytest.mark.parametrize("change", ["shift", "sign", "order", "frozen"])
+def test_adding_after_the_parameters_changed(model, data, change):
+    first, last = model[0].weight, model[-1].weight
+    first.requires_grad_(change != "frozen")
     la = KronLaplace(model).fit([data])
     with torch.no_grad():
-        model[0].weight += 0.1
+        if change == "shift":
+            last += 0.1
+        elif change == "sign":
+            last.neg_()
+        elif change == "order":
+            last.copy_(last.flip(0))
+        else:
+            first.mul_(3.0)
     with pytest.raises(ValueError, match="parameters changed"):
         la.fit([data], override=False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,18 +44,23 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read what :func:`save_checkpoint` wrote, on the CPU. Loading executes no code from the file.
 
     Raises:
-        ValueError: the file is truncated, of another format or no checkpoint.
+        ValueError: the file is truncated, damaged in any bit of its content, of another format or no checkpoint.
     """
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums it stores
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"the checksum of its part {damaged} does not fit")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     # What torch raises on damaged files; OSError where a damaged offset makes it seek before the file's start.
     except (
-        RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OSError
+        zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, pickle.UnpicklingError, ValueError, LookupError, TypeError,
+        AttributeError, OSError,
     ) as error:  # fmt: skip
         raise ValueError(
-            f"{path} is not a readable checkpoint ({error}); it may be truncated. Move it away to start anew."
+            f"{path} is not a readable checkpoint ({error}); it may be truncated or damaged. Move it away to start anew."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(

@@ -47,6 +47,24 @@ def test_truncated_at_any_point(tmp_path):
             read_checkpoint(path)
 
 
+def test_a_flipped_bit_is_found(tmp_path):
+    """Anywhere in what is stored: read as it was, or refused; never read as something else."""
+    path = tmp_path / "run.pt"
+    tensor = torch.randn(3_000)
+    save_checkpoint(path, {"epoch": 1, "tensor": tensor})
+    content = path.read_bytes()
+    refused = 0
+    for position in range(50, len(content), 101):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 16]) + content[position + 1 :])
+        try:
+            read = read_checkpoint(path)
+        except ValueError:
+            refused += 1
+        else:
+            assert read["epoch"] == 1 and torch.equal(read["tensor"], tensor)
+    assert refused > 12_000 // 101  # all flips in the 12,000 bytes of the tensor at least
+
+
 def test_code_in_a_file_is_not_executed(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -82,6 +82,13 @@ def test_evidence_after_a_failed_fit(model, data):
     assert la.fit([data], override=False).log_marginal_likelihood() == expected
 
 
+def test_a_forward_replaced_on_the_instance_is_refused(model):
+    original = model[0].forward
+    model[0].forward = lambda x: 2 * original(x)
+    with pytest.raises(TypeError, match="forward was replaced on the instance"):
+        KronLaplace(model)
+
+
 @pytest.mark.parametrize("change", ["shift", "sign", "order", "frozen"])
 def test_adding_after_the_parameters_changed(model, data, change):
     first, last = model[0].weight, model[-1].weight

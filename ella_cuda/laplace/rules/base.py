@@ -180,6 +180,11 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
         ValueError: the rule cannot handle this layer's configuration.
     """
     kind = type(module)
+    if "forward" in vars(module):
+        raise TypeError(
+            f"layer {name or '(the model itself)'!r} is a {kind.__name__} whose forward was replaced on the instance; no rule can know what "
+            "it computes. Make it a class of its own and register a rule for that with @ella_cuda.laplace.register."
+        )
     for ancestor in kind.__mro__:
         if ancestor not in _RULES:
             continue

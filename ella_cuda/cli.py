@@ -17,7 +17,7 @@ from typing import Any
 from ella_cuda import __version__, experiments
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import OBJECTIVES, RECIPES, RunConfig
-from ella_cuda.models import PATHS
+from ella_cuda.models import INITS, PATHS
 from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import OBJECTIVE_TITLES, layer_title, number
@@ -44,6 +44,7 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("data_seed", int, "of the quadrants, the subsample and the hold-out split"),
 )
 WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("init", INITS, "initial weights: as published, or with only the equivariant paths on"),
     ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
     ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
@@ -140,7 +141,9 @@ def _add_train(commands: Any) -> None:
         text = text if default is None else f"{text} (digits: {default:g})"
         train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     for name, words, text in WORDS:
-        train.add_argument(_flag(name), choices=words, help=text)
+        train.add_argument(
+            _flag(name), choices=words, help=f"{text} (digits: {getattr(RECIPES['digits'], name, words[0])})"
+        )
     train.add_argument(
         "--jobs",
         type=int,

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ella_cuda import __version__, build_info
 from ella_cuda.data import SOURCES, TASKS, Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
-from ella_cuda.models import PATHS, neyshabur
+from ella_cuda.models import INITS, PATHS, neyshabur
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation, marglik_training
@@ -47,12 +47,12 @@ class Recipe:
 
     tasks: tuple[str, ...]  # what `train` runs when no task is named
     width: int = 4
+    init: str = "equivariant"
     epochs: int = 100
     batch_size: int = 128
     lr: float = 3e-3  # of Adam
-    cooldown: float | None = (
-        None  # share of the steps, the last, in which lr falls linearly to 0; None: a cosine over all
-    )
+    # Share of the steps, the last, in which lr falls linearly to 0; None is a cosine over all steps.
+    cooldown: float | None = None
     prior_prec_init: float = 0.03  # δ at the start of evidence training
     map_prior_prec: float = 0.03  # δ of MAP training
     lr_hyp: float = 0.1
@@ -81,8 +81,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "mnist": Recipe(tasks=("digit", "quadrant"), epochs=20, burn_in=2, frequency=2),
     "fashion-mnist": Recipe(tasks=("plain", "quadrant"), epochs=20, burn_in=2, frequency=2),
-    "cifar10": Recipe(tasks=("plain",), width=10, lr=0.01, prior_prec_init=1.0, map_prior_prec=1.0),
-    "cifar100": Recipe(tasks=("plain",), width=10, lr=0.01, prior_prec_init=1.0, map_prior_prec=1.0),
+    "cifar10": Recipe(tasks=("plain",), width=10, init="published", lr=0.01, prior_prec_init=1.0, map_prior_prec=1.0),
+    "cifar100": Recipe(tasks=("plain",), width=10, init="published", lr=0.01, prior_prec_init=1.0, map_prior_prec=1.0),
 }
 
 
@@ -97,6 +97,7 @@ class RunConfig:
         objective: ``map`` or ``evidence``.
         seed: of the initial weights and of the order of the minibatches.
         width: α of the network.
+        init: ``published`` or ``equivariant``, see :func:`ella_cuda.models.neyshabur`.
         epochs: passes over the training data.
         batch_size: images in a minibatch.
         lr: Adam's learning rate, at the start.
@@ -142,6 +143,7 @@ class RunConfig:
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
     cooldown: float | None = None
+    init: str = "published"
     device: str = "cpu"
     train_size: int | None = None
     holdout: float | None = None
@@ -153,6 +155,7 @@ class RunConfig:
             "data": SOURCES,
             "task": TASKS,
             "objective": OBJECTIVES,
+            "init": INITS,
             "fisher": ("exact", "mc"),
             "resolution": ("shared", "per_channel"),
             "prior_structure": ("layerwise", "module", "scalar"),
@@ -334,7 +337,8 @@ def run_one(
     device = resolve_device(config.device)
     dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
-    model = neyshabur(config.layer, dataset.channels, dataset.num_classes, config.width, config.image_size).to(device)
+    sizes = (dataset.channels, dataset.num_classes, config.width, config.image_size)
+    model = neyshabur(config.layer, *sizes, init=config.init).to(device)
     diary = _Diary(run_dir / DIARY_FILE, config, model)
     train_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.batch_size, shuffle=True)
     evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)

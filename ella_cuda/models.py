@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,34 @@ PATHS: dict[str, Callable[[int, int, int, int], nn.Module]] = {
     "f_fc": FactoredLinear2d,
     "conv": conv_path,
 }
+
+
+EQUIVARIANT_PATHS = ("conv",)
+INITS = ("published", "equivariant")
+
+
+def start_equivariant(block: RelaxedEquivariance) -> None:
+    """Make a freshly initialised layer strictly equivariant: its other paths' outputs are zero, and its equivariant
+    paths, ``m`` of ``n``, have their weights multiplied by ``n / sqrt(m)``, so that the mean over paths has the variance
+    of one path alone.
+
+    An FC path starts at ``weight = 0`` and an F-FC path at ``weight_out = 0`` with ``weight_in`` as drawn: both have a
+    gradient at once. A layer without an equivariant path stays as it is.
+    """
+    equivariant = [name for name in block.path_names if name in EQUIVARIANT_PATHS]
+    if not equivariant:
+        return
+    scale = len(block.path_names) / math.sqrt(len(equivariant))
+    for name in block.path_names:
+        path = block.get_submodule(name)
+        with torch.no_grad():
+            if isinstance(path, FactoredLinear2d):
+                path.weight_out.zero_()
+            elif isinstance(path, FullyConnected2d):
+                path.linear.weight.zero_()
+            else:
+                for weight in (p for p in path.parameters() if p.dim() > 1):
+                    weight.mul_(scale)
 
 
 class Neyshabur(nn.Module):
@@ -59,7 +88,12 @@ class Neyshabur(nn.Module):
 
 
 def neyshabur(
-    layer: str = "f_fc+conv", in_channels: int = 3, num_classes: int = 10, width: int = 10, image_size: int = 32
+    layer: str = "f_fc+conv",
+    in_channels: int = 3,
+    num_classes: int = 10,
+    width: int = 10,
+    image_size: int = 32,
+    init: str = "published",
 ) -> Neyshabur:
     """The paper's network, after Neyshabur (2020), with every layer a sum of the named paths.
 
@@ -72,12 +106,14 @@ def neyshabur(
         num_classes: K, the number of outputs.
         width: α, the multiple of all channel counts.
         image_size: height and width of the images, a multiple of 32.
+        init: "published", every path as if it were alone; or "equivariant", every layer that has an equivariant path
+            strictly equivariant at the start, see :func:`start_equivariant`.
 
     Returns:
         A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
 
     Raises:
-        ValueError: an unknown or repeated path, or a size that is not positive or not a multiple of 32.
+        ValueError: an unknown or repeated path or init, or a size that is not positive or not a multiple of 32.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Neyshabur, "Towards learning convolutions from scratch",
     NeurIPS 2020.
@@ -96,4 +132,10 @@ def neyshabur(
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     if image_size % 32:
         raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
-    return Neyshabur(paths, in_channels, num_classes, width, image_size)
+    if init not in INITS:
+        raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}.")
+    model = Neyshabur(paths, in_channels, num_classes, width, image_size)
+    if init == "equivariant":
+        for block in model.blocks:
+            start_equivariant(block)
+    return model

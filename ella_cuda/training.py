@@ -102,8 +102,8 @@ def marglik_training(
     Raises:
         ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; labels that are no class
             indices; an empty loader; a checkpoint of other settings or another amount of data, or one that cannot be read.
-        FloatingPointError: the loss or a factor is not finite; the message names layer, epoch and step. The last good checkpoint
-            stays.
+        FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
+            step. The last good checkpoint stays.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1;
     van der Ouderaa et al., NeurIPS 2023, section 5.
@@ -303,7 +303,6 @@ def _train_epoch(
         penalty = float(sum(0.5 * w * norm.double().square() for w, norm in zip(weights, norms, strict=True)))
     one = prior.parameters[0].new_ones(())
     seen = steps = 0
-
     for step, (x, y) in enumerate(loader, start=1):
         outputs = model(x)
         loss = _data_loss(outputs, y, likelihood, sigma)

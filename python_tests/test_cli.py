@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ella_cuda import cli, experiments
+from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.kernels import KernelCheck
 
 CODE = "import sys; from ella_cuda.cli import main; sys.exit(main())"
@@ -202,6 +202,11 @@ def test_help_is_0(args, capsys):
     assert capsys.readouterr().out
 
 
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"ella-cuda {__version__}"
+
+
 def one_line(capsys) -> str:
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -216,6 +221,8 @@ def test_failures_are_1_and_one_line(tmp_path, monkeypatch, capsys):
     assert cli.main(["inspect", "nothing"]) == 1
     assert "config.json" in one_line(capsys)
     (tmp_path / "file").write_text("")
+    assert cli.main(["inspect", "file"]) == 1
+    assert "is a file" in one_line(capsys)
     assert cli.main(["train", "--out", "file/dir"]) == 1
     assert "cannot be made" in one_line(capsys)
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
@@ -309,7 +316,7 @@ def test_numbers_given_reach_the_run(asked):
         "hypersteps": 5,
         "device": "cpu",
     }
-    given |= {"prior_structure": "module", "width": 6, "train_size": 99}
+    given |= {"prior_structure": "module", "width": 6, "train_size": 99, "init": "published", "cooldown": 0.5}
     args = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     assert cli.main(["train", *args]) == 0
     assert len(asked[0]) == 10

@@ -264,6 +264,18 @@ def test_a_running_run_can_be_read(tmp_path, monkeypatch):
         0 < row["layers"][7]["paths"]["conv"]["effective_parameters"] < row["layers"][7]["paths"]["conv"]["parameters"]
     )
     assert row["neg_log_marginal_likelihood"] > 0
+    diary = tmp_path / configs[0].name / "progress.json"
+    diary.write_text(diary.read_text()[:-40])
+    with pytest.raises(ValueError, match=r"progress\.json is damaged .* to do that run again"):
+        experiments.read_running(tmp_path)
+
+
+def test_a_damaged_note_of_the_environment_is_no_reason_to_refuse_a_resume(tmp_path):
+    configs = [small(objective="map", epochs=1)]
+    rows = run_grid(configs, tmp_path, progress=False)
+    (tmp_path / "environment.json").write_text("{")
+    assert run_grid(configs, tmp_path, progress=False) == rows
+    assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
 
 
 def test_holdout_sees_no_test_image():

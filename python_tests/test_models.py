@@ -51,6 +51,38 @@ def test_relaxed_network_feels_translations():
     assert (model(x.roll((3, 5), (2, 3))) - model(x)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("layer", ["f_fc+conv", "conv+fc", "fc+f_fc+conv"])
+def test_equivariant_init_starts_as_the_convolution(layer):
+    torch.manual_seed(0)
+    model = neyshabur(layer, 3, 10, width=4, init="equivariant").double()
+    count = len(layer.split("+"))
+    conv = neyshabur("conv", 3, 10, width=4).double()
+    conv.load_state_dict(
+        {n: p / count if "blocks" in n else p for n, p in model.state_dict().items() if n in conv.state_dict()}
+    )
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    assert_same(model(x), conv(x))
+    assert_same(model(x.roll((3, 5), (2, 3))), model(x), rtol=1e-9, atol=1e-12)
+    for block in conv.blocks[2:]:  # the mean's kernels have the variance that He et al. give a convolution alone
+        weight = next(p for p in block.parameters() if p.dim() == 4)
+        assert float(weight.std()) == pytest.approx((2 / weight[0].numel()) ** 0.5, rel=0.1)
+    model(x).square().sum().backward()
+    off = {n: p for n, p in model.named_parameters() if n.endswith(("weight_out", "fc.linear.weight"))}
+    assert len(off) == 8 * (count - 1)
+    for name, p in off.items():  # off, and able to come on
+        assert not p.any() and p.grad.any(), name
+
+
+@pytest.mark.parametrize("layer", ["fc", "f_fc", "fc+f_fc", "conv"])
+def test_equivariant_init_of_layers_with_nothing_to_switch_off_is_the_published_one(layer):
+    models = []
+    for init in ("published", "equivariant"):
+        torch.manual_seed(0)
+        models.append(neyshabur(layer, 1, 10, width=1, init=init).state_dict())
+    for name, value in models[0].items():
+        assert torch.equal(value, models[1][name]), name
+
+
 def test_names_that_users_rely_on():
     names = dict(neyshabur("f_fc+conv+fc", 1, width=1).named_parameters())
     for name in (
@@ -68,6 +100,7 @@ def test_names_that_users_rely_on():
     [
         ({"layer": "fc+dense"}, "layer must be"),
         ({"layer": "conv+conv"}, "layer must be"),
+        ({"init": "zero"}, "init must be one of published, equivariant"),
         ({"width": 0}, "width"),
         ({"num_classes": 2.5}, "num_classes"),
         ({"image_size": 28}, "multiple of 32"),

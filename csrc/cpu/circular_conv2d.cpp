@@ -4,6 +4,8 @@
 // - narrow ones: a vector is one position of as many images as it has lanes.
 // A kernel larger than the image meets the same pixel more than once; the entries that do are added up beforehand, so that
 // kernel and border never exceed the image.
+#include "circular_conv2d.h"
+
 #include <algorithm>
 
 #include "../common/checks.h"
@@ -218,8 +220,10 @@ struct GradientPlan {
   int64_t block, chunk, chunks, sums;
 };
 
-template <class T>
-void weight_gradient(const CircularConvSizes& s, const Tensor& grad, const Tensor& x, Tensor& out) {
+// Calls done(sums, torus) with the gradient by folded taps, sums[(d * C + c) * torus.tap_count() + tap]. With `upper`, sums for
+// c < d are not wanted.
+template <class T, class Done>
+void weight_gradient(const CircularConvSizes& s, const Tensor& grad, const Tensor& x, bool upper, const Done& done) {
   const Torus<T> torus(s);
   const GradientPlan<T> plan(torus, s);
   const int64_t L = torus.k.vector, K = s.C * torus.tap_count(), vectors = torus.vectors();
@@ -259,17 +263,23 @@ void weight_gradient(const CircularConvSizes& s, const Tensor& grad, const Tenso
           }
         }
         const T* g = in_place ? gradients.data + first * gradients.image : gradient;
-        torus.k.convolve_gradient({g, at.data(), s.D, grad_channel, columns.data(), K, in.data(), count * vectors, sums, K});
+        torus.k.convolve_gradient({g, at.data(), s.D, grad_channel, columns.data(), K, upper ? torus.tap_count() : 0, in.data(),
+                                   count * vectors, sums, K});
       }
     }
   });
-  T* result = out.mutable_data_ptr<T>();
   double* total = partial.data();
   for (int64_t task = 1; task < plan.chunks; ++task) {
     for (int64_t i = 0; i < plan.sums; ++i) total[i] += total[task * plan.sums + i];
   }
-  for (int64_t row = 0; row < s.D * s.C; ++row, total += torus.tap_count()) {
-    for (const int64_t tap : torus.folded) *result++ = static_cast<T>(total[tap]);
+  done(total, torus);
+}
+
+// `rows` kernels from their folded taps: one larger than the image repeats them.
+template <class T, class U>
+void unfold(const Torus<T>& torus, const double* sums, int64_t rows, U* target) {
+  for (int64_t i = 0; i < rows; ++i, sums += torus.tap_count()) {
+    for (const int64_t tap : torus.folded) *target++ = static_cast<U>(sums[tap]);
   }
 }
 
@@ -285,7 +295,11 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
   const CircularConvSizes s = check_circular_conv2d_weight_grad(grad, x, kernel_h, kernel_w);
   if (grad.numel() == 0 || x.numel() == 0) return zeros_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
   Tensor out = empty_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_weight_grad", [&] { weight_gradient<scalar_t>(s, grad, x, out); });
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_weight_grad", [&] {
+    weight_gradient<scalar_t>(s, grad, x, false, [&](const double* sums, const Torus<scalar_t>& torus) {
+      unfold(torus, sums, s.D * s.C, out.mutable_data_ptr<scalar_t>());
+    });
+  });
   return out;
 }
 
@@ -295,4 +309,16 @@ ELLA_REGISTER(CPU, m) {
 }
 
 }  // namespace
+
+std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
+  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
+  std::vector<double> lags(C * C * kernel_h * kernel_w);
+  const CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation", [&] {
+    weight_gradient<scalar_t>(
+        s, x, x, true, [&](const double* sums, const Torus<scalar_t>& torus) { unfold(torus, sums, C * C, lags.data()); });
+  });
+  return lags;
+}
+
 }  // namespace ella

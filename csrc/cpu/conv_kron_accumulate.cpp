@@ -1,4 +1,5 @@
 #include "../common/checks.h"
+#include "circular_conv2d.h"
 #include "gram.h"
 
 namespace ella {
@@ -77,11 +78,44 @@ class Patches {
   const ConvGeometry& g_;
 };
 
+// Whether patches are those of a convolution on a torus that keeps the size. Then
+//   sum_p x[c, p + r] x[c', p + r'] = sum_q x[c, q] x[c', q + r' - r]
+// depends on the lag r' - r alone: (2 kh - 1) (2 kw - 1) sums for each pair of channels in place of (kh kw)^2.
+bool same_on_torus(const ConvGeometry& g) {
+  const bool wraps = g.circular || (g.kernel_h == 1 && g.kernel_w == 1);
+  return wraps && g.stride_h == 1 && g.stride_w == 1 && g.dilation_h == 1 && g.dilation_w == 1 && g.kernel_h % 2 == 1 &&
+         g.kernel_w % 2 == 1 && g.padding_h == g.kernel_h / 2 && g.padding_w == g.kernel_w / 2;
+}
+
+template <class T>
+void add_lags(const ConvGeometry& g, const std::vector<double>& lags, double alpha, T* factor) {
+  const int64_t kernel = g.kernel_h * g.kernel_w, row = 2 * g.kernel_w - 1, count = (2 * g.kernel_h - 1) * row, P = g.patch();
+  for (int64_t c = 0; c < g.C; ++c) {
+    for (int64_t other = c; other < g.C; ++other) {
+      const double* lag = lags.data() + (c * g.C + other) * count + count / 2;  // that of r' = r
+      for (int64_t a = 0; a < kernel; ++a) {
+        for (int64_t b = other == c ? a : 0; b < kernel; ++b) {
+          const int64_t down = b / g.kernel_w - a / g.kernel_w, right = b % g.kernel_w - a % g.kernel_w;
+          const T value = static_cast<T>(alpha * lag[down * row + right]);
+          const int64_t i = c * kernel + a, j = other * kernel + b;
+          factor[i * P + j] += value;
+          if (i != j) factor[j * P + i] += value;
+        }
+      }
+    }
+  }
+}
+
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
                            std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
   if (g.patch() == 0 || g.positions() == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
+    if (same_on_torus(g)) {
+      const std::vector<double> lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
+      add_lags(g, lags, alpha, factor.mutable_data_ptr<scalar_t>());
+      return;
+    }
     const Patches<scalar_t> patches(x, g);
     Gram<scalar_t>(factor, g.patch(), g.positions())
         .accumulate(factor.mutable_data_ptr<scalar_t>(), g.positions(), static_cast<scalar_t>(alpha),

@@ -55,8 +55,9 @@ class Gram {
   }
 
  private:
-  static constexpr int64_t kBlockBytes = 1024 * 1024;  // rows packed at once
-  static constexpr int64_t kSum = 256;                 // rows that one pass over a tile adds
+  // Rows packed at once: every block reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
+  static constexpr int64_t kBlockBytes = 8 * 1024 * 1024;
+  static constexpr int64_t kSum = 256;  // rows that one pass over a tile adds
 
   int64_t columns(int64_t panel) const { return std::min(k_.width, d_ - panel * k_.width); }
   T* panel(int64_t p) const { return packed_.data() + p * k_.width * block_; }

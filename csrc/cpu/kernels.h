@@ -27,14 +27,14 @@ struct Convolution {
 };
 
 // The gradient of its weights: sums[d * sums_row + k] += sum_v sum_lane grad[d * grad_channel + at[v] + lane] times the lane of
-// the vector at columns[k] + in[v], k < column_count.
+// the vector at columns[k] + in[v], k < column_count; those with k < d * skip are not wanted.
 template <class T>
 struct ConvolutionGradient {
   const T* grad;
   const int64_t* at;
   int64_t out_channels, grad_channel;
   const T* const* columns;
-  int64_t column_count;
+  int64_t column_count, skip;
   const int64_t* in;
   int64_t vectors;
   double* sums;

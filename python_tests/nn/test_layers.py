@@ -58,6 +58,8 @@ def test_relaxed_layer_is_the_mean_of_its_paths(device):
         (lambda: FactoredLinear2d(2, 3, 4, (4, 4, 4)), "out_size"),
         (lambda: FactoredLinear2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 5)), "FactoredLinear2d"),
         (lambda: FullyConnected2d(2, 3, 4, 4)(torch.zeros(1, 3, 4, 4)), "FullyConnected2d"),
+        (lambda: FullyConnected2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 4).double()), "x is torch.float64"),
+        (lambda: FactoredLinear2d(2, 3, 4, 4).double()(torch.zeros(1, 2, 4, 4)), "x is torch.float32"),
         (lambda: RelaxedEquivariance({}), "paths"),
         (lambda: PolyphasePool2d(norm=3)(torch.zeros(1, 1, 2, 2)), "norm"),
         (lambda: RelaxedEquivariance({"a": nn.Identity(), "b": nn.MaxPool2d(2)})(torch.zeros(1, 1, 4, 4)), "path 'b'"),

@@ -90,19 +90,21 @@ class Conv2dRule(Rule):
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         m = self.module
-        # Channels innermost: the positions of all images are then one axis of rows, and on the CPU convolutions are
-        # faster too.
-        flat = gradient.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        flat = gradient.flatten(0, 1)
         if "weight" in self.factors:
-            rows = flat.permute(0, 2, 3, 1).flatten(0, 2).unflatten(1, (m.groups, -1))
-            self.factors["weight"].output_moment.add(rows, 1 / max(math.prod(flat.shape[2:]), 1))
+            moment, positions = self.factors["weight"].output_moment, math.prod(flat.shape[2:])
+            for factor, part in zip(moment.total, flat.chunk(m.groups, 1), strict=True):
+                ops.conv_kron_accumulate_(factor, part, 1, alpha=1 / max(positions, 1))
+            moment.count(flat.shape[0] * positions)
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
         if input_shape is None:
             return None
         if self._same_on_torus() and gradient.device.type == "cpu":
             kernel = self.module.weight.detach().flip(2, 3).transpose(0, 1)
-            return ops.circular_conv2d(gradient.flatten(0, 1), kernel).unflatten(0, gradient.shape[:2])
+            return ops.circular_conv2d(flat, kernel).unflatten(0, gradient.shape[:2])
+        # Channels innermost: convolutions are faster so on the CPU.
+        flat = flat.contiguous(memory_format=torch.channels_last)
         pulled = self._input_gradient(flat, input_shape)
         # Back to the layout of the forward pass: elementwise work on two layouts at once is slow.
         if gradient.is_contiguous():

@@ -32,6 +32,7 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("epochs", int, "passes over the training data"),
     ("batch_size", int, "images in a minibatch"),
     ("lr", float, "Adam's learning rate at the start"),
+    ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion"),
     ("cooldown", float, "share of the steps, the last, in which lr falls linearly to 0 (without: a cosine over all)"),
     ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
     ("lr_hyp", float, "Adam's learning rate on log prior precisions"),

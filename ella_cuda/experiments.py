@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info
 from ella_cuda.data import SOURCES, TASKS, Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
 from ella_cuda.models import INITS, PATHS, neyshabur
+from ella_cuda.nn import FactoredLinear2d
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation, marglik_training
@@ -51,6 +52,7 @@ class Recipe:
     epochs: int = 100
     batch_size: int = 128
     lr: float = 3e-3  # of Adam
+    fan_in_limit: int | None = None  # weights with more inputs learn at lower rates, see `adam_for`
     # Share of the steps, the last, in which lr falls linearly to 0; None is a cosine over all steps.
     cooldown: float | None = None
     prior_prec_init: float = 0.03  # δ at the start of evidence training
@@ -68,14 +70,13 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "digits": Recipe(
         tasks=("digit", "quadrant"),
-        width=2,
-        epochs=90,
+        width=4,
+        epochs=45,
         batch_size=64,
-        lr=4e-3,
+        lr=5e-3,
+        fan_in_limit=256,
         cooldown=0.3,
         lr_hyp=0.3,
-        burn_in=20,
-        frequency=7,
         hypersteps=40,
         column_tolerance=0.05,
     ),
@@ -101,6 +102,7 @@ class RunConfig:
         epochs: passes over the training data.
         batch_size: images in a minibatch.
         lr: Adam's learning rate, at the start.
+        fan_in_limit: inputs of a weight up to which it learns at that rate, see :func:`adam_for`; None is no limit.
         cooldown: share of the steps, the last ones, in which lr falls linearly to 0 after being constant; None is a
             cosine to 0 over all steps.
         prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
@@ -144,6 +146,7 @@ class RunConfig:
     prior_structure: str = "layerwise"
     cooldown: float | None = None
     init: str = "published"
+    fan_in_limit: int | None = None
     device: str = "cpu"
     train_size: int | None = None
     holdout: float | None = None
@@ -181,8 +184,9 @@ class RunConfig:
         for name in ("lr", "lr_hyp", "prior_prec_init"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-        if self.train_size is not None and self.train_size < 1:
-            raise ValueError(f"train_size must be at least 1, got {self.train_size}.")
+        for name in ("train_size", "fan_in_limit"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.cooldown is not None and not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
         if self.holdout is not None and not 0 < self.holdout < 1:
@@ -229,6 +233,41 @@ def learning_rate_schedule(cooldown: float | None, steps: int) -> dict[str, Any]
         return min(1.0, max(0.0, (steps - step) / falling))
 
     return {"scheduler_cls": torch.optim.lr_scheduler.LambdaLR, "scheduler_kwargs": {"lr_lambda": share}}
+
+
+def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.optim.Adam]:
+    """Adam with a learning rate for each weight of the model: ``lr * min(1, fan_in_limit / fan_in)``.
+
+    Adam moves every entry by about lr a step, so an output that sums ``fan_in`` entries moves ``fan_in`` times as far.
+    ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC path, the
+    channels for its ``weight_out``; biases have one.
+
+    Args:
+        model: its parameters may be of any layers.
+        fan_in_limit: None leaves every rate at lr.
+
+    Returns:
+        ``(parameters, lr=..., **options) -> Adam``, for ``optimizer_cls`` of :func:`ella_cuda.marglik_training`.
+
+    Source: Yang et al., "Tuning large neural networks via zero-shot hyperparameter transfer", NeurIPS 2021, table 3.
+    """
+    if fan_in_limit is None:
+        return torch.optim.Adam
+    fan_in = {id(p): p[0].numel() if p.dim() > 1 else 1 for p in model.parameters()}
+    for layer in model.modules():
+        if isinstance(layer, FactoredLinear2d):
+            fan_in[id(layer.weight_in)] = layer.in_size[0] * layer.in_size[1]
+            fan_in[id(layer.weight_out)] = layer.in_channels
+            if layer.bias_out is not None:
+                fan_in[id(layer.bias_out)] = 1
+
+    def adam_by_fan_in(parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> torch.optim.Adam:
+        groups: dict[float, list[nn.Parameter]] = {}
+        for p in parameters:
+            groups.setdefault(min(1.0, fan_in_limit / fan_in[id(p)]), []).append(p)
+        return torch.optim.Adam([{"params": g, "lr": lr * share} for share, g in groups.items()], lr=lr, **options)
+
+    return adam_by_fan_in
 
 
 def resolve_device(name: str) -> torch.device:
@@ -346,6 +385,7 @@ def run_one(
         model,
         train_loader,
         "classification",
+        optimizer_cls=adam_for(model, config.fan_in_limit),
         optimizer_kwargs={"lr": config.lr, "fused": True},
         **learning_rate_schedule(config.cooldown, config.epochs * len(train_loader)),
         n_epochs=config.epochs,

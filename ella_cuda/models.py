@@ -32,6 +32,7 @@ PATHS: dict[str, Callable[[int, int, int, int], nn.Module]] = {
 
 EQUIVARIANT_PATHS = ("conv",)
 INITS = ("published", "equivariant")
+QUIET = 0.3  # of the published size: where weight_in of an F-FC path that is off starts
 
 
 def start_equivariant(block: RelaxedEquivariance) -> None:
@@ -39,8 +40,9 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
     paths, ``m`` of ``n``, have their weights multiplied by ``n / sqrt(m)``, so that the mean over paths has the variance
     of one path alone.
 
-    An FC path starts at ``weight = 0`` and an F-FC path at ``weight_out = 0`` with ``weight_in`` as drawn: both have a
-    gradient at once. A layer without an equivariant path stays as it is.
+    An FC path starts at ``weight = 0``, an F-FC path at ``weight_out = 0``: both have a gradient at once. What of F-FC's
+    ``weight_in`` no data ask for is noise that the prior has to shrink before it can switch the path off, so it starts
+    smaller than published, at :data:`QUIET` times. A layer without an equivariant path stays as it is.
     """
     equivariant = [name for name in block.path_names if name in EQUIVARIANT_PATHS]
     if not equivariant:
@@ -51,6 +53,7 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
         with torch.no_grad():
             if isinstance(path, FactoredLinear2d):
                 path.weight_out.zero_()
+                path.weight_in.mul_(QUIET)
             elif isinstance(path, FullyConnected2d):
                 path.linear.weight.zero_()
             else:

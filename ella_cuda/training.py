@@ -38,7 +38,7 @@ def marglik_training(
     train_loader: Iterable[tuple[Tensor, Tensor]],
     likelihood: str = "classification",
     *,
-    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.Adam,
+    optimizer_cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     optimizer_kwargs: dict[str, Any] | None = None,
     scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None,
     scheduler_kwargs: dict[str, Any] | None = None,
@@ -72,7 +72,7 @@ def marglik_training(
         model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
         train_loader: yields ``(x, y)`` batches on the model's device; iterated once per epoch.
         likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
-        optimizer_cls: of the weights. optimizer_kwargs: its arguments. Default: Adam with its own defaults.
+        optimizer_cls: of the weights, called with their list. optimizer_kwargs: its other arguments. Default: Adam with its own defaults.
         scheduler_cls: of the weights' learning rate, stepped after every batch. scheduler_kwargs: its arguments.
         n_epochs: passes over ``train_loader``.
         lr_hyp: Adam's learning rate on the log hyperparameters, kept from one evidence step to the next.

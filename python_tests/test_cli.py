@@ -317,6 +317,7 @@ def test_numbers_given_reach_the_run(asked):
         "device": "cpu",
     }
     given |= {"prior_structure": "module", "width": 6, "train_size": 99, "init": "published", "cooldown": 0.5}
+    given["fan_in_limit"] = 77
     args = [word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))]
     assert cli.main(["train", *args]) == 0
     assert len(asked[0]) == 10

@@ -70,6 +70,7 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"prior_prec_init": math.inf}, "prior_prec_init must be positive and finite"),
         ({"lr_hyp": math.nan}, "lr_hyp must be positive and finite"),
         ({"train_size": 0}, "train_size must be at least 1"),
+        ({"fan_in_limit": 0}, "fan_in_limit must be at least 1"),
         ({"holdout": 1.0}, "holdout must lie between"),
         ({"cooldown": 0.0}, "cooldown must be above 0"),
         ({"cooldown": 1.5}, "cooldown must be above 0"),
@@ -167,6 +168,22 @@ def test_learning_rates_of_a_run():
     assert rates(1.0, 4) == pytest.approx([2.0, 1.5, 1.0, 0.5])
     assert rates(0.01, 3) == pytest.approx([2.0] * 3)
     assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
+
+
+def test_learning_rates_fall_with_the_number_of_inputs():
+    model = neyshabur("fc+f_fc+conv", 1, 10, width=4)
+    names = {id(p): n for n, p in model.named_parameters()}
+    optimizer = experiments.adam_for(model, 256)(list(model.parameters()), lr=0.1, eps=1e-3)
+    rates = {names[id(p)]: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    expected = dict.fromkeys(names.values(), 0.1)  # biases, and what sums at most 256 numbers
+    for block, inputs in enumerate((1024, 4 * 1024, 8 * 256, 8 * 256, 16 * 64, 16 * 64, 32 * 16, 32 * 4)):
+        expected[f"blocks.{block}.fc.linear.weight"] = 0.1 * min(1, 256 / inputs)
+    for block in (0, 1):
+        expected[f"blocks.{block}.f_fc.weight_in"] = 0.1 * 256 / 1024
+    expected["blocks.7.conv.0.weight"] = expected["blocks.6.conv.0.weight"] = 0.1 * 256 / 288
+    assert rates == pytest.approx(expected)
+    assert optimizer.defaults["eps"] == 1e-3
+    assert experiments.adam_for(model, None) is torch.optim.Adam
 
 
 def test_seeds_differ_and_repeat(tmp_path):

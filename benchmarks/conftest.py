@@ -1,0 +1,77 @@
+"""What every benchmark shares: threads and device, the machine's measured peaks, and one way to time a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.machine import Peaks, describe, measure_peaks
+from benchmarks.memory import peak_bytes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ella_cuda benchmarks")
+    group.addoption("--threads", type=int, default=2, help="torch's threads (2)")
+    group.addoption("--device", default="cpu", help="cpu, cuda or cuda:<index> (cpu)")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads(request: pytest.FixtureRequest) -> int:
+    torch.set_num_threads(request.config.getoption("--threads"))
+    torch.set_flush_denormal(True)
+    return torch.get_num_threads()
+
+
+@pytest.fixture(scope="session")
+def peaks(threads: int, device: torch.device) -> Peaks:
+    return measure_peaks(device)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+Time = Callable[..., Any]
+
+
+@pytest.fixture
+def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
+    """``time(call, work=..., who=..., flops=..., bytes=...)``: run the candidate ``who`` of the comparison ``work``.
+
+    ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
+    measured in the same session they give the floor. Everything lands in ``extra_info``, where ``compare.py`` finds it.
+    """
+
+    def run(call: Callable[[], Any], *, work: str, who: str, flops: float, bytes: float, rounds: int = 7) -> None:
+        def whole() -> None:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
+        benchmark.group = work
+        benchmark.extra_info.update(
+            work=work,
+            who=who,
+            flops=flops,
+            bytes=bytes,
+            floor_seconds=peaks.floor(flops, bytes),
+            peak_bytes=peak_bytes(whole, device),
+            peak_flops=peaks.flops,
+            peak_bandwidth=peaks.bandwidth,
+        )
+        benchmark.pedantic(whole, rounds=rounds, warmup_rounds=2)
+
+    return run
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    machine_info["ella_cuda"] = describe(torch.device(config.getoption("--device")))

@@ -1,0 +1,75 @@
+"""The machine of a benchmark: what it is called, and the peaks that the floors are counted against."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ella_cuda import __version__, build_info
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Float32 rates that this machine reaches on what it does best.
+
+    Attributes:
+        flops: floating point operations a second of a large square matrix product.
+        bandwidth: bytes a second of a large copy, read and written.
+    """
+
+    flops: float
+    bandwidth: float
+
+    def floor(self, flops: float, bytes: float) -> float:
+        """Seconds that so much work takes at the least: the slower of its arithmetic and its traffic."""
+        return max(flops / self.flops, bytes / self.bandwidth)
+
+
+def _best_seconds(call: Callable[[], Any], device: torch.device, rounds: int = 9) -> float:
+    best = float("inf")
+    for _ in range(rounds + 2):  # the first two warm up
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def measure_peaks(device: torch.device) -> Peaks:
+    """Both peaks, measured with torch's present number of threads."""
+    size, words = (8192, 1 << 28) if device.type == "cuda" else (2048, 1 << 25)
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    out = torch.empty_like(a)
+    flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, b, out=out), device)
+    source = torch.randn(words, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * 4 * words / _best_seconds(lambda: target.copy_(source), device)
+    return Peaks(flops, bandwidth)
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on and with."""
+    return {
+        "ella_cuda": __version__,
+        "build": {key: str(value) for key, value in build_info().items()},
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+    }

@@ -1,0 +1,58 @@
+"""F-FC forward and backward, all five gradients, at every stage of the paper's network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda import ops
+from ella_cuda.models import STAGES
+from ella_cuda.ops.factored_linear import factored_linear_torch
+
+BATCH = 128
+
+
+def stages(width: int) -> list[tuple[int, int, int, int]]:
+    """``(C, D, X, Y)`` of the eight stages on 32x32 images of three channels."""
+    out, channels, size = [], 3, 32
+    for multiple, shrink in STAGES:
+        out.append((channels, multiple * width, size * size, (size // shrink) ** 2))
+        channels, size = multiple * width, size // shrink
+    return out
+
+
+def bmm(x, weight_in, weight_out, bias_in, bias_out):
+    """As two batched products over channels."""
+    z = torch.bmm(x.transpose(0, 1), weight_in.permute(1, 2, 0)) + bias_in  # (C, N, D)
+    return torch.bmm(z.permute(2, 1, 0), weight_out).transpose(0, 1) + bias_out
+
+
+CANDIDATES = {
+    "ella_cuda": ops.factored_linear,
+    "einsum": factored_linear_torch,
+    "bmm": bmm,
+    "torch.compile of einsum": torch.compile(factored_linear_torch),
+    "torch.compile of bmm": torch.compile(bmm),
+}
+SHAPES = [(f"alpha {width}, stage {i}", *s) for width in (10, 40) for i, s in enumerate(stages(width), 1)]
+SHAPES += [("odd", 7, 13, 27 * 31, 5 * 3), ("one channel", 1, 1, 1024, 1024)]
+
+
+@pytest.mark.parametrize("who", CANDIDATES)
+@pytest.mark.parametrize("shape", SHAPES, ids=[s[0] for s in SHAPES])
+def test_forward_and_backward(time, device, shape, who):
+    name, C, D, X, Y = shape
+    sizes = ((BATCH, C, X), (D, C, X), (D, C, Y), (D,), (Y,))
+    arguments = [torch.randn(s, device=device, requires_grad=True) for s in sizes]
+    grad = torch.randn(BATCH, D, Y, device=device)
+    call = CANDIDATES[who]
+    expected = factored_linear_torch(*(a.detach().double() for a in arguments))
+    torch.testing.assert_close(call(*arguments).double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std()))
+    time(
+        lambda: torch.autograd.grad(call(*arguments), arguments, grad),
+        work=f"F-FC forward + backward, {name}",
+        who=who,
+        flops=6 * BATCH * D * C * (X + Y),  # z and y; dz and dx; dU and dV
+        bytes=4
+        * (2 * BATCH * (C * X + D * Y) + 3 * D * C * (X + Y)),  # x twice read or written, g and y; weights, gradients
+    )

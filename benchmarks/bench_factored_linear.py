@@ -53,6 +53,6 @@ def test_forward_and_backward(time, device, shape, who):
         work=f"F-FC forward + backward, {name}",
         who=who,
         flops=6 * BATCH * D * C * (X + Y),  # z and y; dz and dx; dU and dV
-        bytes=4
-        * (2 * BATCH * (C * X + D * Y) + 3 * D * C * (X + Y)),  # x twice read or written, g and y; weights, gradients
+        # x and its gradient, y's gradient and y; the weights twice and their gradients
+        bytes=4 * (2 * BATCH * (C * X + D * Y) + 3 * D * C * (X + Y)),
     )

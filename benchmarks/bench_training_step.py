@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ella_cuda import models, ops
-from ella_cuda.nn import CircularConv2d, FactoredLinear2d, PolyphasePool2d
+from ella_cuda.nn import CircularConv2d, FactoredLinear2d
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
@@ -21,20 +21,23 @@ TWINS = {
 
 
 def flops(model: torch.nn.Module, x: torch.Tensor) -> int:
-    """Of forward and backward, twice multiply and add: three products for each weight use, two at the first layer."""
+    """Of forward and backward, multiply and add counted apart: three products for each weight, two where the input is the image."""
     total = 0
 
     def count(module, args, out):
         nonlocal total
+        products = 2 if args[0] is x else 3
         if isinstance(module, CircularConv2d):
-            total += 6 * out.numel() * module.weight[0].numel()
+            total += 2 * products * out.numel() * module.weight[0].numel()
         elif isinstance(module, FactoredLinear2d):
             d, c = module.weight_in.shape[:2]
-            total += 6 * len(out) * d * c * (module.weight_in[0, 0].numel() + module.weight_out[0, 0].numel())
+            total += (
+                2 * products * len(out) * d * c * (module.weight_in[0, 0].numel() + module.weight_out[0, 0].numel())
+            )
         elif isinstance(module, torch.nn.Linear):
-            total += 6 * len(out) * module.weight.numel()
+            total += 2 * products * len(out) * module.weight.numel()
 
-    kinds = (CircularConv2d, FactoredLinear2d, torch.nn.Linear, PolyphasePool2d)
+    kinds = (CircularConv2d, FactoredLinear2d, torch.nn.Linear)
     handles = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, kinds)]
     with torch.no_grad():
         model(x)

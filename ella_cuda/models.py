@@ -51,14 +51,14 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
     for name in block.path_names:
         path = block.get_submodule(name)
         with torch.no_grad():
-            if isinstance(path, FactoredLinear2d):
-                path.weight_out.zero_()
-                path.weight_in.mul_(QUIET)
-            elif isinstance(path, FullyConnected2d):
-                path.linear.weight.zero_()
-            else:
+            if name in equivariant:
                 for weight in (p for p in path.parameters() if p.dim() > 1):
                     weight.mul_(scale)
+            elif isinstance(path, FactoredLinear2d):
+                path.weight_out.zero_()
+                path.weight_in.mul_(QUIET)
+            else:
+                path.linear.weight.zero_()
 
 
 class Neyshabur(nn.Module):

@@ -186,6 +186,17 @@ def test_learning_rates_fall_with_the_number_of_inputs():
     assert experiments.adam_for(model, None) is torch.optim.Adam
 
 
+def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):
+    inits = []
+    real = experiments.neyshabur
+    monkeypatch.setattr(experiments, "neyshabur", lambda *a, init: inits.append(init) or real(*a, init=init))
+    run_one(small(objective="map", epochs=1, init="equivariant", fan_in_limit=8, lr=0.01), tmp_path, progress=False)
+    assert inits == ["equivariant"]
+    groups = read_checkpoint(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]
+    assert len({g["initial_lr"] for g in groups}) > 2
+    assert max(g["initial_lr"] for g in groups) == 0.01
+
+
 def test_seeds_differ_and_repeat(tmp_path):
     rows = [
         run_one(small(objective="map", epochs=1, seed=s), tmp_path / str(i), progress=False)

@@ -65,10 +65,13 @@ def test_equivariant_init_starts_as_the_convolution(layer):
     assert_same(model(x.roll((3, 5), (2, 3))), model(x), rtol=1e-9, atol=1e-12)
     for block in conv.blocks[2:]:  # the mean's kernels have the variance that He et al. give a convolution alone
         weight = next(p for p in block.parameters() if p.dim() == 4)
-        assert float(weight.std()) == pytest.approx((2 / weight[0].numel()) ** 0.5, rel=0.1)
+        assert float(weight.detach().std()) == pytest.approx((2 / weight[0].numel()) ** 0.5, rel=0.1)
     model(x).square().sum().backward()
     off = {n: p for n, p in model.named_parameters() if n.endswith(("weight_out", "fc.linear.weight"))}
     assert len(off) == 8 * (count - 1)
+    for name, p in model.named_parameters():
+        if name.endswith("weight_in"):  # 0.3 of sqrt(1 / X), the published standard deviation
+            assert float(p.detach().std()) == pytest.approx(0.3 * p[0, 0].numel() ** -0.5, rel=0.1), name
     for name, p in off.items():  # off, and able to come on
         assert not p.any() and p.grad.any(), name
 

@@ -76,8 +76,11 @@ def differentiable(
         return output
 
     title = "".join(part.capitalize() for part in name.split("_"))
-    rules = {"backward": staticmethod(backward), "jvp": staticmethod(jvp)}
-    eager = type(title, (torch.autograd.Function,), {"forward": staticmethod(forward_and_save), **rules})
+    eager = type(
+        title,
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward_and_save), "backward": staticmethod(backward)},
+    )
     transformed = type(
         title,
         (torch.autograd.Function,),
@@ -85,7 +88,8 @@ def differentiable(
             "generate_vmap_rule": True,
             "forward": staticmethod(lambda *args: op(*args)),
             "setup_context": staticmethod(save),
-            **rules,
+            "backward": staticmethod(backward),
+            "jvp": staticmethod(jvp),
         },
     )
 

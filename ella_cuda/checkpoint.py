@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:

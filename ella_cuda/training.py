@@ -170,12 +170,14 @@ def marglik_training(
         "hyper_optimizer": hyper_optimizer,
     }
     first_epoch = 0
+    la = random_at_fit = None
     if checkpoint is not None and Path(checkpoint).exists():
         state = load_checkpoint(checkpoint, settings, model)
         for key, part in parts.items():
             if part is not None:
                 part.load_state_dict(state[key])
         margliks, losses, history, first_epoch = state["margliks"], state["losses"], state["history"], state["epoch"]
+        random_at_fit = state["random_at_fit"]
         restore_random_state(state["random"], loaders)
 
     def new_laplace() -> KronLaplace:
@@ -200,6 +202,8 @@ def marglik_training(
             if epoch % marglik_frequency == 0 or epoch == n_epochs:
                 evidence = effective = None
                 if objective == "evidence" and epoch > n_epochs_burnin:
+                    random_at_fit = random_state(loaders)
+                    la = None  # before the next one is made, or the factors of both are in memory
                     la = new_laplace().fit(evidence_loader)
                     evidence = _evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
                     margliks.append(-evidence * la.n_data)
@@ -221,14 +225,18 @@ def marglik_training(
                 if checkpoint is not None:
                     state = {key: None if part is None else part.state_dict() for key, part in parts.items()}
                     state |= {"epoch": epoch, "margliks": margliks, "losses": losses, "history": history}
-                    save_checkpoint(checkpoint, state | {"settings": settings, "random": random_state(loaders)})
+                    state |= {"random": random_state(loaders), "random_at_fit": random_at_fit}
+                    save_checkpoint(checkpoint, state | {"settings": settings})
             bar.set_postfix(shown, refresh=False)
             bar.update()
     finally:
         bar.close()
-    la = new_laplace()
-    if objective == "evidence":
-        la.fit(evidence_loader)
+    if la is None:
+        la = new_laplace()
+        if objective == "evidence":  # a finished run, resumed: its last fit again
+            restore_random_state(random_at_fit, loaders)
+            la.fit(evidence_loader)
+            restore_random_state(state["random"], loaders)
     return la, model, margliks, losses
 
 

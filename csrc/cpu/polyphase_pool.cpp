@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <tuple>
 
@@ -18,31 +19,48 @@ Image<const T> image(const Tensor& t) {
   return {t.const_data_ptr<T>(), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
-// The component with the largest norm; NaN counts as larger than any number, so that it stays visible in the output.
-template <class T>
-int64_t largest(const Image<const T>& x, const PolyphaseSizes& s, int64_t n, double norm) {
+// Adds a row to partial results, entry w to number w mod kLanes: enough of them that additions need not wait for one another.
+constexpr int64_t kLanes = 16;  // even: a lane is all of one column parity
+
+template <class T, class Add>
+void add_row(const T* row, int64_t size, int64_t step, const Add& add, double* lanes) {
+  int64_t w = 0;
+  if (step == 1 && size >= kLanes) {
+    double own[kLanes];  // in registers, which memory that others may see cannot be
+    std::copy_n(lanes, kLanes, own);
+    for (; w + kLanes <= size; w += kLanes) {
+      for (int64_t i = 0; i < kLanes; ++i) own[i] = add(own[i], static_cast<double>(row[w + i]));
+    }
+    std::copy_n(own, kLanes, lanes);
+  }
+  for (; w < size; ++w) lanes[w % kLanes] = add(lanes[w % kLanes], static_cast<double>(row[w * step]));
+}
+
+// The component with the largest result; NaN counts as larger than any number, so that it stays visible in the output.
+template <class T, class Add, class Join>
+int64_t largest(const Image<const T>& x, const PolyphaseSizes& s, int64_t n, const Add& add, const Join& join) {
+  double lanes[2][kLanes] = {};  // by the parity of the row
+  for (int64_t c = 0; c < s.C; ++c) {
+    for (int64_t h = 0; h < 2 * s.h; ++h) add_row(&x(n, c, h, 0), 2 * s.w, x.w, add, lanes[h & 1]);
+  }
   double best = -1;
   int64_t which = 0;
   for (int64_t i = 0; i < 4; ++i) {
-    double sum = 0;
-    for (int64_t c = 0; c < s.C; ++c) {
-      for (int64_t h = 0; h < s.h; ++h) {
-        for (int64_t w = 0; w < s.w; ++w) {
-          const double value = std::abs(static_cast<double>(x(n, c, 2 * h + (i & 1), 2 * w + (i >> 1))));
-          if (norm == 1.0) {
-            sum += value;
-          } else if (norm == 2.0) {
-            sum += value * value;
-          } else if (value > sum || std::isnan(value)) {
-            sum = value;
-          }
-        }
-      }
-    }
-    if (std::isnan(sum)) return i;
-    if (sum > best) best = sum, which = i;
+    double result = 0;
+    for (int64_t lane = i >> 1; lane < kLanes; lane += 2) result = join(result, lanes[i & 1][lane]);
+    if (std::isnan(result)) return i;
+    if (result > best) best = result, which = i;
   }
   return which;
+}
+
+template <class T>
+int64_t largest(const Image<const T>& x, const PolyphaseSizes& s, int64_t n, double norm) {
+  const auto sum = [](double a, double b) { return a + b; };
+  const auto max = [](double a, double b) { return b > a || std::isnan(b) ? b : a; };
+  if (norm == 1.0) return largest(x, s, n, [](double a, double v) { return a + std::abs(v); }, sum);
+  if (norm == 2.0) return largest(x, s, n, [](double a, double v) { return a + v * v; }, sum);
+  return largest(x, s, n, [&](double a, double v) { return max(a, std::abs(v)); }, max);
 }
 
 template <class T>

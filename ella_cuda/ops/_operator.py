@@ -41,6 +41,12 @@ def _transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def _intercepted(args: tuple[Any, ...]) -> bool:
+    """Whether somebody wants to see the op itself, with autograd still to come: a compiler, a tracer, a tensor subclass or a mode
+    with ``__torch_function__``."""
+    return torch.compiler.is_compiling() or torch.overrides.has_torch_function(args) or torch.jit.is_tracing()
+
+
 def differentiable(
     name: str,
     *,
@@ -94,7 +100,7 @@ def differentiable(
     )
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _intercepted(args):
             return op(*args)
         require_backend(name, args[0])
         if _transforms_active():

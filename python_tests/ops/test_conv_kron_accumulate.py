@@ -20,6 +20,15 @@ GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode
     (3, 1, 2, 2, "circular"),
     (3, (1, 2), 0, (1, 2), "zeros"),
     (5, 1, None, 1, "circular"),
+    ((3, 5), 1, None, 1, "circular"),
+    # Nearly convolutions of the same size on a torus, for which there is a way of their own:
+    (2, 1, 1, 1, "circular"),
+    ((3, 2), 1, 1, 1, "circular"),
+    (3, (1, 2), 1, 1, "circular"),
+    (3, (2, 1), 1, 1, "circular"),
+    (3, 1, 0, 1, "circular"),
+    (3, 1, 2, 1, "circular"),
+    (3, 1, 1, (1, 2), "circular"),
 ]
 
 
@@ -70,10 +79,22 @@ def test_image_smaller_than_the_kernel(device):
     checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
 
 
-def test_many_positions(device):
-    x = torch.randn(3, 3, 33, 31, dtype=torch.float64, device=device)
-    factor = torch.zeros(27, 27, dtype=torch.float64, device=device)
+@pytest.mark.parametrize("shape", [(3, 3, 33, 31), (3, 20, 8, 8), (2, 17, 2, 5)])
+def test_many_positions_and_channels(shape, device):
+    x = torch.randn(shape, dtype=torch.float64, device=device)
+    d = 9 * shape[1]
+    factor = torch.zeros(d, d, dtype=torch.float64, device=device)
     checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
+    assert torch.equal(factor, factor.T)
+
+
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
+def test_more_positions_than_are_packed_at_once(mode, device):
+    """2^18 positions and more of one number each: 1x1 patches of one channel, whose sum is a dot product."""
+    x = torch.randn(70, 2, 64, 65, dtype=torch.float64, device=device)
+    factor = torch.zeros(2, 2, dtype=torch.float64, device=device)
+    rows = x.transpose(0, 1).flatten(1)
+    checks.assert_same(ops.conv_kron_accumulate_(factor, x, 1, mode), rows @ rows.T)
 
 
 def test_every_layout(device):

@@ -125,3 +125,12 @@ def test_compile(device):
     torch._dynamo.reset()
     torch.compile(lambda f, r: ops.kron_accumulate_(f, r) + 1, fullgraph=True, backend="aot_eager")(written, rows)
     checks.assert_same(written, outer_products(factor, rows, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_more_rows_than_are_packed_at_once(dtype, device):
+    rows = torch.randn(150_000, 1, 3, dtype=torch.float64, device=device).to(dtype)
+    ours, twin = rows.new_zeros(1, 3, 3), rows.new_zeros(1, 3, 3)
+    ops.kron_accumulate_(ours, rows)
+    ops.kron_accumulate_torch_(twin, rows)
+    checks.error_at_most_twice(ours, twin, outer_products(torch.zeros_like(ours), rows, 1.0))

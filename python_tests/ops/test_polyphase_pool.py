@@ -34,6 +34,31 @@ def test_chooses_per_image(norm, dtype, device):
     assert torch.equal(alone, ops.polyphase_pool(x, norm))
 
 
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("width", [14, 16, 18, 30, 32, 46])
+def test_every_column_counts(width, norm, device):
+    """Whole vectors of a row and what is left after them: one large number, wherever it is, decides."""
+    x = torch.rand(4 * width, 1, 4, width, device=device)
+    image, place = torch.arange(4 * width), torch.arange(4 * width)
+    x[image, 0, place // width, place % width] = 1000
+    for laid_out in (x, x.to(memory_format=torch.channels_last), x.expand(-1, 3, -1, -1)):
+        out = ops.polyphase_pool(laid_out, norm)
+        assert (out.flatten(1).amax(1) == 1000).all()
+        assert torch.equal(out, explicit(laid_out, norm))
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("width", [4, 16, 18])
+@pytest.mark.parametrize("component", range(4))
+def test_nan_is_larger_than_any_number(component, width, norm, device):
+    row, column = OFFSETS[component]
+    x = torch.randn(1, 2, 4, width, device=device)
+    x[0, 1, 2 + row, width - 2 + column] = math.nan
+    x[0, 0, 1 - row, 1 - column] = math.inf
+    out, index = torch.ops.ella_cuda.polyphase_pool(x, float(norm))
+    assert index.item() == component and out.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("component", range(4))
 def test_order_of_the_components(component, device):
     x = torch.zeros(1, 1, 4, 4, device=device)

@@ -79,8 +79,9 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
     for key, expected in settings.items():
         found = state["settings"].get(key)
         if found != expected:
+            where, found, expected = _first_difference(key, found, expected)
             raise ValueError(
-                f"the checkpoint {path} was written with {key}={found!r}, this run has {expected!r}; use another file."
+                f"the checkpoint {path} was written with {where}={found!r}, this run has {expected!r}; use another file."
             )
     for name, tensor in model.state_dict().items():
         saved = state["model"].get(name)
@@ -90,6 +91,17 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
                 f"the checkpoint {path} has {name} of shape {shape}, the model {tuple(tensor.shape)}; use another file."
             )
     return state
+
+
+def _first_difference(name: str, found: Any, expected: Any) -> tuple[str, Any, Any]:
+    """Where two unequal settings differ first, as deep as both have the same form, and what is there."""
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        pairs = [(f"{name}[{key!r}]", found[key], expected[key]) for key in expected]
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        pairs = [(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
+    else:
+        return name, found, expected
+    return _first_difference(*next(pair for pair in pairs if pair[1] != pair[2]))
 
 
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:

@@ -21,7 +21,7 @@ from ella_cuda.models import INITS, PATHS
 from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import OBJECTIVE_TITLES, layer_title, number
-from ella_cuda.workers import default_jobs
+from ella_cuda.workers import default_jobs, prepare_process
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
@@ -178,6 +178,8 @@ def _train(args: argparse.Namespace) -> int:
     interactive = sys.stderr.isatty()
     device = configs[0].device
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
+    if device == "cpu" and jobs == 1:
+        prepare_process()  # the runs are done here; workers prepare themselves
     rows = experiments.read_summary(out_dir)
     print(
         f"{len(configs)} runs on {device}, {jobs} at once, {len(rows)} done before; results in {out_dir}",

@@ -218,6 +218,17 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})
 
 
+@dataclasses.dataclass(frozen=True)
+class Cooldown:
+    """Share of the learning rate at a step: 1, then in the last ``falling`` of ``steps`` steps linearly to 0."""
+
+    steps: int
+    falling: int
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, max(0.0, (self.steps - step) / self.falling))
+
+
 def learning_rate_schedule(cooldown: float | None, steps: int) -> dict[str, Any]:
     """``scheduler_cls`` and ``scheduler_kwargs`` of :func:`ella_cuda.marglik_training` for a run of so many steps.
 
@@ -227,11 +238,7 @@ def learning_rate_schedule(cooldown: float | None, steps: int) -> dict[str, Any]
     """
     if cooldown is None:
         return {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": steps}}
-    falling = max(1, round(cooldown * steps))
-
-    def share(step: int) -> float:
-        return min(1.0, max(0.0, (steps - step) / falling))
-
+    share = Cooldown(steps, max(1, round(cooldown * steps)))
     return {"scheduler_cls": torch.optim.lr_scheduler.LambdaLR, "scheduler_kwargs": {"lr_lambda": share}}
 
 
@@ -240,10 +247,11 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
 
     Adam moves every entry by about lr a step, so an output that sums ``fan_in`` entries moves ``fan_in`` times as far.
     ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC path, the
-    channels for its ``weight_out``; biases have one.
+    channels for its ``weight_out``, one for biases and vectors, and for every other parameter the size of its first slice,
+    as is right for ``Linear`` and ``Conv*d`` but not for embeddings and transposed convolutions.
 
     Args:
-        model: its parameters may be of any layers.
+        model: of such layers.
         fan_in_limit: None leaves every rate at lr.
 
     Returns:
@@ -548,14 +556,19 @@ def run_grid(
         elif waiting:
             calls = [(config, out_dir / config.name, data_dir, download) for config in waiting]
             threads = max(1, torch.get_num_threads() // jobs)
-            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show):
+            dense = [_is_dense(config) for config in waiting]  # every step reads and writes all weights several times
+            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show, heavy=dense):
                 finish(row)
     return [done[n] for n in names]
 
 
+def _is_dense(config: RunConfig) -> bool:
+    return "fc" in config.layer.split("+")
+
+
 def _cost(config: RunConfig) -> tuple[bool, bool]:
     """What takes longest sorts last: dense layers, then the evidence of sums."""
-    return "fc" in config.layer.split("+"), config.objective == "evidence" and "+" in config.layer
+    return _is_dense(config), config.objective == "evidence" and "+" in config.layer
 
 
 def _run_quietly(config: RunConfig, run_dir: Path, data_dir: str | None, download: bool) -> dict[str, Any]:

@@ -133,6 +133,7 @@ def marglik_training(
             raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
     prior = _Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
     optimizer = optimizer_cls(prior.parameters, **(optimizer_kwargs or {}))
+    groups = prior.described(optimizer)  # before a scheduler changes their rates
     scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     learn_sigma = likelihood == "regression" and not fix_sigma_noise
     hyper_optimizer = torch.optim.Adam([prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp)
@@ -153,6 +154,7 @@ def marglik_training(
         "parameters": prior.names,
         "optimizer_cls": optimizer_cls.__name__,
         "optimizer_kwargs": _plain(optimizer_kwargs),
+        "optimizer_groups": groups,
         "scheduler_cls": None if scheduler_cls is None else scheduler_cls.__name__,
         "scheduler_kwargs": _plain(scheduler_kwargs),
         "n_data": _dataset_size(train_loader),
@@ -241,9 +243,14 @@ def marglik_training(
 
 
 def _plain(arguments: dict[str, Any] | None) -> dict[str, str]:
-    """Those arguments that are numbers, words or tuples of them, in words: what two sessions of a run can be compared by."""
-    kinds = (bool, int, float, str, tuple, list, type(None))
-    return {key: repr(value) for key, value in sorted((arguments or {}).items()) if isinstance(value, kinds)}
+    """What two sessions of a run can be compared by, in words: numbers, words and tuples of them, data classes; functions by name."""
+    words = {}
+    for key, value in sorted((arguments or {}).items()):
+        if isinstance(value, (bool, int, float, str, tuple, list, type(None))) or dataclasses.is_dataclass(value):
+            words[key] = repr(value)
+        elif callable(value):
+            words[key] = getattr(value, "__qualname__", type(value).__qualname__)
+    return words
 
 
 class _Prior:
@@ -270,6 +277,15 @@ class _Prior:
     def sigma(self) -> Tensor:
         """σ, 0-dim."""
         return self.log_sigma.exp()
+
+    def described(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The optimizer's groups in words: each one's numbers, such as its learning rate, and its parameters by name."""
+        names = dict(zip(map(id, self.parameters), self.names, strict=True))
+        return [
+            _plain({key: value for key, value in group.items() if key != "params"})
+            | {"params": [names.get(id(p), "?") for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
 
     def check_finite(self, epoch: int) -> None:
         """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""

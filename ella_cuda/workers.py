@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ def run_at_once(
     jobs: int,
     threads: int,
     on_tick: Callable[[], None],
+    heavy: Sequence[bool] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Call ``function(*a)`` for every ``a`` of ``arguments``, ``jobs`` at a time, in order of submission.
+    """Call ``function(*a)`` for every ``a`` of ``arguments``, ``jobs`` at a time, in their order but for heavy ones.
 
     Workers end with this process, however it ends. When a call fails, the calls still running are stopped.
 
@@ -35,6 +36,8 @@ def run_at_once(
         jobs: processes.
         threads: torch's threads in each.
         on_tick: called about once a second while waiting.
+        heavy: for each call, whether it waits for memory more than for the processor. While others can be done, such
+            calls are given no more than half of the jobs: two of them side by side slow each other down.
 
     Yields:
         ``(index, result)`` in the order in which calls finish.
@@ -44,10 +47,16 @@ def run_at_once(
     """
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked copy of torch's thread pools would hang
+    heavy = [False] * len(arguments) if heavy is None else list(heavy)
+    waiting = list(range(len(arguments)))
+    futures: dict[Future[Any], int] = {}
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(threads,)) as pool:
-        futures = {pool.submit(function, *a): i for i, a in enumerate(arguments)}
         try:
-            while futures:
+            while waiting or futures:
+                while waiting and len(futures) < jobs:
+                    index = _choose(waiting, list(futures.values()), heavy, jobs)
+                    waiting.remove(index)
+                    futures[pool.submit(function, *arguments[index])] = index
                 finished, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
                 on_tick()
                 for future in finished:
@@ -58,6 +67,19 @@ def run_at_once(
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
+
+
+def _choose(waiting: Sequence[int], running: Sequence[int], heavy: Sequence[bool], jobs: int) -> int:
+    """Which of the waiting calls is next: the first, unless it is heavy, as many heavy ones run as may, and others wait."""
+    full = sum(heavy[i] for i in running) >= max(1, jobs // 2)
+    return next((i for i in waiting if not (full and heavy[i])), waiting[0])
+
+
+def prepare_process() -> None:
+    """Make this process one for training on the CPU: subnormal numbers are flushed to zero (weights that a prior switches
+    off fade into them, and they are many times slower), and freed memory is kept."""
+    torch.set_flush_denormal(True)
+    _keep_freed_memory()
 
 
 def _keep_freed_memory() -> None:
@@ -72,8 +94,7 @@ def _keep_freed_memory() -> None:
 
 def _start_worker(threads: int) -> None:
     torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)  # weights that a prior switches off fade into subnormal numbers, many times slower
-    _keep_freed_memory()
+    prepare_process()
     parent = multiprocessing.parent_process()
 
     def follow() -> None:

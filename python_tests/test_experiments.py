@@ -183,6 +183,8 @@ def test_learning_rates_fall_with_the_number_of_inputs():
     expected["blocks.7.conv.0.weight"] = expected["blocks.6.conv.0.weight"] = 0.1 * 256 / 288
     assert rates == pytest.approx(expected)
     assert optimizer.defaults["eps"] == 1e-3
+    (last,) = (g for g in experiments.adam_for(model, 16)([model.blocks[7].f_fc.weight_out], lr=0.1).param_groups)
+    assert last["lr"] == pytest.approx(0.1 * 16 / 32)
     assert experiments.adam_for(model, None) is torch.optim.Adam
 
 
@@ -227,6 +229,14 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, o
     assert without_seconds(resumed) == without_seconds(whole)
     histories = [json.loads((tmp_path / d / "history.json").read_text()) for d in ("whole", "halves")]
     assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("change", [{"cooldown": 0.9}, {"fan_in_limit": 16}, {"lr": 1e-4}])
+def test_a_folder_of_another_run_is_refused(tmp_path, change):
+    config = small(objective="map", epochs=4, cooldown=0.5, fan_in_limit=8)
+    run_one(config, tmp_path, progress=False)
+    with pytest.raises(ValueError, match="use another file"):
+        run_one(dataclasses.replace(config, **change), tmp_path, progress=False)
 
 
 def test_seconds_count_earlier_sessions(tmp_path):

@@ -118,6 +118,32 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, change, message)
         small_run(tmp_path / "c.pt", n_epochs=2, **{"optimizer_kwargs": {"lr": 1e-3}, **change})
 
 
+def test_a_checkpoint_of_other_rates_of_single_weights_is_refused(tmp_path):
+    def run(shares):
+        def optimizer(parameters, lr):
+            groups = [{"params": [p], "lr": lr * share} for p, share in zip(parameters, shares, strict=False)]
+            return torch.optim.Adam([*groups, {"params": list(parameters)[len(shares) :]}], lr=lr)
+
+        return small_run(tmp_path / "c.pt", n_epochs=2, optimizer_cls=optimizer, optimizer_kwargs={"lr": 1e-3})
+
+    run((1, 0.5))
+    run((1, 0.5))
+    with pytest.raises(ValueError, match=r"optimizer_groups\[1\]\['lr'\]='0.0005', this run has '0.0001'"):
+        run((1, 0.1))
+    with pytest.raises(ValueError, match="optimizer_groups"):
+        run((1,))
+
+
+@pytest.mark.parametrize("other", [{"step_size": 3}, {"gamma": 0.9}])
+def test_a_checkpoint_of_another_schedule_is_refused(tmp_path, other):
+    def run(**kwargs):
+        small_run(tmp_path / "c.pt", n_epochs=2, scheduler_cls=torch.optim.lr_scheduler.StepLR, scheduler_kwargs=kwargs)
+
+    run(step_size=2, gamma=0.5)
+    with pytest.raises(ValueError, match="scheduler_kwargs"):
+        run(**{"step_size": 2, "gamma": 0.5, **other})
+
+
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):
     def run(n: int) -> None:
         marglik_training(
@@ -336,13 +362,14 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, fisher, shuf
             checkpoint=checkpoint, on_evaluation=stop,
         )  # fmt: skip
 
-    whole = run(None)
+    whole, after = run(None), torch.rand(3)
     with pytest.raises(Stop):
         run(tmp_path / "run.pt", stop_at=4)  # stops before the checkpoint of epoch 4 is written: two epochs are lost
     assert read_checkpoint(tmp_path / "run.pt")["epoch"] == 2
     torch.rand(17)
-    same_results(run(tmp_path / "run.pt"), whole)
-    same_results(run(tmp_path / "run.pt"), whole)  # a finished run only refits
+    for _ in range(2):  # the second time the run is finished, and only refitted
+        same_results(run(tmp_path / "run.pt"), whole)
+        assert torch.equal(torch.rand(3), after)
 
 
 def test_killed_process_resumes(tmp_path, beside_the_tests):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import time
+from pathlib import Path
 
 import pytest
 
-from ella_cuda.workers import run_at_once
+from ella_cuda.workers import _choose, run_at_once
 
 
 def test_a_failing_call_leaves_other_children_of_the_caller_alone():
@@ -22,3 +24,36 @@ def test_a_failing_call_leaves_other_children_of_the_caller_alone():
     finally:
         mine.kill()
         mine.join()
+
+
+def test_results_come_with_their_index():
+    assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None, heavy=[True, True, False])) == [
+        (0, 8),
+        (1, 9),
+        (2, 32),
+    ]
+
+
+def test_heavy_calls_are_kept_apart_while_there_are_others():
+    heavy = [True, True, True, False, False]
+    assert _choose([0, 1, 2, 3, 4], [], heavy, 2) == 0
+    assert _choose([1, 2, 3, 4], [0], heavy, 2) == 3
+    assert _choose([1, 2, 4], [3], heavy, 2) == 1
+    assert _choose([1, 2], [0], heavy, 2) == 1  # nothing else is left
+    assert _choose([2, 3, 4], [0, 1], heavy, 4) == 3
+    assert _choose([1, 2, 3, 4], [0], heavy, 4) == 1
+    assert _choose([0, 1, 2, 3, 4], [], heavy, 1) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_workers_flush_subnormal_numbers_and_keep_memory():
+    """Expressions that a worker evaluates by itself: nothing of the tests needs to be importable there."""
+    flushed = "float(__import__('torch').full((64,), 1e-30).mul(1e-12).sum())"
+    freed = (
+        "(lambda torch, rss: (lambda low: (torch.ones(16 << 20).sum(), rss() - low)[1])(rss()))"
+        "(__import__('torch'), lambda: int(open('/proc/self/status').read().split('VmRSS:')[1].split()[0]) * 1024)"
+    )
+    results = dict(run_at_once(eval, [(flushed,), (freed,)], 1, 1, lambda: None))
+    assert results[0] == 0.0
+    if platform.libc_ver()[0] == "glibc":
+        assert results[1] > 32 << 20  # 64 MiB were taken and given back, to the heap

@@ -24,10 +24,11 @@ GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode
     # Nearly convolutions of the same size on a torus, for which there is a way of their own:
     (2, 1, 1, 1, "circular"),
     ((3, 2), 1, 1, 1, "circular"),
+    ((2, 3), 1, 1, 1, "circular"),
     (3, (1, 2), 1, 1, "circular"),
     (3, (2, 1), 1, 1, "circular"),
-    (3, 1, 0, 1, "circular"),
-    (3, 1, 2, 1, "circular"),
+    (3, 1, (1, 0), 1, "circular"),
+    (3, 1, (2, 1), 1, "circular"),
     (3, 1, 1, (1, 2), "circular"),
 ]
 

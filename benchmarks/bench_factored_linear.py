@@ -31,8 +31,8 @@ CANDIDATES = {
     "ella_cuda": ops.factored_linear,
     "einsum": factored_linear_torch,
     "bmm": bmm,
-    "torch.compile of einsum": torch.compile(factored_linear_torch),
-    "torch.compile of bmm": torch.compile(bmm),
+    "torch.compile of einsum": torch.compile(factored_linear_torch, dynamic=False),
+    "torch.compile of bmm": torch.compile(bmm, dynamic=False),
 }
 SHAPES = [(f"alpha {width}, stage {i}", *s) for width in (10, 40) for i, s in enumerate(stages(width), 1)]
 SHAPES += [("odd", 7, 13, 27 * 31, 5 * 3), ("one channel", 1, 1, 1024, 1024)]
@@ -46,8 +46,15 @@ def test_forward_and_backward(time, device, shape, who):
     arguments = [torch.randn(s, device=device, requires_grad=True) for s in sizes]
     grad = torch.randn(BATCH, D, Y, device=device)
     call = CANDIDATES[who]
-    expected = factored_linear_torch(*(a.detach().double() for a in arguments))
-    torch.testing.assert_close(call(*arguments).double(), expected, rtol=1e-3, atol=1e-3 * float(expected.std()))
+    exact = [a.detach().double().requires_grad_() for a in arguments]
+    expected = factored_linear_torch(*exact)
+    output = call(*arguments)
+    for ours, theirs in zip(
+        (output, *torch.autograd.grad(output, arguments, grad)),
+        (expected, *torch.autograd.grad(expected, exact, grad.double())),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3 * float(theirs.square().mean().sqrt()))
     time(
         lambda: torch.autograd.grad(call(*arguments), arguments, grad),
         work=f"F-FC forward + backward, {name}",

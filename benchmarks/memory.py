@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,23 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def _every_block_on_its_own(on: bool) -> None:
+    """With glibc: have large blocks mapped and unmapped one by one, and give back what the heap holds, so that the resident set is
+    what is in use; or (off) have them reused, as they are when time is measured."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        m_mmap_threshold = -3
+        libc.mallopt(m_mmap_threshold, 64 << 10 if on else 32 << 20)
+        libc.malloc_trim(0)
+
+
 def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
     """Bytes by which the call's peak exceeds the memory before it; None where the system does not tell.
 
-    On CUDA torch's allocator is asked. On Linux it is the resident set's high-water mark, reset before the call: memory
-    that an earlier call left in the process' heap and this one reuses is not seen, so the first call is the one to ask.
+    The call is done once before, so that what it compiles or caches does not count. On CUDA torch's allocator is asked. On
+    Linux it is the resident set's high-water mark, reset before the call.
     """
+    call()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -32,10 +44,13 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device) - before
     if not _RESET.exists():
         return None
+    _every_block_on_its_own(True)
     try:
         _RESET.write_text("5", encoding="ascii")
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before)
     except OSError:
         return None
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
+    finally:
+        _every_block_on_its_own(False)

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# What a GPU has to show, in one command and without network: build, every kernel against its twin, the tests on the GPU,
+# compute-sanitizer, the benchmarks and the paper's scale. The most valuable comes first, and each step's output is in the folder as
+# soon as it is done, so that what was reached when time is up is kept.
+#
+#   benchmarks/gpu_check.sh [FOLDER]     default: benchmarks/results/<device>-<date>
+#   LIMIT=540                            seconds in all
+#
+# Needs torch >= 2.11 with CUDA, nvcc, setuptools, ninja, pytest and pytest-benchmark. Nothing is installed: the package goes to a
+# temporary folder.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+limit=${LIMIT:-540}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 MPLBACKEND=Agg
+
+device=$(python -c "import torch; print(torch.cuda.get_device_name().replace(' ', '-').lower())") || {
+  echo "gpu_check.sh: torch finds no CUDA device" >&2
+  exit 1
+}
+capability=$(python -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
+out=${1:-benchmarks/results/$device-$(date +%Y-%m-%d)}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+{
+  date -u +%Y-%m-%dT%H:%M:%SZ
+  echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', changed')"
+  nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,mig.mode.current --format=csv
+  nvcc --version | tail -n 2
+  python -c "import sys, torch; print('python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"
+} >"$out/machine.txt" 2>&1
+printf 'step\texit\tseconds\n' >"$out/steps.tsv"
+failed=0
+
+# step NAME SECONDS COMMAND...: run it within its seconds and those left, output to NAME.txt.
+step() {
+  local name=$1 most=$2 start=$SECONDS left=$((limit - SECONDS)) code
+  shift 2
+  if ((left < 10)); then
+    printf '%s\tno time left\t0\n' "$name" | tee -a "$out/steps.tsv"
+    failed=1
+    return
+  fi
+  timeout --kill-after=5 "$((most < left ? most : left))" "$@" >"$out/$name.txt" 2>&1
+  code=$?
+  ((code == 0)) || failed=1
+  printf '%s\t%d\t%d\n' "$name" "$code" "$((SECONDS - start))" | tee -a "$out/steps.tsv"
+}
+
+step build 240 env ELLA_CUDA=1 TORCH_CUDA_ARCH_LIST="$capability" \
+  python -m pip install -v --no-build-isolation --no-deps --target "$work/site" .
+export PYTHONPATH=$work/site
+# Not the checkout's own, unbuilt package: python -c and -m put the present folder first on the path.
+kernels=(python -c "import sys; sys.path.pop(0)
+from ella_cuda.cli import main
+sys.exit(main(['info']))")
+tests=(python -c "import sys; sys.path.pop(0)
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))" -q -p no:cacheprovider)
+sanitizer=(compute-sanitizer --kernel-regex kns=ella --error-exitcode 1 --print-limit 20)
+
+step kernels 60 "${kernels[@]}"
+step tests 150 "${tests[@]}" -k cuda \
+  python_tests/ops python_tests/nn python_tests/laplace python_tests/test_models.py python_tests/test_training.py
+step memcheck 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
+step paper_scale 90 "${tests[@]}" benchmarks/bench_paper_scale.py --device cuda \
+  --benchmark-json "$out/paper_scale.json"
+step benchmarks 180 "${tests[@]}" benchmarks --device cuda \
+  --ignore benchmarks/bench_paper_scale.py --benchmark-json "$out/benchmarks.json"
+step racecheck 60 "${sanitizer[@]}" --tool racecheck "${kernels[@]}"
+step initcheck 60 "${sanitizer[@]}" --tool initcheck "${kernels[@]}"
+for report in benchmarks paper_scale; do
+  [[ -s $out/$report.json ]] && python -m benchmarks.compare "$out/$report.json" | tee -a "$out/table.txt"
+done
+echo "in $out"
+exit "$failed"

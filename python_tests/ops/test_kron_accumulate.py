@@ -10,6 +10,8 @@ from ella_cuda import ops
 from python_tests.ops import checks
 
 SHAPES = [(5, 2, 3), (1, 1, 1), (1, 4, 7), (300, 1, 5), (3, 2, 65), (70, 3, 33)]  # N, G, d
+SHAPES += [(300, 40, 2), (600, 21, 4), (40, 7, 15), (9, 30, 1), (2, 5, 13)]  # side by side in a vector
+SHAPES += [(300, 3, 16), (5, 2, 32), (40, 2, 128), (7, 1, 144)]  # whole vectors
 
 
 def outer_products(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
@@ -35,8 +37,9 @@ def test_equals_the_sum_of_outer_products(shape, dtype, device):
     assert torch.equal(ours, ours.mT)
 
 
-def test_every_layout(device):
-    factor, rows = tensors((6, 3, 5), device)
+@pytest.mark.parametrize("shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37)])
+def test_every_layout(shape, device):
+    factor, rows = tensors(shape, device)
     for _, laid_out in checks.layouts(rows):
         checks.assert_same(ops.kron_accumulate_(factor.clone(), laid_out, 2.0), outer_products(factor, laid_out, 2.0))
     middle = rows[:, :1].expand_as(rows)  # stride 0 over blocks
@@ -49,8 +52,26 @@ def test_empty(shape, device):
     assert torch.equal(ops.kron_accumulate_(factor.clone(), rows), factor)
 
 
-def test_rows_beyond_one_tile_add_up_in_a_fixed_order():
-    factor, rows = tensors((1000, 2, 40), torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("shape", [(7, 9, 4), (7, 2, 16), (1, 3, 3), (7, 1, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
+    n, g, d = shape
+    factor, rows = tensors(shape, device, dtype)
+    around = rows.new_full((n + 2, 5 + g * d + 3), float("nan"))
+    around[1:-1, 5:-3] = rows.flatten(1)
+    inside = around[1:-1, 5:-3].unflatten(1, (g, d))
+    assert torch.equal(ops.kron_accumulate_(factor.clone(), inside), ops.kron_accumulate_(factor.clone(), rows))
+    few = around[1:2, 5:-3].unflatten(1, (g, d)).expand(3, g, d)  # stride 0 over rows
+    checks.error_at_most_twice(
+        ops.kron_accumulate_(factor.clone(), few),
+        ops.kron_accumulate_torch_(factor.clone(), few),
+        outer_products(factor, few, 1.0),
+    )
+
+
+@pytest.mark.parametrize("shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16)])
+def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
+    factor, rows = tensors(shape, torch.device("cpu"), torch.float32)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):

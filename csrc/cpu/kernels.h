@@ -70,7 +70,7 @@ struct Kernels {
 
   // sums[lag * sums_row + lane] += sum_k x[k * x_row + lane] x[k * x_row + lane + lag], k < count, lag < lags <= vector / 2,
   // for `vectors` whole vectors of lanes; reads vectors * vector + lags - 1 numbers of every row.
-  void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, T* sums, int64_t sums_row);
+  void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, double* sums, int64_t sums_row);
 
   // panel[k * width + lane] = source[lane * lane_stride + k * k_stride], lane < n, k < count; zeros up to a whole vector.
   void (*pack)(int64_t n, int64_t count, const T* source, int64_t lane_stride, int64_t k_stride, T* panel);

@@ -50,6 +50,14 @@ def test_paper_scale(time, benchmark, device, phase):
     # nine back for the activations.
     operations = images * flops(model, x[:2]) / 2 * (1 if phase == "epoch" else 10 / 3)
     run = epoch if phase == "epoch" else update
-    time(run, work=f"paper scale, {phase}, {images} images", who="ella_cuda", flops=operations, bytes=0, rounds=2)
+    time(
+        run,
+        work=f"paper scale, {phase}, {images} images",
+        who="ella_cuda",
+        flops=operations,
+        bytes=0,
+        rounds=2,
+        warmups=0,
+    )
     seconds = benchmark.stats.stats.median * IMAGES / images
     benchmark.extra_info["whole_run_seconds"] = seconds * TIMES[phase]

@@ -31,6 +31,9 @@ def lines(report: dict[str, Any]) -> list[str]:
             ratio = f"{row['median'] / ours['median']:8.2f}" if ours else f"{'-':>8s}"
             peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}"
             out.append(f"{work:52s} {who:24s} {ratio} {row['median'] / row['floor_seconds']:8.2f} {peak:>8s}")
+    runs = [entry["extra_info"].get("whole_run_seconds") for entry in report["benchmarks"]]
+    if any(runs):
+        out.append(f"the paper's whole run, counted from its phases: {sum(filter(None, runs)) / 60:.0f} min")
     return out
 
 
@@ -40,9 +43,10 @@ def main() -> None:
     for path in parser.parse_args().files:
         report = json.loads(path.read_text(encoding="utf-8"))
         machine = report["machine_info"].get("ella_cuda", {})
-        print(
-            f"{path.name}: {machine.get('device', '?')}, {machine.get('cpu', '?')}, torch {machine.get('torch', '?')}"
-        )
+        commit = report.get("commit_info", {})
+        state = f"commit {commit.get('id', '?')[:7]}{', changed' if commit.get('dirty') else ''}"
+        where = f"{machine.get('device', '?')}, {machine.get('cpu', '?')}, {machine.get('threads', '?')} threads"
+        print(f"{path.name}: {where}, torch {machine.get('torch', '?')}, {state}")
         print("\n".join(lines(report)))
 
 

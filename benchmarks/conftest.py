@@ -53,7 +53,9 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
     measured in the same session they give the floor. Everything lands in ``extra_info``, where ``compare.py`` finds it.
     """
 
-    def run(call: Callable[[], Any], *, work: str, who: str, flops: float, bytes: float, rounds: int = 7) -> None:
+    def run(
+        call: Callable[[], Any], *, work: str, who: str, flops: float, bytes: float, rounds: int = 7, warmups: int = 2
+    ) -> None:
         def whole() -> None:
             call()
             if device.type == "cuda":
@@ -70,7 +72,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
             peak_flops=peaks.flops,
             peak_bandwidth=peaks.bandwidth,
         )
-        benchmark.pedantic(whole, rounds=rounds, warmup_rounds=2)
+        benchmark.pedantic(whole, rounds=rounds, warmup_rounds=warmups)
 
     return run
 

@@ -70,6 +70,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "build": {key: str(value) for key, value in build_info().items()},
         "torch": torch.__version__,
         "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }

@@ -243,14 +243,17 @@ def marglik_training(
 
 
 def _plain(arguments: dict[str, Any] | None) -> dict[str, str]:
-    """What two sessions of a run can be compared by, in words: numbers, words and tuples of them, data classes; functions by name."""
-    words = {}
-    for key, value in sorted((arguments or {}).items()):
-        if isinstance(value, (bool, int, float, str, tuple, list, type(None))) or dataclasses.is_dataclass(value):
-            words[key] = repr(value)
-        elif callable(value):
-            words[key] = getattr(value, "__qualname__", type(value).__qualname__)
-    return words
+    """Arguments in words, by which two sessions of a run can be compared."""
+    return {key: _words(value) for key, value in sorted((arguments or {}).items())}
+
+
+def _words(value: Any) -> str:
+    """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_words, value))})"
+    if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 class _Prior:

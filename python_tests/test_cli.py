@@ -274,6 +274,14 @@ def asked(tmp_path, monkeypatch) -> list[list[experiments.RunConfig]]:
     return calls
 
 
+@pytest.mark.parametrize(("jobs", "prepared"), [("1", 1), ("2", 0)])
+def test_runs_in_this_process_have_the_settings_of_workers(asked, monkeypatch, jobs, prepared):
+    calls = []
+    monkeypatch.setattr(cli, "prepare_process", lambda: calls.append(None))
+    assert cli.main(["train", "--device", "cpu", "--jobs", jobs]) == 0
+    assert len(calls) == prepared
+
+
 def kinds(configs: list[experiments.RunConfig]) -> list[tuple[str, str, str, int]]:
     return [(c.task, c.layer, c.objective, c.seed) for c in configs]
 

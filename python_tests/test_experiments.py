@@ -350,3 +350,17 @@ def test_a_build_without_cuda_is_said(monkeypatch):
         experiments.resolve_device("cuda")
     with pytest.raises(ValueError, match="only 1 CUDA"):
         experiments.resolve_device("cuda:3")
+
+
+def test_dense_runs_are_the_heavy_ones(tmp_path, monkeypatch):
+    seen = []
+
+    def record(function, arguments, jobs, threads, on_tick, heavy):
+        seen.extend((config.layer, is_heavy) for (config, *_), is_heavy in zip(arguments, heavy, strict=True))
+        return iter(())
+
+    monkeypatch.setattr(experiments, "run_at_once", record)
+    configs = [small(layer=layer, objective="map") for layer in ("conv", "f_fc+conv", "fc", "fc+conv")]
+    with pytest.raises(KeyError):  # no run was done, so there is no row
+        experiments.run_grid(configs, tmp_path / "grid", jobs=2, progress=False)
+    assert dict(seen) == {"conv": False, "f_fc+conv": False, "fc": True, "fc+conv": True}

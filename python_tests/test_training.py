@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from ella_cuda import marglik_training
+from ella_cuda import marglik_training, training
 from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import KronLaplace
@@ -142,6 +143,31 @@ def test_a_checkpoint_of_another_schedule_is_refused(tmp_path, other):
     run(step_size=2, gamma=0.5)
     with pytest.raises(ValueError, match="scheduler_kwargs"):
         run(**{"step_size": 2, "gamma": 0.5, **other})
+
+
+def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
+    """Another session's function is another object at another address; both are kept here, or they might share it."""
+    functions = [lambda step: 0.5 for _ in range(2)]
+
+    def run(function):
+        schedule = {"scheduler_cls": torch.optim.lr_scheduler.LambdaLR, "scheduler_kwargs": {"lr_lambda": [function]}}
+        return small_run(tmp_path / "c.pt", n_epochs=2, **schedule)
+
+    same_results(run(functions[0]), run(functions[1]))
+
+
+def test_one_approximation_at_a_time_is_in_memory(monkeypatch):
+    alive, at_fit = weakref.WeakSet(), []
+
+    class Counted(training.KronLaplace):
+        def fit(self, *args, **kwargs):
+            alive.add(self)
+            at_fit.append(len(alive))
+            return super().fit(*args, **kwargs)
+
+    monkeypatch.setattr(training, "KronLaplace", Counted)
+    small_run(n_epochs=3, n_epochs_burnin=0, marglik_frequency=1)
+    assert at_fit == [1, 1, 1]
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):

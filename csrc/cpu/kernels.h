@@ -69,7 +69,7 @@ struct Kernels {
   void (*lane_sums)(int64_t m, int64_t n, const T* a, int64_t a_row, double* sums, int64_t stride);
 
   // sums[lag * sums_row + lane] += sum_k x[k * x_row + lane] x[k * x_row + lane + lag], k < count, lag < lags <= vector / 2,
-  // for `vectors` whole vectors of lanes; reads vectors * vector + lags - 1 numbers of every row.
+  // for `vectors` whole vectors of lanes, summed over k in T; reads vectors * vector + lags - 1 numbers of every row.
   void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, double* sums, int64_t sums_row);
 
   // panel[k * width + lane] = source[lane * lane_stride + k * k_stride], lane < n, k < count; zeros up to a whole vector.

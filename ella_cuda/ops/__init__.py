@@ -1,5 +1,6 @@
 """Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch twin (``<name>_torch``) of the same signature."""
 
+from ella_cuda.ops.basis import basis_matrix, basis_project, basis_project_torch
 from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
@@ -8,6 +9,9 @@ from ella_cuda.ops.kron_logdet import kron_logdet, kron_logdet_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
 
 __all__ = [
+    "basis_matrix",
+    "basis_project",
+    "basis_project_torch",
     "circular_conv2d",
     "circular_conv2d_torch",
     "conv_kron_accumulate_",

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-FORMAT = 2
+FORMAT = 3
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:

@@ -16,15 +16,16 @@ from typing import Any
 
 from ella_cuda import __version__, experiments
 from ella_cuda.data import SOURCES, TASKS
-from ella_cuda.experiments import OBJECTIVES, RECIPES, RunConfig
-from ella_cuda.models import INITS, PATHS
+from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig
+from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
 from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
 from ella_cuda.reports.results import learned
-from ella_cuda.reports.text import OBJECTIVE_TITLES, layer_title, number
+from ella_cuda.reports.text import OBJECTIVE_TITLES, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
+NOTHING = "none"  # of --learn
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 # Options of `train` that are attributes of RunConfig: flag, type, help. None given means the recipe's.
 NUMBERS: tuple[tuple[str, Any, str], ...] = (
@@ -136,6 +137,12 @@ def _add_train(commands: Any) -> None:
         default=None,
         help="evidence for layers with an fc path too, whose curvature is large",
     )
+    train.add_argument(
+        "--learn",
+        nargs="+",
+        choices=[learn or NOTHING for learn in LEARN],
+        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; one or several (none)",
+    )
     train.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
     for name, kind, text in NUMBERS:
         default = getattr(RECIPES["digits"], name, None)
@@ -221,6 +228,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
         "task": list(dict.fromkeys(given.get("task", RECIPES[data].tasks))),
         "layer": list(dict.fromkeys(given.get("layer", DEFAULT_LAYERS))),
         "objective": [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)],
+        "learn": list(dict.fromkeys(given.get("learn", [NOTHING]))),
         "seed": list(dict.fromkeys(given.get("seed", [0]))),
         "all": given.get("all", False),
     }
@@ -230,16 +238,18 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     except ValueError as error:
         raise UsageError(str(error)) from error
     changes = {name: given[name] for name, *_ in (*NUMBERS, *WORDS) if name in given}
-    configs = []
+    configs: list[RunConfig] = []
     try:
         for seed, task, objective, layer in itertools.product(
             *(options[k] for k in ("seed", "task", "objective", "layer"))
         ):
-            if objective == "evidence" and DENSE_PATH in layer.split("+") and not dense_too:
+            paths = set(layer.split("+"))
+            if objective == "evidence" and DENSE_PATH in paths and not dense_too:
                 continue
-            configs.append(
-                experiments.configure(data, task, layer, objective, seed, device=options["device"], **changes)
-            )
+            learns = objective == "evidence" and paths & SPARSE_PATHS  # others have nothing to learn: one run
+            for learn in options["learn"] if learns else [NOTHING]:
+                common = {"device": options["device"], "learn": "" if learn == NOTHING else learn}
+                configs.append(experiments.configure(data, task, layer, objective, seed, **common, **changes))
     except ValueError as error:
         raise UsageError(str(error)) from error
     return configs, options
@@ -283,7 +293,7 @@ def _new_folder(out: str | None, data: str) -> Path:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    name = f"{row['task']}, {layer_title(row['layer'])}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
+    name = f"{row['task']}, {network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
     print(
         f"{name}: accuracy {row['accuracy']:.2f} %, NLL {row['nll']:.3f}, "
         f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",

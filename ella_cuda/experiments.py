@@ -22,14 +22,16 @@ from tqdm import tqdm
 
 from ella_cuda import __version__, build_info
 from ella_cuda.data import SOURCES, TASKS, Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
-from ella_cuda.models import INITS, PATHS, neyshabur
-from ella_cuda.nn import FactoredLinear2d
+from ella_cuda.models import INITS, PATHS, SPARSE_PATHS, neyshabur
+from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d, SpatialBasis
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.workers import run_at_once
 
 OBJECTIVES = ("map", "evidence")
+# Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
+LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 EVALUATION_BATCH = 500
 MAP_EVIDENCE_BYTES = 100_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 CONFIG_FILE, SUMMARY_FILE, ENVIRONMENT_FILE, CHECKPOINT_FILE, HISTORY_FILE, DIARY_FILE = (
@@ -115,6 +117,7 @@ class RunConfig:
         resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
+        learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
         holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
@@ -144,6 +147,7 @@ class RunConfig:
     resolution: str = "shared"
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
+    learn: str = ""
     cooldown: float | None = None
     init: str = "published"
     fan_in_limit: int | None = None
@@ -171,6 +175,13 @@ class RunConfig:
             raise ValueError(
                 f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {self.layer!r}."
             )
+        if self.learn not in LEARN:
+            raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {self.learn!r}.")
+        if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & set(paths)):
+            raise ValueError(
+                f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
+                f"and {self.layer}."
+            )
         least = {"width": 1, "epochs": 1, "batch_size": 1, "evidence_batch_size": 1, "frequency": 1, "hypersteps": 1}
         least |= {"burn_in": 0, "seed": 0}
         for name, bound in least.items():
@@ -195,7 +206,8 @@ class RunConfig:
     @property
     def name(self) -> str:
         """The run's name within its grid, and its folder's."""
-        return f"{self.data}-{self.task}-{self.layer}-{self.objective}-seed{self.seed}"
+        learn = f"-{self.learn}" if self.learn else ""
+        return f"{self.data}-{self.task}-{self.layer}-{self.objective}{learn}-seed{self.seed}"
 
 
 def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, **changes: Any) -> RunConfig:
@@ -246,7 +258,7 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
     """Adam with a learning rate for each weight of the model: ``lr * min(1, fan_in_limit / fan_in)``.
 
     Adam moves every entry by about lr a step, so an output that sums ``fan_in`` entries moves ``fan_in`` times as far.
-    ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC path, the
+    ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC or S-FC path, the
     channels for its ``weight_out``, one for biases and vectors, and for every other parameter the size of its first slice,
     as is right for ``Linear`` and ``Conv*d`` but not for embeddings and transposed convolutions.
 
@@ -263,10 +275,10 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
         return torch.optim.Adam
     fan_in = {id(p): p[0].numel() if p.dim() > 1 else 1 for p in model.parameters()}
     for layer in model.modules():
-        if isinstance(layer, FactoredLinear2d):
+        if isinstance(layer, (FactoredLinear2d, SparseFactoredLinear2d)):
             fan_in[id(layer.weight_in)] = layer.in_size[0] * layer.in_size[1]
             fan_in[id(layer.weight_out)] = layer.in_channels
-            if layer.bias_out is not None:
+            if isinstance(layer, FactoredLinear2d) and layer.bias_out is not None:
                 fan_in[id(layer.bias_out)] = 1
 
     def adam_by_fan_in(parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> torch.optim.Adam:
@@ -399,6 +411,7 @@ def run_one(
         n_epochs=config.epochs,
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,
+        learn=[name for name in config.learn.split("+") if name],
         n_epochs_burnin=config.burn_in,
         n_hypersteps=config.hypersteps,
         marglik_frequency=config.frequency,
@@ -426,7 +439,9 @@ def run_one(
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
     precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
-    layers, others = describe_layers(layout(model), precision, la.effective_parameters() if fitted else None)
+    lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+    gamma = la.effective_parameters() if fitted else None
+    layers, others = describe_layers(layout(model), precision, gamma, lengthscales)
     write_file(
         run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": diary.evaluations}, allow_nan=False)
     )
@@ -436,6 +451,7 @@ def run_one(
         "task": config.task,
         "layer": config.layer,
         "objective": config.objective,
+        "learn": config.learn,
         "seed": config.seed,
         "accuracy": accuracy,
         "nll": nll,
@@ -631,11 +647,15 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged ({error}); move {path.parent} away to do that run again.") from error
         last = diary["evaluations"][-1]
-        layers, others = describe_layers(diary["layout"], last["prior_precision"], last["effective_parameters"])
+        found = (last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale"))
+        layers, others = describe_layers(diary["layout"], *found)
         rows.append(
             {
                 "run": config.name,
-                **{key: getattr(config, key) for key in ("data", "task", "layer", "objective", "seed", "epochs")},
+                **{
+                    key: getattr(config, key)
+                    for key in ("data", "task", "layer", "objective", "learn", "seed", "epochs")
+                },
                 "epoch": last["epoch"],
                 "loss": last["loss"],
                 "train_accuracy": 100 * last["accuracy"],

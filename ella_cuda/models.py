@@ -8,7 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.nn import CircularConv2d, FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance
+from ella_cuda.nn import (
+    CircularConv2d,
+    FactoredLinear2d,
+    FullyConnected2d,
+    PolyphasePool2d,
+    RelaxedEquivariance,
+    SparseConv2d,
+    SparseFactoredLinear2d,
+)
 
 # Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
@@ -23,14 +31,23 @@ def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) 
     return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
 
 
+def sparse_conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
+    """As :func:`conv_path`, with the kernel given at five anchors."""
+    conv = SparseConv2d(in_channels, out_channels)
+    return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
+
+
 PATHS: dict[str, Callable[[int, int, int, int], nn.Module]] = {
     "fc": FullyConnected2d,
     "f_fc": FactoredLinear2d,
     "conv": conv_path,
+    "s_fc": SparseFactoredLinear2d,
+    "s_conv": sparse_conv_path,
 }
 
 
-EQUIVARIANT_PATHS = ("conv",)
+EQUIVARIANT_PATHS = ("conv", "s_conv")
+SPARSE_PATHS = frozenset({"s_fc", "s_conv"})  # with bases to learn
 INITS = ("published", "equivariant")
 QUIET = 0.3  # of the published size: where weight_in of an F-FC path that is off starts
 
@@ -40,7 +57,7 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
     paths, ``m`` of ``n``, have their weights multiplied by ``n / sqrt(m)``, so that the mean over paths has the variance
     of one path alone.
 
-    An FC path starts at ``weight = 0``, an F-FC path at ``weight_out = 0``: both have a gradient at once. What of F-FC's
+    An FC path starts at ``weight = 0``, an F-FC or S-FC path at ``weight_out = 0``: both have a gradient at once. What of their
     ``weight_in`` no data ask for is noise that the prior has to shrink before it can switch the path off, so it starts
     smaller than published, at :data:`QUIET` times. A layer without an equivariant path stays as it is.
     """
@@ -54,7 +71,7 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
             if name in equivariant:
                 for weight in (p for p in path.parameters() if p.dim() > 1):
                     weight.mul_(scale)
-            elif isinstance(path, FactoredLinear2d):
+            elif isinstance(path, (FactoredLinear2d, SparseFactoredLinear2d)):
                 path.weight_out.zero_()
                 path.weight_in.mul_(QUIET)
             else:
@@ -104,7 +121,8 @@ def neyshabur(
     fully connected layers. With ``image_size=32``, ``width=10`` it has 1,771,945 parameters for "f_fc+conv" on 3 channels and 10 classes.
 
     Args:
-        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``; the names are the paths' names in ``model.blocks[i]``.
+        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``, ``s_fc``, ``s_conv``; the names are the paths' in
+            ``model.blocks[i]``.
         in_channels: channels of the images.
         num_classes: K, the number of outputs.
         width: α, the multiple of all channel counts.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from tqdm.auto import tqdm
 
 from ella_cuda.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.nn import SpatialBasis
 
 Objective = Literal["evidence", "map"]
 PriorStructure = Literal["layerwise", "module", "scalar"]
@@ -31,6 +33,7 @@ class Evaluation:
     prior_precision: list[float]  # per parameter tensor
     effective_parameters: dict[str, float] | None  # per parameter tensor
     sigma_noise: float
+    inverse_lengthscale: dict[str, float]  # per basis of a sparsified layer, by its name
 
 
 def marglik_training(
@@ -51,6 +54,7 @@ def marglik_training(
     prior_prec_init: float = 1.0,
     sigma_noise_init: float = 1.0,
     fix_sigma_noise: bool = False,
+    learn: Sequence[str] = (),
     progress_bar: bool = True,
     objective: Objective = "evidence",
     fisher: str = "exact",
@@ -83,6 +87,10 @@ def marglik_training(
         marglik_frequency: epochs between evaluations (evidence step and checkpoint).
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
+        learn: which hyperparameters of sparsified layers the evidence learns beside the precisions: any of "lengthscales" (log
+            :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
+            evidence step but one at the last epoch, which no training would follow, they make one Adam step at rate ``lr_hyp`` along the
+            evidence's gradient; one, because the data fit's part is a gradient at the present values. With ``objective="map"`` they stay.
         progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
@@ -139,9 +147,12 @@ def marglik_training(
     hyper_optimizer = torch.optim.Adam([prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp)
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
     laplace_settings["column_tolerance"] = column_tolerance
+    shape = _Shape(model, learn)
+    shape_optimizer = torch.optim.Adam(shape.leaves, lr=lr_hyp) if shape.leaves else None
     settings = {
         **laplace_settings,
         "objective": objective,
+        "learn": list(shape.learn),
         "n_epochs": n_epochs,
         "lr_hyp": lr_hyp,
         "prior_structure": prior_structure,
@@ -170,6 +181,8 @@ def marglik_training(
         "scheduler": scheduler,
         "prior": prior,
         "hyper_optimizer": hyper_optimizer,
+        "shape": shape,
+        "shape_optimizer": shape_optimizer,
     }
     first_epoch = 0
     la = random_at_fit = None
@@ -203,14 +216,18 @@ def marglik_training(
             shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
             if epoch % marglik_frequency == 0 or epoch == n_epochs:
                 evidence = effective = None
+                lengthscales = shape.inverse_lengthscales()
                 if objective == "evidence" and epoch > n_epochs_burnin:
                     random_at_fit = random_state(loaders)
                     la = None  # before the next one is made, or the factors of both are in memory
-                    la = new_laplace().fit(evidence_loader)
+                    with shape.differentiable():
+                        la = new_laplace().fit(evidence_loader)
                     evidence = _evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
                     margliks.append(-evidence * la.n_data)
                     evidence = -evidence
                     effective = la.effective_parameters()
+                    if shape_optimizer is not None and epoch < n_epochs:
+                        _shape_step(la, shape, shape_optimizer)
                     shown["-log q/N"] = f"{evidence:.3f}"
                 evaluation = Evaluation(
                     epoch,
@@ -220,6 +237,7 @@ def marglik_training(
                     prior.precision().tolist(),
                     effective,
                     float(prior.sigma().detach()),
+                    lengthscales,
                 )
                 history.append(dataclasses.asdict(evaluation))
                 if on_evaluation is not None:
@@ -308,6 +326,61 @@ class _Prior:
         with torch.no_grad():
             self.log_precision.copy_(state["log_precision"])
             self.log_sigma.copy_(state["log_sigma"])
+
+
+class _Shape:
+    """Hyperparameters inside the network: the bases of its sparsified layers, of which ``learn`` says what moves.
+
+    Leaves are float64 whatever the model's dtype, lengthscales in logarithms; the model's buffers are written from them.
+    """
+
+    def __init__(self, model: nn.Module, learn: Sequence[str]) -> None:
+        unknown = [name for name in learn if name not in ("anchors", "lengthscales")]
+        if isinstance(learn, str) or unknown:
+            raise ValueError(f"marglik_training: learn must list any of anchors, lengthscales, got {learn!r}.")
+        self.learn = tuple(sorted(set(learn)))
+        self.bases = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
+        if self.learn and not self.bases:
+            raise ValueError(
+                f"marglik_training: learn={list(learn)} needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the "
+                "model has none."
+            )
+        self.buffers: list[Tensor] = []
+        self.leaves: list[Tensor] = []
+        for basis in self.bases.values():
+            if "anchors" in self.learn:
+                self.buffers.append(basis.anchors)
+                self.leaves.append(basis.anchors.detach().double().clone().requires_grad_())
+            if "lengthscales" in self.learn:
+                if not basis.inverse_lengthscale > 0:
+                    raise ValueError(
+                        "marglik_training: learn='lengthscales' needs positive inverse lengthscales at the start."
+                    )
+                self.buffers.append(basis.inverse_lengthscale)
+                self.leaves.append(basis.inverse_lengthscale.detach().double().log().requires_grad_())
+
+    @contextmanager
+    def differentiable(self) -> Iterator[None]:
+        """The buffers that move require a gradient for the duration of the context."""
+        for buffer in self.buffers:
+            buffer.requires_grad_()
+        try:
+            yield
+        finally:
+            for buffer in self.buffers:
+                buffer.requires_grad_(False)
+
+    def inverse_lengthscales(self) -> dict[str, float]:
+        """ω of every basis, by the basis' name."""
+        return {name: float(basis.inverse_lengthscale) for name, basis in self.bases.items()}
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        return {"leaves": [leaf.detach().clone() for leaf in self.leaves]}
+
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        with torch.no_grad():
+            for leaf, saved in zip(self.leaves, state["leaves"], strict=True):
+                leaf.copy_(saved)
 
 
 def _train_epoch(
@@ -414,6 +487,20 @@ def _evidence_step(
         la.prior_precision = prior.precision()
         la.sigma_noise = prior.sigma()
         return float(la.log_marginal_likelihood()) / la.n_data
+
+
+def _shape_step(la: KronLaplace, shape: _Shape, optimizer: torch.optim.Optimizer) -> None:
+    """One Adam step on the hyperparameters inside the network, along the gradient of log q / N at the fit."""
+    with shape.differentiable(), torch.enable_grad():
+        evidence = la.log_marginal_likelihood()
+        gradients = torch.autograd.grad(evidence / la.n_data, shape.buffers)
+    with torch.no_grad():
+        for leaf, buffer, gradient in zip(shape.leaves, shape.buffers, gradients, strict=True):
+            # A leaf of no axes is the logarithm of its buffer.
+            leaf.grad = -(gradient if leaf.dim() else gradient * buffer).double()
+        optimizer.step()
+        for leaf, buffer in zip(shape.leaves, shape.buffers, strict=True):
+            buffer.copy_(leaf if leaf.dim() else leaf.exp())
 
 
 def _first_bad_layer(model: nn.Module, x: Tensor) -> str:

@@ -306,6 +306,20 @@ def test_named_runs_only(asked):
     assert kinds(asked[0]) == [("plain", "fc", "evidence", 3), ("plain", "fc", "evidence", 4)]
 
 
+def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(asked):
+    command = ["train", "--task", "digit", "--layer", "conv", "s_fc", "--learn", "none", "anchors", "lengthscales"]
+    assert cli.main(command) == cli.main(["train", "--layer", "s_conv", "--objective", "evidence"]) == 0
+    assert [(c.layer, c.objective, c.learn) for c in asked[0]] == [
+        ("conv", "map", ""),
+        ("s_fc", "map", ""),
+        ("conv", "evidence", ""),
+        ("s_fc", "evidence", ""),
+        ("s_fc", "evidence", "anchors"),
+        ("s_fc", "evidence", "lengthscales"),
+    ]
+    assert {c.learn for c in asked[1]} == {""}
+
+
 def test_numbers_given_reach_the_run(asked):
     given = {
         "batch_size": 7,

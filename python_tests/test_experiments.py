@@ -75,6 +75,9 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"cooldown": 0.0}, "cooldown must be above 0"),
         ({"cooldown": 1.5}, "cooldown must be above 0"),
         ({"fisher": "empirical"}, "fisher must be one of"),
+        ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
+        ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
+        ({"layer": "s_fc", "learn": "anchors", "objective": "map"}, "needs evidence"),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(change, message):
@@ -170,6 +173,23 @@ def test_learning_rates_of_a_run():
     assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
 
 
+def test_a_run_that_learns_lengthscales_says_so(tmp_path):
+    config = small("s_fc+s_conv", learn="lengthscales", epochs=3)
+    assert config.name == "digits-quadrant-s_fc+s_conv-evidence-lengthscales-seed0"
+    row = run_one(config, tmp_path, progress=False)
+    assert row["learn"] == "lengthscales"
+    first = row["layers"][0]["paths"]
+    assert first["s_fc"]["inverse_lengthscale"].keys() == {"basis_in", "basis_out"}
+    assert first["s_conv"]["inverse_lengthscale"].keys() == {"basis"}
+    saved = read_checkpoint(tmp_path / "checkpoint.pt")["model"]
+    for entry in row["layers"]:
+        for path, found in entry["paths"].items():
+            for basis, value in found["inverse_lengthscale"].items():
+                assert value == float(saved[f"{entry['name']}.{path}.{basis}.inverse_lengthscale"])
+    assert first["s_fc"]["inverse_lengthscale"]["basis_in"] != 1
+    assert row["layers"][1]["paths"]["s_conv"]["inverse_lengthscale"].keys() == {"0.basis"}
+
+
 def test_learning_rates_fall_with_the_number_of_inputs():
     model = neyshabur("fc+f_fc+conv", 1, 10, width=4)
     names = {id(p): n for n, p in model.named_parameters()}
@@ -186,6 +206,12 @@ def test_learning_rates_fall_with_the_number_of_inputs():
     (last,) = (g for g in experiments.adam_for(model, 16)([model.blocks[7].f_fc.weight_out], lr=0.1).param_groups)
     assert last["lr"] == pytest.approx(0.1 * 16 / 32)
     assert experiments.adam_for(model, None) is torch.optim.Adam
+    sparse = neyshabur("s_fc", 1, 10, width=4)
+    names = {id(p): n for n, p in sparse.named_parameters()}
+    groups = experiments.adam_for(sparse, 256)(list(sparse.parameters()), lr=0.1).param_groups
+    rates = {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
+    slow = {f"blocks.{i}.s_fc.weight_in" for i in (0, 1)}
+    assert rates == pytest.approx({n: 0.025 if n in slow else 0.1 for n in names.values()})
 
 
 def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):

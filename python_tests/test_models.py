@@ -20,6 +20,10 @@ from python_tests.ops.checks import assert_same
         ("fc", 1, 112_664_170),
         ("conv", 1, 338_590),
         ("f_fc+conv", 1, 1_730_805),
+        # Values and biases; anchors and lengthscales are hyperparameters. The paper has 0.8, 0.2 and 1.0 million.
+        ("s_fc", 3, 831_820),
+        ("s_conv", 3, 237_050),
+        ("s_fc+s_conv", 3, 959_420),
     ],
 )
 def test_parameter_counts_of_the_paper(layer, in_channels, count):
@@ -28,7 +32,18 @@ def test_parameter_counts_of_the_paper(layer, in_channels, count):
     assert sum(p.numel() for p in model.parameters()) == count
 
 
-@pytest.mark.parametrize("layer", ["fc", "conv", "f_fc", "f_fc+conv", "fc+f_fc+conv"])
+def test_parameter_counts_of_sparse_networks_by_hand():
+    """Per stage D*C values for every anchor, half of the positions rounded up, and D biases; the head as ever."""
+    channels, sides = [3, 10, 20, 20, 40, 40, 80, 80, 160], [32, 32, 16, 16, 8, 8, 4, 2, 1]
+    stages = list(zip(channels, channels[1:], sides, sides[1:], strict=False))
+    half = {side: (side * side + 1) // 2 for side in sides}
+    s_fc = sum(d * c * (half[i] + half[o]) + d for c, d, i, o in stages)
+    s_conv = sum(d * c * 5 + d for c, d, *_ in stages)
+    head = 160 * 640 + 640 + 640 * 10 + 10
+    assert [s_fc + head, s_conv + head, s_fc + s_conv + head] == [831_820, 237_050, 959_420]
+
+
+@pytest.mark.parametrize("layer", ["fc", "conv", "f_fc", "f_fc+conv", "fc+f_fc+conv", "s_fc", "s_fc+s_conv"])
 def test_an_image_does_not_feel_its_neighbours(layer, device):
     model = neyshabur(layer, 1, 10, width=2).to(device, torch.float64)
     x = torch.randn(5, 1, 32, 32, dtype=torch.float64, device=device)
@@ -39,8 +54,9 @@ def test_an_image_does_not_feel_its_neighbours(layer, device):
 
 
 @pytest.mark.parametrize("shift", [(1, 0), (0, 1), (7, 18), (31, 31)])
-def test_convolutional_network_ignores_translations(shift, device):
-    model = neyshabur("conv", 3, 10, width=2).to(device, torch.float64)
+@pytest.mark.parametrize("layer", ["conv", "s_conv"])
+def test_convolutional_network_ignores_translations(shift, layer, device):
+    model = neyshabur(layer, 3, 10, width=2).to(device, torch.float64)
     x = torch.randn(4, 3, 32, 32, dtype=torch.float64, device=device)
     assert_same(model(x.roll(shift, (2, 3))), model(x), rtol=1e-9, atol=1e-12)
 

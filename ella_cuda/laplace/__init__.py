@@ -1,7 +1,16 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
+from ella_cuda.laplace.exact import exact_log_marginal_likelihood
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, SecondMoment
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.rules import Rule, register
 
-__all__ = ["FactorShape", "KronLaplace", "KroneckerFactor", "Rule", "SecondMoment", "register"]
+__all__ = [
+    "FactorShape",
+    "KronLaplace",
+    "KroneckerFactor",
+    "Rule",
+    "SecondMoment",
+    "exact_log_marginal_likelihood",
+    "register",
+]

@@ -99,6 +99,22 @@ class CurvaturePass:
         self._batch_size = 0
         self._column_bytes = 0
         self._called: set[Rule] = set()
+        self._paused = False
+        self.hyperparameters = [b for b in model.buffers() if b.requires_grad]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For the duration of the context the network is as it was, without our nodes, but in evaluation mode and with constant
+        parameters."""
+        self._paused = True
+        for buffer in self.hyperparameters:
+            buffer.requires_grad_(True)
+        try:
+            yield
+        finally:
+            self._paused = False
+            for buffer in self.hyperparameters:
+                buffer.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
@@ -136,6 +152,8 @@ class CurvaturePass:
         """The forward hook of a rule's layer."""
 
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            if self._paused:
+                return out
             if rule in self._called:
                 raise ValueError(
                     f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
@@ -167,14 +185,14 @@ class CurvaturePass:
 
 @contextmanager
 def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
-    """Evaluation mode, no parameter gradients, and the rules' hooks, for the duration of the context; all restored at
+    """Evaluation mode, no gradients of parameters and buffers, and the rules' hooks, for the duration of the context; all restored at
     its end.
 
     Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time.
     """
     run = CurvaturePass(model, rules, memory_budget)
     training = [m for m in model.modules() if m.training]
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
     # First among the hooks: a user's own forward hook then sees, and may change, what comes after the layer.
     handles = [r.module.register_forward_hook(run.hook(r), prepend=True, with_kwargs=True) for r in rules]
     try:

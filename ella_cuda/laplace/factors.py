@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.nn import SpatialBasis
 
 
 class FactorShape(NamedTuple):
     """Sizes of one parameter tensor's block-Kronecker factor; the tensor has ``groups * inputs * outputs`` elements.
 
     ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that
-    the input side is the number one, as for a bias: see :meth:`bias`.
+    the input side is the number one, as for a bias: see :meth:`bias`. A side whose numbers are values at the anchors of a
+    basis names it; its rows are then collected at the basis' positions, :attr:`row_inputs` or :attr:`row_outputs` of them.
     """
 
     groups: int
@@ -23,6 +25,8 @@ class FactorShape(NamedTuple):
     outputs: int
     output_groups: int
     constant_input: bool = False
+    input_basis: SpatialBasis | None = None
+    output_basis: SpatialBasis | None = None
 
     @classmethod
     def bias(cls, size: int) -> FactorShape:
@@ -34,27 +38,61 @@ class FactorShape(NamedTuple):
         """Elements of the parameter tensor."""
         return self.groups * self.inputs * self.outputs
 
+    @property
+    def row_inputs(self) -> int:
+        """Length of the input side's rows, per block."""
+        return _at_positions(self.inputs, self.input_basis)
+
+    @property
+    def row_outputs(self) -> int:
+        """Length of the output side's rows, per block."""
+        return _at_positions(self.outputs, self.output_basis)
+
+
+def _at_positions(size: int, basis: SpatialBasis | None) -> int:
+    return size if basis is None else size // basis.num_anchors * basis.num_points
+
 
 class SecondMoment:
     """A streaming sum of outer products in blocks: ``total[g] = sum_rows alpha * row[g] row[g]^T``, ``(G, d, d)``.
+
+    Where weights are given at the A anchors of a basis, rows are collected at its X positions, as for a layer without one, and
+    ``total`` is projected when it is read: d is then a multiple of X.
 
     Args:
         groups: G.
         size: d.
         like: a tensor whose dtype (float32 or float64) and device the sum takes.
         name: what it belongs to, for error messages.
+        basis: of the weights, or None.
     """
 
-    def __init__(self, groups: int, size: int, like: Tensor, name: str) -> None:
+    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
         self.total = torch.zeros(groups, size, size, dtype=like.dtype, device=like.device)
         self.rows = 0
         self.name = name
+        self.basis = basis
         self._eigenvalues: Tensor | None = None
+        self._decomposed_on: Tensor | None = None  # the basis' matrix that they belong to
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the outer products of ``rows``, ``(R, G, d)``, any strides."""
         ops.kron_accumulate_(self.total, rows, alpha)
         self.count(rows.shape[0])
+
+    def add_patches(
+        self,
+        x: Tensor,
+        kernel_size: int | tuple[int, int],
+        padding_mode: str = "circular",
+        alpha: float = 1.0,
+        **geometry: Any,
+    ) -> None:
+        """Add the outer products of the patches of x, ``(N, G*C, H, W)``, block g those of its g-th C channels; see
+        :func:`ella_cuda.ops.conv_kron_accumulate_`. :meth:`count` them.
+        """
+        for block, part in zip(self.total, x.chunk(self.total.shape[0], 1), strict=True):
+            ops.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
 
     def count(self, rows: int) -> None:
         """Say that this many rows were added to ``total`` by other means."""
@@ -63,13 +101,29 @@ class SecondMoment:
 
     def clone(self, name: str) -> SecondMoment:
         """An independent copy under another name."""
-        other = SecondMoment(0, 0, self.total, name)
+        other = type(self)(0, 0, self.total, name, self.basis)
         other.total, other.rows = self.total.clone(), self.rows
         return other
 
+    def projected(self) -> Tensor:
+        r"""``total``, or on a basis :math:`(I \otimes \Psi)\, total\, (I \otimes \Psi)^T` at its present state in float64.
+
+        ``(G, d, d)``, or ``(G, d/X * A, d/X * A)``, differentiable in the basis' anchors and inverse lengthscale.
+
+        Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix, on sparsified layers.
+        """
+        if self.basis is None:
+            return self.total
+        psi, groups = self.basis.matrix().double(), self.total.shape[0]
+        half = self.total.double().unflatten(2, (-1, psi.shape[1])) @ psi.T  # (G, d, d/X, A)
+        whole = half.flatten(2).mT.unflatten(2, (-1, psi.shape[1])) @ psi.T  # (G, d/X * A, d/X, A)
+        return whole.reshape(groups, half[0, 0].numel(), -1)
+
     def eigenvalues(self) -> Tensor:
-        """Eigenvalues of every block of ``total``, ascending, ``(G, d)``, float64; computed once and kept until rows
-        are added.
+        """Eigenvalues of every block of :meth:`projected`, ascending, ``(G, a)``, float64.
+
+        Computed once and kept until rows are added or the basis changes; where the basis' anchors or inverse lengthscale require a
+        gradient, anew at every call and differentiable in them.
 
         The decomposition is in float64 whatever the sum's dtype. An eigensolver's error is eps times the *largest*
         eigenvalue, in every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs
@@ -80,20 +134,38 @@ class SecondMoment:
             FloatingPointError: the sum is not finite.
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
         """
-        if self._eigenvalues is None:
-            if not torch.isfinite(self.total).all():
-                raise FloatingPointError(
-                    f"{self.name}: the factor has entries that are not finite; the activations or gradients of this "
-                    "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
-                )
-            values = torch.linalg.eigvalsh(self.total.double())
+        if self._learns():
+            return self._decompose()
+        psi = None if self.basis is None else self.basis.matrix()
+        if self._eigenvalues is None or psi is not self._decomposed_on:
+            self._eigenvalues, self._decomposed_on = self._decompose(), psi
+        return self._eigenvalues
+
+    def _learns(self) -> bool:
+        """Whether the eigenvalues are wanted as a function of the basis."""
+        return self.basis is not None and torch.is_grad_enabled() and self.basis.learns()
+
+    def _decompose(self) -> Tensor:
+        if not torch.isfinite(self.total).all():
+            raise FloatingPointError(
+                f"{self.name}: the factor has entries that are not finite; the activations or gradients of this "
+                "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
+            )
+        values = torch.linalg.eigvalsh(self.projected().double())
+        with torch.no_grad():
             # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
             # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
             # rounding is absolute: a product can lose up to that number, in each of R terms and d entries.
             number = torch.finfo(self.total.dtype)
             size = self.total.shape[-1]
-            tolerance = number.eps * (size + math.sqrt(self.rows)) * values.amax(-1).clamp(min=0)
-            tolerance = tolerance + number.tiny * size * max(self.rows, 1)
+            largest, growth = values.amax(-1).clamp(min=0), 1.0
+            if self.basis is not None:
+                # The error is that of the sum before it was projected, times |Psi|^2 at most. Sums of rows and columns bound the norms.
+                psi = self.basis.matrix().double().abs()
+                growth = psi.sum(0).amax() * psi.sum(1).amax()
+                largest = self.total.double().abs().sum(-1).amax(-1) * growth
+            tolerance = number.eps * (size + math.sqrt(self.rows)) * largest
+            tolerance = tolerance + number.tiny * size * max(self.rows, 1) * growth
             beyond = values.amin(-1) < -tolerance
             if beyond.any():
                 block = int(beyond.nonzero()[0])
@@ -103,8 +175,7 @@ class SecondMoment:
                     "cannot. If a rule of your own filled it, check that only positive multiples of outer products are "
                     "added."
                 )
-            self._eigenvalues = values.clamp(min=0)
-        return self._eigenvalues
+        return values.clamp(min=0)
 
 
 class KroneckerFactor:
@@ -136,12 +207,12 @@ class KroneckerFactor:
         """
         if self.input_moment is None:
             return self.output_moment.total.new_ones(1, 1, 1)
-        return self.input_moment.total / self.n_data
+        return self.input_moment.projected() / self.n_data
 
     @property
     def outputs(self) -> Tensor:
         """B, the output side, ``(G, b, b)`` or ``(1, b, b)``: sum over the data, mean over shared positions."""
-        return self.output_moment.total
+        return self.output_moment.projected()
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of both sides, ``(G, a)`` and ``(G or 1, b)``, float64, ascending, not negative.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ella_cuda.laplace.curvature import curvature_pass
+from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.rules import Rule, rule_for
@@ -37,6 +38,11 @@ class KronLaplace:
     computed once per fit. Curvature is that of the network in evaluation mode, the generalised Gauss-Newton matrix with
     the sum over the data; conventions per layer are in the rules' docstrings. Biases get their exact GGN block, where
     laplace-torch uses the weight's output factor.
+
+    Hyperparameters that act inside the network, such as the anchors and inverse lengthscales of
+    :class:`ella_cuda.nn.SpatialBasis`, are buffers of the model. Those that require a gradient when ``fit`` is called
+    can be differentiated: the data fit through the network, the log determinants through the projection of the factors,
+    which are held as they were fitted. :func:`ella_cuda.laplace.exact_log_marginal_likelihood` holds nothing.
 
     Args:
         model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front. Parameters that
@@ -83,11 +89,11 @@ class KronLaplace:
             raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
         self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
         self.column_tolerance = column_tolerance
-        self._likelihood = LIKELIHOODS[likelihood]()
+        self.likelihood_function = LIKELIHOODS[likelihood]()
         self._parameters = _trainable(model)
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
-        self._rules = _rules(model, resolution)
+        self._rules = rules_for(model, resolution)
         self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
@@ -102,6 +108,7 @@ class KronLaplace:
         self.n_data = 0
         self.n_outputs = 0
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._statistic_gradients: dict[str, Tensor] = {}
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
 
@@ -144,6 +151,11 @@ class KronLaplace:
             raise ValueError(
                 "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
             )
+        data_fit = DataFitGradient(self.model)
+        if self.n_data and data_fit.buffers.keys() != self._statistic_gradients.keys():
+            raise ValueError(
+                "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
+            )
         n_data, statistic = self.n_data, self._statistic
         self.n_data = 0  # until the pass is complete
         seen = 0
@@ -154,15 +166,18 @@ class KronLaplace:
                 outputs = run.forward(x)
                 f = outputs.detach()
                 with torch.no_grad():
-                    self._likelihood.check(f, y)
-                    statistic = statistic + self._likelihood.statistic(f, y)
+                    self.likelihood_function.check(f, y)
+                    statistic = statistic + self.likelihood_function.statistic(f, y)
                     columns = (
-                        self._likelihood.columns(f, self.column_tolerance)
+                        self.likelihood_function.columns(f, self.column_tolerance)
                         if self.fisher == "exact"
-                        else self._likelihood.sampled_column(f, generator)
+                        else self.likelihood_function.sampled_column(f, generator)
                     )
                 if x.shape[0]:
                     run.backward(outputs, columns)
+                if data_fit.buffers:
+                    with run.paused():
+                        data_fit.add(lambda x=x, y=y: self.likelihood_function.statistic(self.model(x), y))
                 seen += x.shape[0]
                 self.n_outputs = f.shape[1]
                 del outputs
@@ -184,6 +199,8 @@ class KronLaplace:
         for factor in self._factors.values():
             factor.n_data = n_data + seen
         self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
+        before = self._statistic_gradients
+        self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
         self._fingerprint = fingerprint
         return self
 
@@ -263,9 +280,24 @@ class KronLaplace:
             )
         return value.reshape(())
 
+    def resolve(self, prior_precision: Value | None, sigma_noise: Value | None) -> tuple[Tensor, Tensor]:
+        """Given hyperparameters, or this object's where None: one precision per parameter tensor and sigma, float64, checked."""
+        precision = self.prior_precision if prior_precision is None else self._precisions(prior_precision)
+        return precision, self.sigma_noise if sigma_noise is None else self._sigma(sigma_noise)
+
     def _log_likelihood(self, sigma: Tensor) -> Tensor:
         self._fitted()
-        return self._likelihood.log_likelihood(self._statistic, self.n_data * self.n_outputs, sigma)
+        statistic = self._statistic
+        if torch.is_grad_enabled():
+            for name, b in hyperparameters(self.model).items():
+                if name not in self._statistic_gradients:
+                    raise RuntimeError(
+                        f"KronLaplace: the buffer {name!r} requires a gradient, but did not when fit was called; call fit again, or "
+                        "evaluate under torch.no_grad()."
+                    )
+                # Adds nothing but the gradient.
+                statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
+        return self.likelihood_function.log_likelihood(statistic, self.n_data * self.n_outputs, sigma)
 
     def _scatter(self, precision: Tensor) -> Tensor:
         self._fitted()
@@ -308,7 +340,8 @@ class KronLaplace:
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
-        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable in both arguments.
+        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable in both arguments
+        and in the buffers that required a gradient at the fit.
 
         Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
 
@@ -318,13 +351,12 @@ class KronLaplace:
 
         Raises:
             ValueError: a value is not positive and finite, or of a wrong shape.
-            RuntimeError: not fitted.
+            RuntimeError: not fitted, or fitted before a buffer required a gradient.
             FloatingPointError, ArithmeticError: a factor is not finite, or has an eigenvalue negative beyond rounding.
 
         Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
         """
-        precision = self.prior_precision if prior_precision is None else self._precisions(prior_precision)
-        sigma = self.sigma_noise if sigma_noise is None else self._sigma(sigma_noise)
+        precision, sigma = self.resolve(prior_precision, sigma_noise)
         log_det_ratio = self._log_det_posterior(precision, sigma) - self._log_det_prior(precision)
         return self._log_likelihood(sigma) - 0.5 * (log_det_ratio + self._scatter(precision))
 
@@ -487,7 +519,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def _rules(model: nn.Module, resolution: str) -> list[Rule]:
+def rules_for(model: nn.Module, resolution: str) -> list[Rule]:
     """One rule per module that itself holds trainable parameters."""
     return [
         rule_for(module, name, resolution)

@@ -54,11 +54,10 @@ def _load(
     n_data: int,
 ) -> KroneckerFactor:
     entry = saved[name]
-    inputs = (
-        None
-        if shape.constant_input
-        else _moment(f"{name} (input side)", shape.groups, shape.inputs, like, entry["inputs"], entry["input_rows"])
-    )
+    inputs = None
+    if not shape.constant_input:
+        inputs = SecondMoment(shape.groups, shape.row_inputs, like, f"{name} (input side)", shape.input_basis)
+        _fill(inputs, entry["inputs"], entry["input_rows"])
     owner = entry["outputs_of"]
     if owner:
         if owner not in loaded:
@@ -68,22 +67,21 @@ def _load(
             )
         outputs = loaded[owner].output_moment
     else:
-        outputs = _moment(
-            f"{name} (output side)", shape.output_groups, shape.outputs, like, entry["outputs"], entry["output_rows"]
+        outputs = SecondMoment(
+            shape.output_groups, shape.row_outputs, like, f"{name} (output side)", shape.output_basis
         )
+        _fill(outputs, entry["outputs"], entry["output_rows"])
     factor = KroneckerFactor(shape, inputs, outputs)
     factor.n_data = n_data
     return factor
 
 
-def _moment(
-    label: str, groups: int, size: int, like: torch.Tensor, total: torch.Tensor | None, rows: int
-) -> SecondMoment:
-    expected = (groups, size, size)
-    if not isinstance(total, torch.Tensor) or tuple(total.shape) != expected or total.dtype != like.dtype:
+def _fill(moment: SecondMoment, total: torch.Tensor | None, rows: int) -> None:
+    like = moment.total
+    if not isinstance(total, torch.Tensor) or total.shape != like.shape or total.dtype != like.dtype:
         got = f"{tuple(total.shape)} {total.dtype}" if isinstance(total, torch.Tensor) else repr(total)
-        raise ValueError(f"load_state_dict: {label}: expected a tensor {expected} {like.dtype}, got {got}.")
-    moment = SecondMoment(0, 0, like, label)
-    moment.total = total.to(like.device, copy=True).contiguous()
+        raise ValueError(
+            f"load_state_dict: {moment.name}: expected a tensor {tuple(like.shape)} {like.dtype}, got {got}."
+        )
+    like.copy_(total)
     moment.count(rows)
-    return moment

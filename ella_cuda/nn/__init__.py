@@ -1,9 +1,20 @@
 """Layers that hold, relax or learn a symmetry."""
 
+from ella_cuda.nn.basis import SpatialBasis
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.factored import FactoredLinear2d
 from ella_cuda.nn.fully_connected import FullyConnected2d
 from ella_cuda.nn.pooling import PolyphasePool2d
 from ella_cuda.nn.relaxed import RelaxedEquivariance
+from ella_cuda.nn.sparse import SparseConv2d, SparseFactoredLinear2d
 
-__all__ = ["CircularConv2d", "FactoredLinear2d", "FullyConnected2d", "PolyphasePool2d", "RelaxedEquivariance"]
+__all__ = [
+    "CircularConv2d",
+    "FactoredLinear2d",
+    "FullyConnected2d",
+    "PolyphasePool2d",
+    "RelaxedEquivariance",
+    "SparseConv2d",
+    "SparseFactoredLinear2d",
+    "SpatialBasis",
+]

@@ -99,6 +99,7 @@ def _interpolating(u: Tensor, v: Tensor) -> Tensor:
 
 
 _KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"exponential": _exponential, "interpolating": _interpolating}
+BASIS_KINDS = tuple(_KINDS)
 
 
 # arguments ----------------------------------------------------------------------------------------------------------------------

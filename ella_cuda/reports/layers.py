@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ella_cuda.nn import RelaxedEquivariance
-from ella_cuda.reports.text import PATH_TITLES, columns, layer_title, number
+from ella_cuda.reports.text import PATH_TITLES, columns, network_title, number
 
 # {"layers": [{"name", "paths": {path: {tensor: number of parameters}}}], "others": {tensor: number of parameters}}
 Layout = dict[str, Any]
@@ -35,7 +35,10 @@ def layout(model: nn.Module) -> Layout:
 
 
 def describe_layers(
-    model_layout: Layout, prior_precision: Mapping[str, float], effective_parameters: Mapping[str, float] | None
+    model_layout: Layout,
+    prior_precision: Mapping[str, float],
+    effective_parameters: Mapping[str, float] | None,
+    inverse_lengthscale: Mapping[str, float] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     r"""Precisions and effective parameters by layer and path.
 
@@ -47,12 +50,13 @@ def describe_layers(
         prior_precision: δ by parameter name.
         effective_parameters: γ by parameter name, between 0 and the number of parameters; None where it was not
             computed.
+        inverse_lengthscale: ω by the name of a :class:`ella_cuda.nn.SpatialBasis`, where there are any.
 
     Returns:
-        ``(layers, others)`` as in a row of ``summary.json``: a list with ``name``, ``type`` and, by path,
-            ``prior_precision`` (by
-        tensor), ``parameters``, ``effective_parameters`` and ``relative_effective_parameters`` for each relaxed layer;
-        and the same but the share for every other tensor.
+        ``(layers, others)`` as in a row of ``summary.json``: a list with ``name``, ``type`` and, by path, ``prior_precision`` (by
+        tensor), where there are bases ``inverse_lengthscale`` (by basis, per pixel), ``parameters``, ``effective_parameters`` and
+        ``relative_effective_parameters`` for each relaxed layer; and the same but the share and the lengthscales for every other
+        tensor.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 and Figure 3.
     """
@@ -61,13 +65,17 @@ def describe_layers(
     for layer in model_layout["layers"]:
         paths = {}
         for path, tensors in layer["paths"].items():
-            names = {t: f"{layer['name']}.{path}.{t}" for t in tensors}
+            prefix = f"{layer['name']}.{path}."
+            names = {t: prefix + t for t in tensors}
+            bases = {n: v for n, v in (inverse_lengthscale or {}).items() if n.startswith(prefix)}
             paths[path] = {
                 "prior_precision": {t: prior_precision[n] for t, n in names.items()},
                 "parameters": sum(tensors.values()),
                 "effective_parameters": None if gamma is None else sum(gamma[n] for n in names.values()),
                 "relative_effective_parameters": None,
             }
+            if bases:
+                paths[path]["inverse_lengthscale"] = {n.removeprefix(prefix): v for n, v in bases.items()}
         total = None if gamma is None else sum(p["effective_parameters"] for p in paths.values())
         if total:
             for entry in paths.values():
@@ -91,10 +99,12 @@ def layer_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _one_table(row: Mapping[str, Any]) -> str:
-    title = f"{row['data']}, task {row['task']}, {layer_title(row['layer'])}, {row['objective']}, seed {row['seed']}"
+    title = f"{row['data']}, task {row['task']}, {network_title(row)}, {row['objective']}, seed {row['seed']}"
     if row.get("epoch") is not None:
         title += f" (running: epoch {row['epoch']} of {row['epochs']})"
-    lines = [["layer", "type", "path", "share", "effective", "of", "prior precision"]]
+    sparse = any(p.get("inverse_lengthscale") for layer in row["layers"] for p in layer["paths"].values())
+    last = "prior precision; inverse lengthscale per pixel" if sparse else "prior precision"
+    lines = [["layer", "type", "path", "share", "effective", "of", last]]
     for layer in row["layers"]:
         name, kind = layer["name"], PATH_TITLES.get(layer["type"], layer["type"] or "-")
         for path, entry in layer["paths"].items():
@@ -107,7 +117,9 @@ def _one_table(row: Mapping[str, Any]) -> str:
                     "-" if share is None else f"{100 * share:.1f} %",
                     number(entry["effective_parameters"]),
                     f"{entry['parameters']:,}",
-                    _precisions(entry["prior_precision"]),
+                    "; ".join(
+                        _by_name(entry[key]) for key in ("prior_precision", "inverse_lengthscale") if entry.get(key)
+                    ),
                 ]
             )
             name = kind = ""
@@ -118,5 +130,5 @@ def _one_table(row: Mapping[str, Any]) -> str:
     return title + "\n" + columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=3)
 
 
-def _precisions(by_tensor: Mapping[str, float]) -> str:
-    return ", ".join(f"{tensor.rpartition('.')[2]} {number(value)}" for tensor, value in by_tensor.items())
+def _by_name(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]} {number(value)}" for name, value in values.items())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, layer_title, mean
+from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, mean, network_title
 
 DPI = 150
 # Colours apart in grey as well, and hatches for those that print without them.
@@ -14,6 +14,8 @@ PATH_STYLES = {
     "f_fc": ("#d95f02", "//"),
     "fc": ("#a6761d", "\\\\"),
     "conv": ("#1f4e9c", ""),
+    "s_fc": ("#e6ab02", "--"),
+    "s_conv": ("#66c2a5", "||"),
     "gconv": ("#66a61e", ".."),
 }
 OTHER_STYLES = (("#7570b3", "xx"), ("#e7298a", "++"), ("#999999", "oo"))
@@ -40,15 +42,15 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], path: str) -> None:
             raise ValueError(
                 f"rows: {row['task']}/{row['layer']}/{row['objective']} has no effective parameters to draw."
             )
-        panels.setdefault((row["task"], row["layer"], row["objective"]), []).append(row)
+        panels.setdefault((row["task"], network_title(row), row["objective"]), []).append(row)
     if not panels:
         raise ValueError("rows must hold at least one run to draw, got none.")
     figure, axes = _panels(len(panels), width=4.6, height=3.3)
-    for axis, ((task, layer, objective), members) in zip(axes, panels.items(), strict=False):
+    for axis, ((task, network, objective), members) in zip(axes, panels.items(), strict=False):
         names = [entry["name"] for entry in members[0]["layers"]]
         bottom = [0.0] * len(names)
         spare = iter(OTHER_STYLES)
-        for p in layer.split("+"):
+        for p in members[0]["layer"].split("+"):
             shares = [_share(members, i, p) for i in range(len(names))]
             colour, hatch = PATH_STYLES.get(p) or next(spare)
             title = PATH_TITLES.get(p, p)
@@ -58,7 +60,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]], path: str) -> None:
         seeds = sorted(r["seed"] for r in members)
         over = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over {len(seeds)} seeds"
         axis.set_title(
-            f"{members[0]['data']}, task {task}\n{layer_title(layer)}, {OBJECTIVE_TITLES[objective]}, {over}",
+            f"{members[0]['data']}, task {task}\n{network}, {OBJECTIVE_TITLES[objective]}, {over}",
             fontsize=9,
         )
         axis.set_xlabel("layer")
@@ -101,9 +103,10 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
     from matplotlib.ticker import LogFormatter, MaxNLocator
 
     tasks = list(dict.fromkeys(r["task"] for r in rows))
-    sums = list(dict.fromkeys(r["layer"] for r in rows if r["layer"] not in PATH_STYLES))
-    colours = {layer: colour for layer, (colour, _) in PATH_STYLES.items()}
-    colours |= {layer: LINE_COLOURS[i % len(LINE_COLOURS)] for i, layer in enumerate(sums)}
+    networks = {network_title(r): r["layer"] for r in rows}
+    colours = {name: PATH_STYLES[layer][0] for name, layer in networks.items() if name == PATH_TITLES.get(layer)}
+    others = [name for name in networks if name not in colours]
+    colours |= {name: LINE_COLOURS[i % len(LINE_COLOURS)] for i, name in enumerate(others)}
     figure, axes = _panels(2 * len(tasks), width=4.6, height=3.1, per_line=2)
     lines: dict[str, Any] = {}
     for i, task in enumerate(tasks):
@@ -112,12 +115,12 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
             if row["task"] != task:
                 continue
             style = {
-                "color": colours[row["layer"]],
+                "color": colours[network_title(row)],
                 "linestyle": "--" if row["objective"] == "map" else "-",
                 "linewidth": 1.2,
             }
             losses = history["losses"]
-            label = f"{layer_title(row['layer'])}, {OBJECTIVE_TITLES[row['objective']]}"
+            label = f"{network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}"
             lines.setdefault(label, loss_axis.plot(range(1, len(losses) + 1), losses, **style)[0])
             points = [(e["epoch"], e["neg_log_marginal_likelihood"]) for e in history["evaluations"]]
             points = [(epoch, value) for epoch, value in points if value is not None]

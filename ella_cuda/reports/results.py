@@ -12,7 +12,7 @@ from typing import Any
 from ella_cuda.reports.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import draw_curves, draw_layers
-from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, layer_title, mean
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, mean, network_title
 
 Rows = Sequence[Mapping[str, Any]]
 METRICS = (
@@ -34,17 +34,19 @@ def results_table(rows: Rows) -> str:
         return "no finished run"
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     kinds = [
-        (o, layer) for o in OBJECTIVE_TITLES for layer in dict.fromkeys(r["layer"] for r in rows if r["objective"] == o)
+        (o, network)
+        for o in OBJECTIVE_TITLES
+        for network in dict.fromkeys(network_title(r) for r in rows if r["objective"] == o)
     ]
     seeds = sorted({r["seed"] for r in rows})
     objectives = [OBJECTIVE_TITLES[o] if i == 0 or kinds[i - 1][0] != o else "" for i, (o, _) in enumerate(kinds)]
     blocks: list[list[str]] = [["", *objectives]]
     for key, title, style in METRICS:
-        blocks.append([title, *(layer_title(layer) for _, layer in kinds)])
+        blocks.append([title, *(network for _, network in kinds)])
         for task in tasks:
             line = [f"  {task}"]
-            for objective, layer in kinds:
-                found = [r for r in rows if (r["task"], r["objective"], r["layer"]) == (task, objective, layer)]
+            for objective, network in kinds:
+                found = [r for r in rows if (r["task"], r["objective"], network_title(r)) == (task, objective, network)]
                 value = mean(r[key] for r in found)
                 line.append("-" if value is None else style.format(value) + ("*" if len(found) < len(seeds) else ""))
             blocks.append(line)
@@ -64,8 +66,9 @@ def results_csv(rows: Rows) -> str:
             for path, entry in layer["paths"].items():
                 cells[f"{layer['name']} {path} share"] = entry["relative_effective_parameters"]
                 cells[f"{layer['name']} {path} effective_parameters"] = entry["effective_parameters"]
-                for tensor, value in entry["prior_precision"].items():
-                    cells[f"{layer['name']} {path} {tensor} prior_precision"] = value
+                for key in ("prior_precision", "inverse_lengthscale"):
+                    for name, value in entry.get(key, {}).items():
+                        cells[f"{layer['name']} {path} {name} {key}"] = value
         flat.append(cells)
     out = io.StringIO()
     writer = csv.DictWriter(
@@ -77,8 +80,8 @@ def results_csv(rows: Rows) -> str:
 
 
 def learned(rows: Rows) -> Rows:
-    """The rows of networks that had a choice: several paths, trained by the evidence."""
-    return [r for r in rows if r["objective"] == "evidence" and "+" in r["layer"]]
+    """The rows whose layers learned something by the evidence: which of several paths, or the bases of sparsified ones."""
+    return [r for r in rows if r["objective"] == "evidence" and ("+" in r["layer"] or r.get("learn"))]
 
 
 def save_report(rows: Rows, out_dir: Path) -> None:
@@ -95,7 +98,9 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     text = results_table(rows)
     if learned(rows):
         text += "\n\n" + layer_table(learned(rows))
-        write_file(out_dir / "layers.png", lambda path: draw_layers(learned(rows), path))
+    chose = [r for r in learned(rows) if "+" in r["layer"]]
+    if chose:
+        write_file(out_dir / "layers.png", lambda path: draw_layers(chose, path))
     write_file(out_dir / "table.txt", text + "\n")
     histories = [json.loads((out_dir / r["run"] / "history.json").read_text(encoding="utf-8")) for r in rows]
     write_file(out_dir / "curves.png", lambda path: draw_curves(rows, histories, path))

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV"}
+PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV", "s_fc": "S-FC", "s_conv": "S-CONV"}
 OBJECTIVE_TITLES = {"map": "MAP", "evidence": "evidence"}
 
 
 def layer_title(layer: str) -> str:
     """How people write a sum of paths: ``f_fc+conv`` is F-FC+CONV."""
     return "+".join(PATH_TITLES.get(p, p) for p in layer.split("+"))
+
+
+def network_title(row: Mapping[str, Any]) -> str:
+    """A row's sum of paths, and what of its sparsified layers' bases the evidence learned: ``S-FC, lengthscales``."""
+    learn = row.get("learn", "")
+    return layer_title(row["layer"]) + (f", {learn}" if learn else "")
 
 
 def number(value: float | None, digits: int = 3) -> str:

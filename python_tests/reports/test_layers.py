@@ -91,5 +91,15 @@ def test_the_table_has_a_line_for_each_layer_and_path():
     assert lines[8].split() == ["head.bias", "4.00", "10", "0.500"]
 
 
+def test_lengthscales_stand_beside_the_precisions():
+    one = row(layer="s_fc", learn="lengthscales")
+    for entry in one["layers"]:
+        entry["paths"]["s_fc"]["inverse_lengthscale"] = {"basis_in": 0.25, "basis_out": 1.0}
+    lines = layer_table([one]).splitlines()
+    assert lines[0] == "digits, task digit, S-FC, lengthscales, evidence, seed 0"
+    assert lines[1].rstrip().endswith("prior precision; inverse lengthscale per pixel")
+    assert "weight 1.00, bias 0.250; basis_in 0.250, basis_out 1.00" in lines[2]
+
+
 def test_a_running_run_says_how_far_it_is():
     assert "(running: epoch 3 of 9)" in layer_table([row(epoch=3, epochs=9)])

@@ -41,6 +41,13 @@ def test_the_table_has_the_papers_columns():
     assert lines[1].index("evidence") + 8 == lines[2].index("CONV", lines[2].index("F-FC+CONV") + 9) + 4
 
 
+def test_what_was_learned_has_columns_of_its_own():
+    rows = [row("digit", "s_fc", learn=learn, accuracy=a) for a, learn in ((70.0, ""), (80.0, "lengthscales"))]
+    lines = results_table(rows).splitlines()
+    assert lines[2].split() == ["accuracy,", "%", "S-FC", "S-FC,", "lengthscales"]
+    assert lines[3].split() == ["digit", "70.00", "80.00"]
+
+
 def test_seeds_are_averaged():
     text = results_table(
         [row(seed=s, accuracy=a, nll=n) for s, a, n in ((0, 90.0, 0.1), (1, 92.0, 0.2), (4, 97.0, 0.6))]

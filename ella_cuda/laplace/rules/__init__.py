@@ -1,8 +1,17 @@
 """How each layer type gets its factors: one :class:`Rule` per type, found by :func:`register`."""
 
 from ella_cuda.laplace.rules.base import Rule, register, rule_for
-from ella_cuda.laplace.rules.conv import Conv2dRule
-from ella_cuda.laplace.rules.factored import FactoredLinear2dRule
+from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule
+from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.linear import LinearRule
 
-__all__ = ["Conv2dRule", "FactoredLinear2dRule", "LinearRule", "Rule", "register", "rule_for"]
+__all__ = [
+    "Conv2dRule",
+    "FactoredLinear2dRule",
+    "LinearRule",
+    "Rule",
+    "SparseConv2dRule",
+    "SparseFactoredLinear2dRule",
+    "register",
+    "rule_for",
+]

@@ -95,7 +95,7 @@ class Rule(ABC):
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
         return {}
 
-    def allocate(self) -> None:
+    def allocate(self, moment_class: type[SecondMoment] = SecondMoment) -> None:
         """Start from zero factors."""
         shapes, shared = self.shapes(), self.shares_outputs()
         moments: dict[str, SecondMoment] = {}
@@ -103,10 +103,14 @@ class Rule(ABC):
         for parameter in self.trainable:
             shape, tensor, label = shapes[parameter], getattr(self.module, parameter), self.full_name(parameter)
             if parameter not in shared:
-                moments[parameter] = SecondMoment(shape.output_groups, shape.outputs, tensor, f"{label} (output side)")
+                moments[parameter] = moment_class(
+                    shape.output_groups, shape.row_outputs, tensor, f"{label} (output side)", shape.output_basis
+                )
             inputs = None
             if not shape.constant_input:
-                inputs = SecondMoment(shape.groups, shape.inputs, tensor, f"{label} (input side)")
+                inputs = moment_class(
+                    shape.groups, shape.row_inputs, tensor, f"{label} (input side)", shape.input_basis
+                )
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
     def bytes(self) -> int:
@@ -115,8 +119,8 @@ class Rule(ABC):
         total = 0
         for parameter in self.trainable:
             shape, size = shapes[parameter], getattr(self.module, parameter).element_size()
-            total += 0 if shape.constant_input else size * shape.groups * shape.inputs**2
-            total += 0 if parameter in shared else size * shape.output_groups * shape.outputs**2
+            total += 0 if shape.constant_input else size * shape.groups * shape.row_inputs**2
+            total += 0 if parameter in shared else size * shape.output_groups * shape.row_outputs**2
         return total
 
     def full_name(self, parameter: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.nn import CircularConv2d
+from ella_cuda.nn import CircularConv2d, SparseConv2d
 
 
 @register(CircularConv2d)
@@ -31,6 +31,7 @@ class Conv2dRule(Rule):
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
+        self.layer = module  # the convolution that the module is
         if module.padding_mode not in ("zeros", "circular"):
             raise ValueError(
                 f"{self.label}: padding_mode must be 'zeros' or 'circular', got {module.padding_mode!r}. Pad before "
@@ -48,7 +49,7 @@ class Conv2dRule(Rule):
 
     def _pads(self) -> tuple[int, int, int, int]:
         """Padding (left, right, top, bottom); "same" with an even kernel has different ones on the two sides."""
-        m = self.module
+        m = self.layer
         if m.padding == "valid":
             return 0, 0, 0, 0
         if m.padding == "same":
@@ -58,13 +59,13 @@ class Conv2dRule(Rule):
 
     def _same_on_torus(self) -> bool:
         """Whether the layer is a :func:`ella_cuda.ops.circular_conv2d`."""
-        m = self.module
+        m = self.layer
         simple = m.padding_mode == "circular" and m.groups == 1 and m.stride == m.dilation == (1, 1)
         half_h, half_w = (k // 2 for k in m.kernel_size)
         return simple and all(k % 2 for k in m.kernel_size) and self._pads() == (half_w, half_w, half_h, half_h)
 
     def inputs(self, x: Tensor) -> None:
-        m = self.module
+        m = self.layer
         if x.dim() != 4:
             raise ValueError(
                 f"{self.label}: expected an input (N, {m.in_channels}, H, W), got shape {tuple(x.shape)}; add a batch "
@@ -82,26 +83,21 @@ class Conv2dRule(Rule):
             x = F.pad(x, (left, right, top, bottom), mode="circular" if mode == "circular" else "constant")
             padding, mode = (0, 0), "zeros"
         moment = self.factors["weight"].input_moment
-        for factor, part in zip(moment.total, x.chunk(m.groups, 1), strict=True):
-            ops.conv_kron_accumulate_(
-                factor, part, m.kernel_size, mode, stride=m.stride, padding=padding, dilation=m.dilation
-            )
+        moment.add_patches(x, m.kernel_size, mode, stride=m.stride, padding=padding, dilation=m.dilation)
         moment.count(x.shape[0] * positions)
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        m = self.module
         flat = gradient.flatten(0, 1)
         if "weight" in self.factors:
             moment, positions = self.factors["weight"].output_moment, math.prod(flat.shape[2:])
-            for factor, part in zip(moment.total, flat.chunk(m.groups, 1), strict=True):
-                ops.conv_kron_accumulate_(factor, part, 1, alpha=1 / max(positions, 1))
+            moment.add_patches(flat, 1, alpha=1 / max(positions, 1))
             moment.count(flat.shape[0] * positions)
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
         if input_shape is None:
             return None
         if self._same_on_torus() and gradient.device.type == "cpu":
-            kernel = self.module.weight.detach().flip(2, 3).transpose(0, 1)
+            kernel = self.layer.weight.detach().flip(2, 3).transpose(0, 1)
             return ops.circular_conv2d(flat, kernel).unflatten(0, gradient.shape[:2])
         # Channels innermost: convolutions are faster so on the CPU.
         flat = flat.contiguous(memory_format=torch.channels_last)
@@ -117,7 +113,7 @@ class Conv2dRule(Rule):
         Autograd's own path through circular padding copies the padded gradient once per border strip. At stride 1 with
         the size kept, the transpose of a circular convolution is the circular convolution with the mirrored kernel.
         """
-        m = self.module
+        m = self.layer
         left, right, top, bottom = self._pads()
         height, width = input_shape[-2:]
         if m.padding_mode == "circular" and m.stride == (1, 1) and tuple(gradient.shape[2:]) == (height, width):
@@ -138,6 +134,28 @@ class Conv2dRule(Rule):
             full[..., width : width + left] += full[..., :left]
             full[..., left : left + right] += full[..., left + width :]
         return full[..., left : left + width]
+
+
+@register(SparseConv2d)
+class SparseConv2dRule(Conv2dRule):
+    r""":class:`ella_cuda.nn.SparseConv2d`: the factors of the convolution it is, the input side projected on the basis,
+    :math:`(I_C \otimes \Psi) A (I_C \otimes \Psi)^T`; block index (channel and anchor, output channel).
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
+    """
+
+    def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
+        Rule.__init__(self, module, name, resolution)
+        self.layer = module.to_dense()
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        weight = FactorShape(1, m.in_channels * m.basis.num_anchors, m.out_channels, 1, input_basis=m.basis)
+        return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
+
+    def inputs(self, x: Tensor) -> None:
+        self.layer.weight.data = self.module.kernel().detach()
+        super().inputs(x)
 
 
 def _transposed(gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int]) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.nn import FactoredLinear2d
+from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 
 
 @register(FactoredLinear2d)
@@ -27,6 +27,10 @@ class FactoredLinear2dRule(Rule):
 
     differentiates = True
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""
+        return self.module.weight_in.detach().flatten(2), self.module.weight_out.detach().flatten(2)
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         c, d, x, y = m.in_channels, m.out_channels, m.weight_in[0, 0].numel(), m.weight_out[0, 0].numel()
@@ -40,16 +44,17 @@ class FactoredLinear2dRule(Rule):
     def inputs(self, x: Tensor) -> None:
         m = self.module
         x = x.flatten(2)
+        self._weight_in, self._weight_out = self.weights()
         if "weight_in" in self.factors:
             self.factors["weight_in"].input_moment.add(x)
         if "weight_out" in self.factors:
-            z = torch.bmm(x.transpose(0, 1), m.weight_in.detach().flatten(2).permute(1, 2, 0))  # (C, N, D)
+            z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0))  # (C, N, D)
             if m.bias_in is not None:
                 z += m.bias_in.detach()
             self.factors["weight_out"].input_moment.add(z.permute(1, 2, 0))
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        m, factors = self.module, self.factors
+        factors = self.factors
         columns, g = gradient.shape[0], gradient.flatten(3).flatten(0, 1)  # (KN, D, Y)
         per_channel = self.resolution == "per_channel"
         if "weight_out" in factors:
@@ -59,7 +64,7 @@ class FactoredLinear2dRule(Rule):
             factors["bias_out"].output_moment.add(g.sum(1, keepdim=True))
         if input_shape is None and not {"weight_in", "bias_in"} & factors.keys():
             return None
-        dz = torch.bmm(g.transpose(0, 1), m.weight_out.detach().flatten(2).transpose(1, 2))  # (D, KN, C)
+        dz = torch.bmm(g.transpose(0, 1), self._weight_out.transpose(1, 2))  # (D, KN, C)
         if "weight_in" in factors:
             rows, alpha = (dz.permute(1, 2, 0), 1.0) if per_channel else (dz.flatten(1).t()[:, None], 1 / dz.shape[2])
             factors["weight_in"].output_moment.add(rows, alpha)
@@ -67,5 +72,31 @@ class FactoredLinear2dRule(Rule):
             factors["bias_in"].output_moment.add(dz.sum(2).t()[:, None])
         if input_shape is None:
             return None
-        dx = torch.bmm(dz.permute(2, 1, 0), m.weight_in.detach().flatten(2).transpose(0, 1))  # (C, KN, X)
+        dx = torch.bmm(dz.permute(2, 1, 0), self._weight_in.transpose(0, 1))  # (C, KN, X)
         return dx.transpose(0, 1).unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
+
+
+@register(SparseFactoredLinear2d)
+class SparseFactoredLinear2dRule(FactoredLinear2dRule):
+    r""":class:`ella_cuda.nn.SparseFactoredLinear2d`: the factors of the F-FC layer it is, projected on the bases.
+
+    ``weight_in``: :math:`\Psi_{in} A_c \Psi_{in}^T` in place of A_c; block index (anchor, d).
+    ``weight_out``: :math:`\Psi_{out} B \Psi_{out}^T` in place of B; block index (c, anchor).
+    ``bias_in``: the exact GGN block.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
+    """
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        m = self.module
+        return m.basis_in.expand(m.weight_in.detach()), m.basis_out.expand(m.weight_out.detach())
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        c, d, a, b = m.in_channels, m.out_channels, m.basis_in.num_anchors, m.basis_out.num_anchors
+        per_channel = self.resolution == "per_channel"
+        return {
+            "weight_in": FactorShape(c, a, d, c if per_channel else 1, input_basis=m.basis_in),
+            "weight_out": FactorShape(d, c, b, d if per_channel else 1, output_basis=m.basis_out),
+            "bias_in": FactorShape.bias(d),
+        }

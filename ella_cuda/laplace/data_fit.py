@@ -1,0 +1,61 @@
+"""The gradient of the data fit in hyperparameters that act inside the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.nn import SpatialBasis
+
+
+def hyperparameters(model: nn.Module) -> dict[str, Tensor]:
+    """The model's buffers that require a gradient, by name."""
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.requires_grad}
+
+
+class DataFitGradient:
+    """Sum over batches of the gradient of a batch's statistic in :func:`hyperparameters`.
+
+    The matrix of a basis is as large as hundreds of images and costs more to build than a batch takes, so batches give the gradient in
+    the matrix, and :meth:`total` goes through the basis once.
+
+    Args:
+        model: in evaluation mode when batches are added.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = hyperparameters(model)
+        self.bases = [m for m in model.modules() if isinstance(m, SpatialBasis) and m.learns()]
+        own = {id(b) for basis in self.bases for b in basis.buffers(recurse=False)}
+        self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}
+        self._sums: list[Tensor | None] = [None] * (len(self.others) + len(self.bases))
+
+    def add(self, statistic: Callable[[], Tensor]) -> None:
+        """Differentiate what ``statistic`` computes by running the model on a batch."""
+        if not self.buffers:
+            return
+        with ExitStack() as stack, torch.enable_grad():
+            matrices = [stack.enter_context(basis.held()) for basis in self.bases]
+            wanted = [*self.others.values(), *matrices]
+            found = torch.autograd.grad(statistic(), wanted, allow_unused=True)
+        self._sums = [
+            old if new is None else new if old is None else old + new
+            for old, new in zip(self._sums, found, strict=True)
+        ]
+
+    def total(self) -> dict[str, Tensor]:
+        """The gradient of the sum of all batches' statistics, by the buffers' names; zeros where nothing depends on one."""
+        gradients = {id(b): s for b, s in zip(self.others.values(), self._sums, strict=False)}
+        for basis, slope in zip(self.bases, self._sums[len(self.others) :], strict=True):
+            own = [b for b in basis.buffers(recurse=False) if b.requires_grad]
+            if slope is not None:
+                with torch.enable_grad():
+                    found = torch.autograd.grad(basis.matrix(), own, slope)
+                gradients |= {id(b): g for b, g in zip(own, found, strict=True)}
+        return {
+            name: torch.zeros_like(b) if gradients.get(id(b)) is None else gradients[id(b)]
+            for name, b in self.buffers.items()
+        }

@@ -1,0 +1,128 @@
+"""The evidence with its curvature inside the graph: exact gradients in whatever shapes the network, for small networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda import ops
+from ella_cuda.laplace.factors import SecondMoment
+from ella_cuda.laplace.kron import KronLaplace, Value, rules_for
+from ella_cuda.laplace.rules import Rule
+
+
+class _GraphMoment(SecondMoment):
+    """A second moment that is differentiable in its rows."""
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self.total = self.total + alpha * torch.einsum("rgi,rgj->gij", rows, rows)
+        self.count(rows.shape[0])
+
+    def add_patches(
+        self,
+        x: Tensor,
+        kernel_size: int | tuple[int, int],
+        padding_mode: str = "circular",
+        alpha: float = 1.0,
+        **geometry: Any,
+    ) -> None:
+        parts = x.chunk(self.total.shape[0], 1)
+        zeros = [torch.zeros_like(self.total[0]) for _ in parts]
+        blocks = [
+            ops.conv_kron_accumulate_torch_(zero, part, kernel_size, padding_mode, alpha, **geometry)
+            for zero, part in zip(zeros, parts, strict=True)
+        ]
+        self.total = self.total + torch.stack(blocks)
+
+    def _learns(self) -> bool:
+        return True
+
+
+def exact_log_marginal_likelihood(
+    la: KronLaplace, x: Tensor, y: Tensor, prior_precision: Value | None = None, sigma_noise: Value | None = None
+) -> Tensor:
+    """The evidence of :meth:`KronLaplace.log_marginal_likelihood` on one batch, with everything that depends on the network inside
+    the graph.
+
+    The same number as ``la.fit([(x, y)]).log_marginal_likelihood()``. That one is differentiable in the network's hyperparameters (its
+    buffers) with the unprojected factors held; this one also through the factors, by double backward: outputs, their Hessian, the
+    activations and the gradients that the factors are made of. Memory grows with the number of outputs times all activations: for
+    small networks, and to see what holding the factors costs. The model's parameters are constants.
+
+    Args:
+        la: of the model; neither needs a fit nor changes. Its column tolerance and ``fisher`` are not used: all columns are.
+        x: ``(N, ...)``, all data.
+        y: targets, as for ``la.fit``.
+        prior_precision: a number, or one value per parameter tensor; None is la's.
+        sigma_noise: None is la's.
+
+    Returns:
+        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
+
+    Raises:
+        ValueError: see :meth:`KronLaplace.fit`.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
+    differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
+    """
+    precision, sigma = la.resolve(prior_precision, sigma_noise)
+    rules = rules_for(la.model, la.resolution)
+    for rule in rules:
+        rule.allocate(_GraphMoment)
+    outputs, tapped = _forward(la.model, rules, x)
+    likelihood = la.likelihood_function
+    with torch.no_grad():
+        likelihood.check(outputs, y)
+    layers = list(tapped)
+    columns = [
+        torch.autograd.grad(outputs, [tapped[r] for r in layers], column, create_graph=True)
+        for column in likelihood.columns(outputs)
+    ]
+    for rule, gradients in zip(layers, zip(*columns, strict=True), strict=True):
+        if rule.differentiates:
+            rule.pull_back(torch.stack(gradients), None)
+        else:
+            rule.outputs(torch.stack(gradients))
+    factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
+    total = likelihood.log_likelihood(likelihood.statistic(outputs, y), outputs.numel(), sigma)
+    for name, delta in zip(la.parameter_names, precision.unbind(), strict=True):
+        factor, parameter = factors[name], la.model.get_parameter(name).detach().double()
+        factor.n_data = x.shape[0]
+        log_det_ratio = factor.logdet(delta, sigma**-2) - parameter.numel() * delta.log()
+        total = total - 0.5 * (log_det_ratio + delta * parameter.square().sum())
+    return total
+
+
+def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, dict[Rule, Tensor]]:
+    """The outputs in evaluation mode at constant parameters, and every rule's layer's output in their graph."""
+    tapped: dict[Rule, Tensor] = {}
+    anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+
+    def tap(rule: Rule) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            if rule in tapped:
+                raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
+            rule.inputs(*args, *kwargs.values())
+            tapped[rule] = out + anchor  # every output has a graph, the first layers' too
+            return tapped[rule].clone()  # which the next layer may change in place
+
+        return hook
+
+    training = [m for m in model.modules() if m.training]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    handles = [r.module.register_forward_hook(tap(r), prepend=True, with_kwargs=True) for r in rules]
+    try:
+        model.eval()
+        for p in trainable:
+            p.requires_grad_(False)
+        with torch.enable_grad():
+            return model(x), tapped
+    finally:
+        for handle in handles:
+            handle.remove()
+        for p in trainable:
+            p.requires_grad_(True)
+        for m in training:
+            m.training = True

@@ -1,0 +1,166 @@
+"""Smooth functions on a grid of positions, given by their values at few anchors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda import ops
+from ella_cuda.nn._sizes import Size, as_size
+from ella_cuda.ops.basis import BASIS_KINDS
+
+LEAST_SQUARES_CUTOFF = 1e-3  # singular values of the basis below this share of the largest are not fitted with
+
+
+class SpatialBasis(nn.Module):
+    r"""Basis functions :math:`\Psi` (A, X) of a sparsified layer: functions on ``H x W`` positions from values at A anchors.
+
+    The inverse lengthscale and the anchors shape the layer as prior precisions do: they are hyperparameters, learned by the evidence
+    (:func:`ella_cuda.marglik_training`, ``learn``) and not by the training loss. So they are buffers, not parameters.
+
+    Buffers, to be changed by assignment or in place (not through ``.data``, which leaves no trace):
+        points: ``(X, 2)``, the grid's rows and columns in pixels, centred: ``-(H-1)/2 ... (H-1)/2``.
+        anchors: ``(A, 2)``, in the same units, drawn uniformly over the grid's extent.
+        inverse_lengthscale: 0-dim, :math:`\omega` per pixel, 1 at the start; at 0 every function is constant.
+
+    Args:
+        size: H and W, or one number for both.
+        num_anchors: A; None is half the positions, rounded up.
+        kind: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
+
+    Raises:
+        ValueError: a size or num_anchors is not positive; kind is unknown.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 3.2 and eq. 6.
+    """
+
+    points: Tensor
+    anchors: Tensor
+    inverse_lengthscale: Tensor
+
+    def __init__(self, size: Size, num_anchors: int | None = None, kind: str = "interpolating") -> None:
+        super().__init__()
+        self.size, self.kind = as_size("size", size), kind
+        positions = math.prod(self.size)
+        count = -(-positions // 2) if num_anchors is None else num_anchors
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_anchors must be a positive integer or None, got {num_anchors!r}.")
+        if kind not in BASIS_KINDS:
+            raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
+        self.register_buffer("points", _grid(*self.size), persistent=False)
+        self.register_buffer("anchors", torch.empty(count, 2))
+        self.register_buffer("inverse_lengthscale", torch.ones(()))
+        self._kept: _Kept | None = None
+        self._held: Tensor | None = None
+        self.reset_anchors()
+
+    @property
+    def num_anchors(self) -> int:
+        return self.anchors.shape[0]
+
+    @property
+    def num_points(self) -> int:
+        return self.points.shape[0]
+
+    def reset_anchors(self) -> None:
+        """Draw the anchors anew, from torch's global generator."""
+        with torch.no_grad():
+            half = (self.anchors.new_tensor(self.size) - 1) / 2
+            self.anchors.uniform_(-1, 1).mul_(half)
+
+    def matrix(self) -> Tensor:
+        r""":math:`\Psi`, ``(A, X)``, differentiable in the anchors and the inverse lengthscale.
+
+        Where no gradient is wanted it is kept until one of them changes: training makes thousands of steps between two evidence steps.
+        """
+        if self._held is not None:
+            return self._held
+        buffers = (self.points, self.anchors, self.inverse_lengthscale)
+        if not _may_be_kept(buffers):
+            return ops.basis_matrix(*buffers, self.kind)
+        if self._kept is None or not self._kept.fits(buffers):
+            self._kept = _Kept(buffers, ops.basis_matrix(*buffers, self.kind))
+        return self._kept.matrix
+
+    def learns(self) -> bool:
+        """Whether the anchors or the inverse lengthscale require a gradient."""
+        return self.anchors.requires_grad or self.inverse_lengthscale.requires_grad
+
+    @contextmanager
+    def held(self) -> Iterator[Tensor]:
+        """For the duration of the context the matrix is a leaf of the graph, which is given: one backward pass then differentiates in
+        the matrix, and many can share the way from there to the anchors."""
+        with torch.no_grad():
+            self._held = self.matrix().clone().requires_grad_()
+        try:
+            yield self._held
+        finally:
+            self._held = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None, "_held": None}  # copies and files do without
+
+    def project(self, x: Tensor) -> Tensor:
+        """``x @ matrix().T``: ``(..., X) -> (..., A)``."""
+        if self.kind == "exponential" and self._held is None:  # evaluated on the fly
+            return ops.basis_project(x, self.points, self.anchors, self.inverse_lengthscale, self.kind)
+        return x @ self.matrix().T
+
+    def expand(self, values: Tensor) -> Tensor:
+        """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``."""
+        if self.kind == "exponential" and self._held is None:  # symmetric in points and anchors
+            return ops.basis_project(values, self.anchors, self.points, self.inverse_lengthscale, self.kind)
+        return values @ self.matrix()
+
+    def fit(self, functions: Tensor) -> Tensor:
+        """Values whose expansion is nearest to the given functions, by least squares in float64: ``(..., X) -> (..., A)``.
+
+        Directions in which the basis is weaker than :data:`LEAST_SQUARES_CUTOFF` of its strongest are left out: between anchors that
+        nearly coincide they would take values of any size.
+        """
+        with torch.no_grad():
+            inverse = torch.linalg.pinv(self.matrix().double(), rtol=LEAST_SQUARES_CUTOFF)
+            return (functions.detach().double() @ inverse).to(functions.dtype)
+
+    def residual(self, functions: Tensor, values: Tensor) -> float:
+        """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero."""
+        with torch.no_grad():
+            difference = (functions - self.expand(values)).double().norm()
+            norm = functions.double().norm()
+            return float(difference / norm) if norm > 0 else float(difference)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, num_anchors={self.num_anchors}, kind={self.kind!r}"
+
+
+class _Kept:
+    """A matrix and what it was computed from: the tensors and how often each had been written, by autograd's count."""
+
+    def __init__(self, buffers: Sequence[Tensor], matrix: Tensor) -> None:
+        self.buffers, self.versions, self.matrix = tuple(buffers), [b._version for b in buffers], matrix
+
+    def fits(self, buffers: Sequence[Tensor]) -> bool:
+        same = all(old is new for old, new in zip(self.buffers, buffers, strict=True))
+        return same and self.versions == [b._version for b in buffers]
+
+
+def _may_be_kept(buffers: Sequence[Tensor]) -> bool:
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    wanted = torch.is_grad_enabled() and any(b.requires_grad for b in buffers)
+    return not wanted and all(type(b) is Tensor and not b.is_inference() for b in buffers)
+
+
+def _grid(height: int, width: int) -> Tensor:
+    """Centred pixel coordinates of the positions in row-major order, ``(H*W, 2)``."""
+    rows, columns = (torch.arange(n, dtype=torch.get_default_dtype()) - (n - 1) / 2 for n in (height, width))
+    return torch.cartesian_prod(rows, columns)

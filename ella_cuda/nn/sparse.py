@@ -1,0 +1,271 @@
+"""Sparsified layers (S-FC, S-CONV): weights that are smooth functions of the position."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda import ops
+from ella_cuda.nn._sizes import Size, as_size, check_image
+from ella_cuda.nn.basis import SpatialBasis
+from ella_cuda.nn.circular_conv import CircularConv2d
+from ella_cuda.nn.factored import FactoredLinear2d
+
+
+class SparseFactoredLinear2d(nn.Module):
+    r"""An F-FC layer (:class:`FactoredLinear2d`) whose two weights are given at anchors: ``(N, C, H, W) -> (N, D, H', W')``.
+
+    .. math:: U[d,c,x] = \sum_a \tilde U[d,c,a] \Psi_{in}[a,x], \qquad V[d,c,y] = \sum_a \tilde V[d,c,a] \Psi_{out}[a,y]
+
+    As an inverse lengthscale goes to 0 the weight becomes constant over positions: with both at 0 the layer sums over the input's
+    positions and gives one number for all of the output's. Each side projects its images on the basis or expands its weight,
+    whichever takes fewer multiplications for the batch at hand.
+
+    Parameters:
+        weight_in: ``(D, C, A)``. weight_out: ``(D, C, A')``. bias_in: ``(D,)``, or None with ``bias=False``.
+    Submodules:
+        basis_in, basis_out: a :class:`SpatialBasis` each, on the input's and the output's positions.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        in_size: H and W, or one number for both.
+        out_size: H' and W', or one number for both.
+        num_anchors: A and A', a pair or one number for both; None is half the positions of each side, rounded up.
+        basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
+        bias: whether the layer has a bias.
+
+    Raises:
+        ValueError: a size is not positive, or the basis unknown; in forward, the input does not fit.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_size: Size,
+        out_size: Size,
+        num_anchors: int | tuple[int, int] | None = None,
+        basis: str = "interpolating",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
+        anchors_in, anchors_out = num_anchors if isinstance(num_anchors, tuple) else (num_anchors, num_anchors)
+        self.basis_in = SpatialBasis(self.in_size, anchors_in, basis)
+        self.basis_out = SpatialBasis(self.out_size, anchors_out, basis)
+        self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors))
+        self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors))
+        self.bias_in = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.residuals: dict[str, float] | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw an F-FC layer's initial weights, from torch's global generator, and take their least squares fit at the anchors."""
+        dense = FactoredLinear2d(self.in_channels, self.out_channels, self.in_size, self.out_size, bias=False)
+        self._fit(dense.to(self.weight_in))
+        if self.bias_in is not None:
+            nn.init.zeros_(self.bias_in)
+
+    def _fit(self, dense: FactoredLinear2d) -> None:
+        with torch.no_grad():
+            self.weight_in.copy_(self.basis_in.fit(dense.weight_in.flatten(2)))
+            self.weight_out.copy_(self.basis_out.fit(dense.weight_out.flatten(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, H, W) -> (N, D, H', W')``."""
+        check_image("SparseFactoredLinear2d", x, self.in_channels, self.in_size, self.weight_in)
+        x, weight_in, weight_out = x.flatten(2), self.weight_in, self.weight_out
+        if self.projects_input(x.shape[0]):
+            x = self.basis_in.project(x)
+        else:
+            weight_in = self.basis_in.expand(weight_in)
+        if self.projects_output(x.shape[0]):
+            y = self.basis_out.expand(ops.factored_linear(x, weight_in, weight_out, self.bias_in))
+        else:
+            y = ops.factored_linear(x, weight_in, self.basis_out.expand(weight_out), self.bias_in)
+        return y.unflatten(2, self.out_size)
+
+    def projects_input(self, batch: int) -> bool:
+        """Whether projecting so many images takes fewer multiplications than expanding ``weight_in``, the use of each included."""
+        c, d, a, x = self.in_channels, self.out_channels, self.basis_in.num_anchors, self.basis_in.num_points
+        return batch * c * a * x + batch * d * c * a < d * c * a * x + batch * d * c * x
+
+    def projects_output(self, batch: int) -> bool:
+        """Whether expanding so many outputs takes fewer multiplications than expanding ``weight_out``, the use of each included."""
+        c, d, a, y = self.in_channels, self.out_channels, self.basis_out.num_anchors, self.basis_out.num_points
+        return batch * d * a * y + batch * d * c * a < d * c * a * y + batch * d * c * y
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: FactoredLinear2d,
+        num_anchors: int | tuple[int, int] | None = None,
+        basis: str = "interpolating",
+    ) -> SparseFactoredLinear2d:
+        """The layer whose weights are nearest to an F-FC layer's, at anchors drawn anew.
+
+        Args:
+            dense: the layer to convert. num_anchors, basis: of the new layer.
+
+        Returns:
+            The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
+            (Euclidean norm). There is no output bias here: where ``bias_out`` is not zero its residual is 1.
+        """
+        sizes = (dense.in_channels, dense.out_channels, dense.in_size, dense.out_size)
+        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None).to(dense.weight_in)
+        layer._fit(dense)
+        layer.residuals = {
+            "weight_in": layer.basis_in.residual(dense.weight_in.flatten(2), layer.weight_in),
+            "weight_out": layer.basis_out.residual(dense.weight_out.flatten(2), layer.weight_out),
+        }
+        if layer.bias_in is not None:
+            with torch.no_grad():
+                layer.bias_in.copy_(dense.bias_in)
+            layer.residuals |= {"bias_in": 0.0, "bias_out": float(bool(dense.bias_out.any()))}
+        return layer
+
+    def to_dense(self) -> FactoredLinear2d:
+        """The F-FC layer of the same map; nothing is lost, every smooth weight is a weight. Its ``bias_out`` is zero."""
+        sizes = (self.in_channels, self.out_channels, self.in_size, self.out_size)
+        with torch.device("meta"):  # nothing is drawn
+            dense = FactoredLinear2d(*sizes, bias=self.bias_in is not None)
+        dense = dense.to_empty(device=self.weight_in.device).to(self.weight_in.dtype)
+        with torch.no_grad():
+            dense.weight_in.copy_(self.basis_in.expand(self.weight_in).unflatten(2, self.in_size))
+            dense.weight_out.copy_(self.basis_out.expand(self.weight_out).unflatten(2, self.out_size))
+            if self.bias_in is not None:
+                dense.bias_in.copy_(self.bias_in)
+                dense.bias_out.zero_()
+        return dense
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, in_size={self.in_size}, out_size={self.out_size}, bias={self.bias_in is not None}"
+
+
+class SparseConv2d(nn.Module):
+    r"""A convolution on a torus whose kernel is given at anchors: ``(N, C, H, W) -> (N, D, H, W)``.
+
+    .. math:: k[d,c,r] = \sum_a w[d,c,a] \Psi[a,r]
+
+    Computed as a depth-wise convolution with the basis followed by a 1x1 convolution, or with the expanded kernel, whichever takes
+    fewer multiplications for the batch at hand.
+
+    Parameters:
+        weight: ``(D, C, A)``. bias: ``(D,)``, or None with ``bias=False``.
+    Submodules:
+        basis: a :class:`SpatialBasis` on the kernel's positions.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        kernel_size: odd height and width, or one odd number for both.
+        num_anchors: A; None is half the kernel's positions, rounded up: 5 of 9.
+        basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
+        bias: whether the layer has a bias.
+
+    Raises:
+        ValueError: kernel_size is not positive or even, or the basis unknown.
+        RuntimeError: in forward, the input does not fit.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        num_anchors: int | None = None,
+        basis: str = "interpolating",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size = as_size("kernel_size", kernel_size)
+        if any(k % 2 == 0 for k in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.residuals: dict[str, float] | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw a CONV layer's initial kernel (Kaiming-uniform for ReLU, as published) and take its least squares fit; zero bias."""
+        kernel = self.weight.new_empty(self.out_channels, self.in_channels, *self.kernel_size)
+        nn.init.kaiming_uniform_(kernel, nonlinearity="relu")
+        with torch.no_grad():
+            self.weight.copy_(self.basis.fit(kernel.flatten(2)))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def kernel(self) -> Tensor:
+        """The expanded kernel, ``(D, C, kh, kw)``, differentiable."""
+        return self.basis.expand(self.weight).unflatten(2, self.kernel_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, H, W) -> (N, D, H, W)``."""
+        if x.dim() != 4 or not self.projects_input(x.shape[0], math.prod(x.shape[2:])):
+            return ops.circular_conv2d(x, self.kernel(), self.bias)
+        # Correlating with function a gives the anchors' projections of every patch: (N*C, 1, H, W) -> (N*C, A, H, W).
+        functions = self.basis.matrix().unflatten(1, (1, *self.kernel_size))
+        projected = ops.circular_conv2d(x.flatten(0, 1)[:, None], functions).unflatten(0, x.shape[:2]).flatten(1, 2)
+        return ops.circular_conv2d(projected, self.weight.flatten(1)[:, :, None, None], self.bias)
+
+    def projects_input(self, batch: int, positions: int) -> bool:
+        """Whether projecting the patches of so many images takes fewer multiplications than expanding the kernel, the use of each
+        included."""
+        c, d, a, r = self.in_channels, self.out_channels, self.basis.num_anchors, self.basis.num_points
+        pixels = batch * positions
+        return pixels * c * a * r + pixels * d * c * a < d * c * a * r + pixels * d * c * r
+
+    @classmethod
+    def from_dense(cls, dense: nn.Conv2d, num_anchors: int | None = None, basis: str = "interpolating") -> SparseConv2d:
+        """The layer whose kernel is nearest to a convolution's, at anchors drawn anew.
+
+        Args:
+            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis: of the new layer.
+
+        Returns:
+            The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
+            (Euclidean norm).
+
+        Raises:
+            ValueError: the convolution is strided, dilated, grouped, or does not keep the size on a torus.
+        """
+        half = tuple(k // 2 for k in dense.kernel_size)
+        simple = dense.stride == dense.dilation == (1, 1) and dense.groups == 1 and dense.padding_mode == "circular"
+        if not simple or dense.padding not in ("same", half):
+            raise ValueError(
+                "SparseConv2d.from_dense: expected a convolution that keeps the size on a torus (padding='same', padding_mode='circular', "
+                f"stride, dilation and groups 1), got {dense}."
+            )
+        sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)
+        layer = cls(*sizes, num_anchors, basis, dense.bias is not None).to(dense.weight)
+        with torch.no_grad():
+            layer.weight.copy_(layer.basis.fit(dense.weight.flatten(2)))
+            if layer.bias is not None:
+                layer.bias.copy_(dense.bias)
+        layer.residuals = {"weight": layer.basis.residual(dense.weight.flatten(2), layer.weight)}
+        layer.residuals |= {} if layer.bias is None else {"bias": 0.0}
+        return layer
+
+    def to_dense(self) -> CircularConv2d:
+        """The convolution of the same map; nothing is lost, every smooth kernel is a kernel."""
+        with torch.device("meta"):  # nothing is drawn
+            dense = CircularConv2d(self.in_channels, self.out_channels, self.kernel_size, self.bias is not None)
+        dense = dense.to_empty(device=self.weight.device).to(self.weight.dtype)
+        with torch.no_grad():
+            dense.weight.copy_(self.kernel())
+            if self.bias is not None:
+                dense.bias.copy_(self.bias)
+        return dense
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, bias={self.bias is not None}"

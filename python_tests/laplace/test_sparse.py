@@ -1,0 +1,350 @@
+"""Curvature and evidence of sparsified layers, and the evidence's gradient in what shapes them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.nn import PolyphasePool2d, RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d, SpatialBasis
+from python_tests.ops.checks import assert_same
+
+KINDS = ("interpolating", "exponential")
+LIKELIHOODS = ("classification", "regression")
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.7)
+    model.double()
+    for module in model.modules():
+        if isinstance(module, SpatialBasis):
+            module.inverse_lengthscale.uniform_(0.4, 0.9)
+    return model
+
+
+def targets(likelihood: str, n: int, k: int) -> Tensor:
+    return torch.randint(k, (n,)) if likelihood == "classification" else torch.randn(n, k, dtype=torch.float64)
+
+
+def network(kind: str = "interpolating") -> nn.Module:
+    """Two relaxed layers, the second halving the image, and a head; 4x4 images of two channels, three outputs."""
+    first = {"s_fc": SparseFactoredLinear2d(2, 3, 4, 4, basis=kind), "s_conv": SparseConv2d(2, 3, basis=kind)}
+    second = {
+        "s_fc": SparseFactoredLinear2d(3, 2, 4, 2, basis=kind),
+        "s_conv": nn.Sequential(SparseConv2d(3, 2, basis=kind), PolyphasePool2d()),
+    }
+    paths = (RelaxedEquivariance(first), nn.Tanh(), RelaxedEquivariance(second), nn.Tanh())
+    return randomise(nn.Sequential(*paths, nn.Flatten(), nn.Linear(8, 3)))
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {n: b for n, b in model.named_buffers() if not n.endswith("points")}
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_at_anchors_are_the_exact_diagonal_blocks_for_one_data_point(kind, dense_ggn):
+    c, d, a, b = 2, 3, 3, 2
+    layer = SparseFactoredLinear2d(c, d, (2, 2), (2, 2), (a, b), kind)
+    model = randomise(nn.Sequential(nn.Conv2d(1, c, 1), layer, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)))
+    x, y = torch.randn(1, 1, 2, 2, dtype=torch.float64), torch.tensor([1])
+    factors = KronLaplace(model, resolution="per_channel").fit([(x, y)]).factors
+    ggn = dense_ggn(model, x, y)
+    dense_in, dense_out = ggn["1.weight_in"].view(d, c, a, d, c, a), ggn["1.weight_out"].view(d, c, b, d, c, b)
+    for i in range(c):
+        expected = dense_in[:, i, :, :, i, :].permute(1, 0, 3, 2).reshape(a * d, a * d)
+        close(factors["1.weight_in"].to_dense()[i], expected)
+    for i in range(d):
+        close(factors["1.weight_out"].to_dense()[i], dense_out[i, :, :, i, :, :].reshape(c * b, c * b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_smooth_kernel_is_exact_for_one_data_point_and_one_position(kind, dense_ggn):
+    class OnePatch(nn.Module):
+        """The layer's map at the one position of a 3x3 patch that needs no padding; its own rule does not know it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = SparseConv2d(2, 3, basis=kind)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(x, self.conv.kernel(), self.conv.bias).flatten(1)
+
+    model = randomise(OnePatch())
+    model.conv.weight.data.mul_(0.3)  # no class is certain
+    x, y = torch.randn(1, 2, 3, 3, dtype=torch.float64), torch.tensor([2])
+    psi = model.conv.basis.matrix()
+    projected = torch.einsum("ar,cr->ca", psi, x[0].flatten(1)).flatten()  # channel by channel, anchors inside
+    p = torch.softmax(model(x)[0].detach(), 0)
+    expected = torch.kron(torch.outer(projected, projected), torch.diag(p) - torch.outer(p, p))
+    ggn = dense_ggn(model, x, y)["conv.weight"].view(3, 10, 3, 10).permute(1, 0, 3, 2).reshape(30, 30)
+    close(expected, ggn)  # the block's order, by an oracle
+    # The same patch as the only one that is not zero of a torus on which the rule works.
+    wide = nn.Sequential(model.conv, nn.Flatten(2), nn.Linear(25, 1, bias=False), nn.Flatten())
+    wide[2].to(torch.float64).weight.data.zero_()[0, 12] = 1  # picks the central position
+    wide[2].requires_grad_(False)
+    image = torch.zeros(1, 2, 5, 5, dtype=torch.float64)
+    image[:, :, 1:4, 1:4] = x
+    factor = KronLaplace(wide).fit([(image, y)]).factors["0.weight"]
+    close(factor.outputs[0] * 25, torch.diag(p) - torch.outer(p, p))  # the mean over 25 positions, of which one counts
+    patches = F.unfold(F.pad(image, (1, 1, 1, 1), mode="circular"), 3)[0].T.unflatten(1, (2, 9)) @ psi.T
+    close(factor.inputs[0], patches.flatten(1).T @ patches.flatten(1))
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
+def test_biases_are_exact_for_many_data_points(likelihood, resolution, dense_ggn, batches):
+    model = network()
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), targets(likelihood, 5, 3)
+    factors = KronLaplace(model, likelihood, resolution=resolution).fit(batches(x, y, 3)).factors
+    found = {name: ggn for name, ggn in dense_ggn(model, x, y, likelihood).items() if "bias" in name}
+    assert len(found) == 5
+    for name, ggn in found.items():
+        close(factors[name].to_dense()[0], ggn)
+
+
+def densified(model: nn.Module) -> nn.Module:
+    """The same network with dense layers."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (SparseConv2d, SparseFactoredLinear2d)):
+                setattr(parent, name, child.to_dense())
+    return model
+
+
+@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_are_the_projections_of_the_dense_networks(kind, resolution, batches):
+    model = network(kind)
+    x, y = torch.randn(7, 2, 4, 4, dtype=torch.float64), torch.randint(3, (7,))
+    sparse = KronLaplace(model, resolution=resolution).fit(batches(x, y, 4))
+    dense = KronLaplace(densified(model), resolution=resolution).fit([(x, y)])
+    assert sparse.log_likelihood.item() == pytest.approx(dense.log_likelihood.item(), rel=1e-12)
+    for name, factor in sparse.factors.items():
+        a, b, expected = factor.inputs, factor.outputs, dense.factors[name]
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("weight_in"):
+            a_expected, b_expected = (
+                layer.basis_in.matrix() @ expected.inputs @ layer.basis_in.matrix().T,
+                expected.outputs,
+            )
+        elif name.endswith("weight_out"):
+            psi = layer.basis_out.matrix()
+            a_expected, b_expected = expected.inputs, psi @ expected.outputs @ psi.T
+        elif isinstance(layer, SparseConv2d) and name.endswith("weight"):
+            psi = torch.block_diag(*[layer.basis.matrix()] * layer.in_channels)
+            a_expected, b_expected = psi @ expected.inputs @ psi.T, expected.outputs
+        else:
+            a_expected, b_expected = expected.inputs, expected.outputs
+        close(a, a_expected)
+        close(b, b_expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_more_anchors_than_positions_are_no_error(dtype):
+    """Projected sums are then rank-deficient, with eigenvalues that rounding makes negative."""
+    layer = SparseFactoredLinear2d(2, 3, 4, 2, num_anchors=(40, 12))
+    model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).to(dtype)
+    for basis in (layer.basis_in, layer.basis_out):
+        basis.inverse_lengthscale.fill_(0.1)
+    x, y = torch.randn(20, 2, 4, 4, dtype=dtype), torch.randint(3, (20,))
+    la = KronLaplace(model).fit([(x, y)])
+    assert la.log_marginal_likelihood().isfinite()
+    assert all(0 <= g <= model.get_parameter(n).numel() for n, g in la.effective_parameters().items())
+
+
+def test_a_projected_sum_that_is_none_is_reported():
+    model = network()
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5,))
+    la = KronLaplace(model).fit([(x, y)])
+    moment = la.factors["0.s_fc.weight_in"].input_moment
+    moment.total.sub_(0.01 * moment.total.abs().max() * torch.eye(16))
+    moment.count(0)
+    with pytest.raises(ArithmeticError, match="negative beyond rounding"):
+        la.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
+def test_exact_evidence_has_the_value_and_the_derivative_of_the_evidence(kind, likelihood, resolution):
+    model = network(kind)
+    x, y = torch.randn(6, 2, 4, 4, dtype=torch.float64), targets(likelihood, 6, 3)
+    sigma = 1.0 if likelihood == "classification" else 0.7
+    la = KronLaplace(model, likelihood, prior_precision=0.6, sigma_noise=sigma, resolution=resolution)
+
+    def value() -> float:
+        with torch.no_grad():
+            return la.fit([(x[:4], y[:4]), (x[4:], y[4:])]).log_marginal_likelihood().item()
+
+    found = {n: b.requires_grad_() for n, b in buffers(model).items()}
+    delta = torch.full((len(la.parameter_names),), 0.6, dtype=torch.float64, requires_grad=True)
+    evidence = exact_log_marginal_likelihood(la, x, y, delta)
+    assert evidence.item() == pytest.approx(value(), rel=1e-12)
+    gradients = torch.autograd.grad(evidence, [*found.values(), delta])
+    (by_fit,) = torch.autograd.grad(la.fit([(x, y)]).log_marginal_likelihood(delta), delta)
+    assert_same(gradients[-1], by_fit)
+    for (name, buffer), gradient in zip(found.items(), gradients[:-1], strict=True):
+        index = (1, 0) if buffer.dim() else ()
+        with torch.no_grad():
+            buffer[index] += 1e-5
+            above = value()
+            buffer[index] -= 2e-5
+            below = value()
+            buffer[index] += 1e-5
+        assert float(gradient[index]) == pytest.approx((above - below) / 2e-5, rel=2e-5, abs=1e-6), name
+
+
+def test_exact_evidence_of_rules_that_leave_differentiation_to_autograd():
+    """The rule of the layer in between defines `outputs` only, and the next layer works in place."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale[:, None, None]
+
+    from ella_cuda.laplace import FactorShape, Rule, register
+
+    @register(Scale)
+    class ScaleRule(Rule):
+        def shapes(self):
+            return {"scale": FactorShape.bias(3)}
+
+        def inputs(self, x):
+            self.x = x
+
+        def outputs(self, gradient):
+            self.factors["scale"].output_moment.add((gradient * self.x).sum((3, 4)).flatten(0, 1)[:, None])
+
+    layer = SparseConv2d(2, 3)
+    head = nn.Linear(16, 2)
+    model = randomise(nn.Sequential(layer, Scale(), nn.LeakyReLU(inplace=True), nn.Flatten(2), head, nn.Flatten()))
+    x, y = torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(6, (4,))
+    la = KronLaplace(model)
+    omega = layer.basis.inverse_lengthscale.requires_grad_()
+    (gradient,) = torch.autograd.grad(exact_log_marginal_likelihood(la, x, y), omega)
+    values = []
+    with torch.no_grad():
+        for step in (1e-5, -2e-5):
+            omega += step
+            values.append(la.fit([(x, y)]).log_marginal_likelihood().item())
+    assert float(gradient) == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+    assert model.training and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_evidence_is_differentiable_with_its_factors_held(kind, likelihood, batches):
+    model = network(kind)
+    x, y = torch.randn(9, 2, 4, 4, dtype=torch.float64), targets(likelihood, 9, 3)
+    sigma = 1.0 if likelihood == "classification" else 0.7
+    la = KronLaplace(model, likelihood, prior_precision=0.6, sigma_noise=sigma)
+    found = {n: b.requires_grad_() for n, b in buffers(model).items()}
+    la.fit(batches(x, y, 4))
+    with torch.no_grad():
+        plain = la.log_marginal_likelihood()
+    evidence = la.log_marginal_likelihood()
+    assert evidence.item() == pytest.approx(plain.item(), rel=1e-12)
+    gradients = dict(zip(found, torch.autograd.grad(evidence, list(found.values())), strict=True))
+
+    def data_fit() -> Tensor:
+        f = model(x)
+        if likelihood == "classification":
+            return -F.cross_entropy(f, y, reduction="sum")
+        return torch.distributions.Normal(f, 0.7).log_prob(y).sum()
+
+    through_network = dict(zip(found, torch.autograd.grad(data_fit(), list(found.values())), strict=True))
+    for name, buffer in found.items():
+        index = (1, 1) if buffer.dim() else ()
+
+        def log_det(step: float, buffer: Tensor = buffer, index: tuple[int, ...] = index) -> float:
+            with torch.no_grad():
+                buffer[index] += step  # the factors follow by their projections, without a new fit
+                value = sum(
+                    torch.logdet(torch.eye(len(m), dtype=m.dtype) * 0.6 + m / sigma**2).item() for m in blocks()
+                )
+                buffer[index] -= step
+            return value
+
+        def blocks() -> list[Tensor]:
+            return [m for f in la.factors.values() for m in f.to_dense()]
+
+        slope = (log_det(1e-5) - log_det(-1e-5)) / 2e-5
+        expected = float(through_network[name][index]) - 0.5 * slope
+        assert float(gradients[name][index]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
+
+
+def test_gradients_add_up_over_fits_and_do_not_outlive_them():
+    model = network()
+    x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.randint(3, (8,))
+    omega = model[0].s_fc.basis_in.inverse_lengthscale.requires_grad_()
+    la = KronLaplace(model).fit([(x, y)])
+    (whole,) = torch.autograd.grad(la.log_marginal_likelihood(), omega)
+    la.fit([(x[:3], y[:3])]).fit([(x[3:], y[3:])], override=False)
+    assert_same(torch.autograd.grad(la.log_marginal_likelihood(), omega)[0], whole)
+    model[0].s_fc.basis_out.anchors.requires_grad_()
+    with pytest.raises(ValueError, match="other buffers require a gradient"):
+        la.fit([(x, y)], override=False)
+    with pytest.raises(RuntimeError, match=r"basis_out.anchors.*call fit again"):
+        la.log_marginal_likelihood()
+    with torch.no_grad():
+        assert la.log_marginal_likelihood().isfinite()
+
+
+def test_a_buffer_that_shapes_no_basis_has_the_data_fits_gradient():
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+            self.register_buffer("temperature", torch.tensor(0.8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.temperature
+
+    model = Tempered().double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    temperature = model.temperature.requires_grad_()
+    la = KronLaplace(model).fit([(x, y)])
+    (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(), temperature)
+    (expected,) = torch.autograd.grad(-F.cross_entropy(model(x), y, reduction="sum"), temperature)
+    assert_same(gradient, expected)
+    (exact,) = torch.autograd.grad(exact_log_marginal_likelihood(la, x, y), temperature)
+    assert abs(float(exact - gradient)) > 1e-3  # the curvature's part
+
+
+def test_a_fit_leaves_no_trace_on_the_buffers():
+    model = network()
+    x, y = torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(3, (4,))
+    for buffer in buffers(model).values():
+        buffer.requires_grad_()
+    la = KronLaplace(model).fit([(x, y)])
+    assert all(b.requires_grad for b in buffers(model).values())
+    with pytest.raises(ValueError, match="labels"):
+        la.fit([(x, y + 7)])
+    assert all(b.requires_grad for b in buffers(model).values())
+    assert all(b.grad is None for b in buffers(model).values())
+
+
+def test_state_dict_of_a_sparse_network():
+    model = network()
+    x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.randint(3, (5,))
+    la = KronLaplace(model).fit([(x, y)])
+    other = KronLaplace(model)
+    other.load_state_dict(la.state_dict())
+    assert other.log_marginal_likelihood().item() == la.log_marginal_likelihood().item()
+    assert_same(other.factors["0.s_conv.weight"].inputs, la.factors["0.s_conv.weight"].inputs)
+    raw = sum(m.total.numel() for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None)
+    shared = la.factors["5.weight"].outputs.numel()  # of the head's bias
+    assert la.memory_estimate() == 8 * (raw - shared)

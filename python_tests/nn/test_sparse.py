@@ -1,0 +1,182 @@
+"""Sparsified layers against the dense layers they are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.nn import CircularConv2d, FactoredLinear2d, SparseConv2d, SparseFactoredLinear2d, SpatialBasis
+from python_tests.ops.checks import assert_same
+
+KINDS = ("interpolating", "exponential")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("projects", [(False, False), (True, False), (False, True), (True, True)])
+def test_factored_layer_is_a_dense_layer_with_smooth_weights(kind, projects, device, monkeypatch):
+    layer = SparseFactoredLinear2d(2, 3, (4, 5), (2, 3), basis=kind).to(device, torch.float64)
+    assert layer.weight_in.shape == (3, 2, 10) and layer.weight_out.shape == (3, 2, 3)
+    nn.init.normal_(layer.bias_in)
+    layer.basis_in.inverse_lengthscale.fill_(0.7)
+    monkeypatch.setattr(layer, "projects_input", lambda batch: projects[0])
+    monkeypatch.setattr(layer, "projects_output", lambda batch: projects[1])
+    x = torch.randn(6, 2, 4, 5, dtype=torch.float64, device=device)
+    u = torch.einsum("dca,ax->dcx", layer.weight_in, layer.basis_in.matrix())
+    v = torch.einsum("dca,ay->dcy", layer.weight_out, layer.basis_out.matrix())
+    z = torch.einsum("dcx,ncx->ndc", u, x.flatten(2)) + layer.bias_in[:, None]
+    assert_same(layer(x), torch.einsum("dcy,ndc->ndy", v, z).unflatten(2, (2, 3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("projects", [False, True])
+@pytest.mark.parametrize("kernel_size", [3, (1, 5)])
+def test_convolution_is_a_convolution_with_a_smooth_kernel(kind, projects, kernel_size, device, monkeypatch):
+    layer = SparseConv2d(3, 4, kernel_size, basis=kind).to(device, torch.float64)
+    nn.init.normal_(layer.bias)
+    layer.basis.inverse_lengthscale.fill_(0.7)
+    monkeypatch.setattr(layer, "projects_input", lambda batch, positions: projects)
+    x = torch.randn(2, 3, 6, 7, dtype=torch.float64, device=device)
+    kernel = torch.einsum("dca,ar->dcr", layer.weight, layer.basis.matrix()).unflatten(2, layer.kernel_size)
+    half = [k // 2 for k in layer.kernel_size]
+    padded = nn.functional.pad(x, (half[1], half[1], half[0], half[0]), mode="circular")
+    assert_same(layer(x), nn.functional.conv2d(padded, kernel, layer.bias))
+
+
+def count_products(*terms: tuple[int, ...]) -> int:
+    """Multiplications of matrix products, each given by the sizes of its three or four loops."""
+    total = 0
+    for sizes in terms:
+        product = 1
+        for size in sizes:
+            product *= size
+        total += product
+    return total
+
+
+@pytest.mark.parametrize("batch", [1, 128])
+@pytest.mark.parametrize(
+    ("c", "d", "x", "y"), [(3, 10, 1024, 1024), (10, 20, 1024, 256), (80, 160, 4, 1), (2, 2, 16, 16)]
+)
+def test_the_cheaper_way_is_taken(batch, c, d, x, y):
+    side = {1024: 32, 256: 16, 16: 4, 4: 2, 1: 1}
+    with torch.device("meta"):
+        layer = SparseFactoredLinear2d(c, d, side[x], side[y])
+        conv = SparseConv2d(c, d)
+    a, b = -(-x // 2), -(-y // 2)
+    projecting = count_products((batch, c, x, a), (batch, d, c, a))
+    assert layer.projects_input(batch) == (projecting < count_products((d, c, a, x), (batch, d, c, x)))
+    projecting = count_products((batch, d, c, b), (batch, d, b, y))
+    assert layer.projects_output(batch) == (projecting < count_products((d, c, b, y), (batch, d, c, y)))
+    projecting = count_products((batch, x, c, 9, 5), (batch, x, d, c, 5))
+    assert conv.projects_input(batch, x) == (projecting < count_products((d, c, 5, 9), (batch, x, d, c, 9)))
+
+
+def test_both_ways_are_taken_somewhere_in_the_network():
+    with torch.device("meta"):
+        early, late = SparseFactoredLinear2d(10, 20, 32, 16), SparseFactoredLinear2d(80, 160, 2, 1)
+        few, many = SparseConv2d(3, 10), SparseConv2d(20, 40)
+    assert not early.projects_input(128) and late.projects_input(128)
+    assert not few.projects_input(128, 1024) and many.projects_input(128, 256)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constant_weights_are_strictly_symmetric(kind, device):
+    layer = SparseFactoredLinear2d(2, 3, 4, 4, basis=kind).to(device, torch.float64)
+    for basis in (layer.basis_in, layer.basis_out):
+        basis.inverse_lengthscale.fill_(1e-9)
+    x = torch.randn(5, 2, 4, 4, dtype=torch.float64, device=device)
+    shuffled = x.flatten(2)[:, :, torch.randperm(16)].unflatten(2, (4, 4))
+    y = layer(x)
+    assert_same(layer(shuffled), y, rtol=1e-9, atol=1e-12)  # invariant to every permutation of positions
+    assert_same(y, y[:, :, :1, :1].expand_as(y), rtol=1e-9, atol=1e-12)
+    for basis in (layer.basis_in, layer.basis_out):
+        basis.inverse_lengthscale.fill_(1)
+    assert (layer(shuffled) - layer(x)).abs().max() > 1e-2
+    conv = SparseConv2d(2, 3, basis=kind).to(device, torch.float64)
+    conv.basis.inverse_lengthscale.fill_(1e-9)
+    turned = conv(x.rot90(1, (2, 3)))
+    assert_same(turned, conv(x).rot90(1, (2, 3)), rtol=1e-9, atol=1e-12)  # a constant kernel has no direction
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_start_nearest_to_the_dense_ones(kind):
+    torch.manual_seed(4)
+    layer = SparseFactoredLinear2d(3, 4, 6, 3, basis=kind)
+    conv = SparseConv2d(3, 4, basis=kind)
+    torch.manual_seed(4)
+    basis_in, basis_out = SpatialBasis(6, kind=kind), SpatialBasis(3, kind=kind)
+    dense = FactoredLinear2d(3, 4, 6, 3, bias=False)
+    assert_same(layer.weight_in, basis_in.fit(dense.weight_in.flatten(2)))
+    assert_same(layer.weight_out, basis_out.fit(dense.weight_out.flatten(2)))
+    kernel_basis, kernel = SpatialBasis(3, kind=kind), torch.empty(4, 3, 3, 3)
+    nn.init.kaiming_uniform_(kernel, nonlinearity="relu")
+    assert_same(conv.weight, kernel_basis.fit(kernel.flatten(2)))
+    assert layer.bias_in.abs().max() == 0 and conv.bias.abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversion_there_and_back(kind, device):
+    layer = SparseFactoredLinear2d(2, 3, 4, (2, 3), basis=kind).to(device, torch.float64)
+    conv = SparseConv2d(2, 3, basis=kind).to(device, torch.float64)
+    for bias in (layer.bias_in, conv.bias):
+        nn.init.normal_(bias)
+    x = torch.randn(5, 2, 4, 4, dtype=torch.float64, device=device)
+    before = torch.random.get_rng_state()
+    dense, dense_conv = layer.to_dense(), conv.to_dense()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert isinstance(dense, FactoredLinear2d) and isinstance(dense_conv, CircularConv2d)
+    assert_same(dense(x), layer(x))
+    assert_same(dense_conv(x), conv(x))
+    # As many anchors as positions, at the positions: nothing is lost.
+    for anchors, small in ((16, False), (3, True)):
+        back = SparseFactoredLinear2d.from_dense(dense, (anchors, 6), kind)
+        if small:
+            assert back.residuals["weight_in"] > 0.05
+        difference = dense.weight_in.flatten(2) - back.weight_in @ back.basis_in.matrix()
+        expected = float(difference.norm() / dense.weight_in.norm())
+        assert back.residuals["weight_in"] == pytest.approx(expected, rel=1e-9)
+        assert back.residuals["bias_in"] == back.residuals["bias_out"] == 0
+        assert_same(back.bias_in, dense.bias_in)
+    nn.init.ones_(dense.bias_out)
+    assert SparseFactoredLinear2d.from_dense(dense).residuals["bias_out"] == 1
+    back = SparseConv2d.from_dense(dense_conv, 2, kind)
+    difference = dense_conv.weight.flatten(2) - back.weight @ back.basis.matrix()
+    assert back.residuals["weight"] == pytest.approx(float(difference.norm() / dense_conv.weight.norm()), rel=1e-9)
+    assert_same(back.bias, conv.bias)
+    plain = SparseFactoredLinear2d.from_dense(FactoredLinear2d(2, 3, 4, 2, bias=False))
+    assert plain.bias_in is None and plain.residuals.keys() == {"weight_in", "weight_out"}
+    assert plain.to_dense().bias_out is None
+    assert SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular", bias=False)).bias is None
+
+
+def test_anchors_and_lengthscales_are_no_parameters_but_saved():
+    layer = SparseFactoredLinear2d(2, 3, 4, 2)
+    assert {n for n, _ in layer.named_parameters()} == {"weight_in", "weight_out", "bias_in"}
+    saved = {"basis_in.anchors", "basis_in.inverse_lengthscale", "basis_out.anchors", "basis_out.inverse_lengthscale"}
+    assert saved <= layer.state_dict().keys()
+    other = SparseFactoredLinear2d(2, 3, 4, 2)
+    x = torch.randn(2, 2, 4, 4)
+    assert (other(x) - layer(x)).abs().max() > 1e-3
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SparseFactoredLinear2d(2, 3, 0, 4), "in_size"),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=0), "num_anchors"),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 5)), "SparseFactoredLinear2d"),
+        (lambda: SparseConv2d(2, 3, 4), "kernel_size"),
+        (lambda: SparseConv2d(2, 3, basis="cubic"), "cubic"),
+        (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1)), "padding_mode='circular'"),
+        (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, 2, padding=1, padding_mode="circular")), "stride"),
+    ],
+)
+def test_errors(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -1,0 +1,193 @@
+"""Learning what shapes sparsified layers: lengthscales and anchors by the evidence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ella_cuda import marglik_training
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
+from python_tests.ops.checks import assert_same
+
+BOTH = ("anchors", "lengthscales")
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    paths = {"s_fc": SparseFactoredLinear2d(1, 2, 4, 4), "s_conv": SparseConv2d(1, 2)}
+    return nn.Sequential(RelaxedEquivariance(paths), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+
+
+def data(n: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, 1, 4, 4, generator=generator), torch.randint(5, (n,), generator=generator))
+
+
+def run(model: nn.Module, learn=BOTH, n_epochs: int = 6, **options):
+    loader = DataLoader(data(), batch_size=10, shuffle=True)
+    arguments = {"n_epochs_burnin": 1, "marglik_frequency": 2, "n_hypersteps": 3, "progress_bar": False} | options
+    return marglik_training(model, loader, n_epochs=n_epochs, learn=learn, **arguments)
+
+
+def shape(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: b.clone() for n, b in model.named_buffers() if not n.endswith("points")}
+
+
+@pytest.mark.parametrize(
+    ("learn", "moves"),
+    [
+        ((), ()),
+        (["anchors"], ("anchors",)),
+        (["lengthscales"], ("inverse_lengthscale",)),
+        (BOTH, ("anchors", "inverse_lengthscale")),
+    ],
+)
+def test_only_what_is_asked_for_moves(learn, moves):
+    model = network()
+    before = shape(model)
+    run(model, learn)
+    for name, buffer in shape(model).items():
+        assert torch.equal(buffer, before[name]) == (name.rpartition(".")[2] not in moves)
+    assert not any(b.requires_grad for b in model.buffers())
+
+
+def test_map_leaves_the_shape_alone():
+    model = network()
+    before = shape(model)
+    run(model, objective="map")
+    assert all(torch.equal(b, before[n]) for n, b in shape(model).items())
+
+
+def test_a_step_follows_the_gradient_at_the_fit():
+    """Weights held (learning rate 0): after one evidence step every hyperparameter has moved by lr_hyp up the evidence's gradient."""
+    model = network()
+    before = shape(model)
+    x, y = data().tensors
+    reference = network()
+    for buffer in reference.buffers():
+        buffer.requires_grad_()
+    seen = []
+    run(model, n_epochs=3, n_epochs_burnin=1, optimizer_kwargs={"lr": 0.0}, lr_hyp=0.05, on_evaluation=seen.append)
+    assert [e.epoch for e in seen] == [2, 3]
+    # The step is taken at the precisions after their own three.
+    la = KronLaplace(reference, prior_precision=torch.tensor(seen[0].prior_precision)).fit([(x, y)])
+    names = [n for n, _ in reference.named_buffers() if not n.endswith("points")]
+    found = [dict(reference.named_buffers())[n] for n in names]
+    gradients = torch.autograd.grad(la.log_marginal_likelihood(), found)
+    for name, gradient in zip(names, gradients, strict=True):
+        moved = shape(model)[name] - before[name]
+        if gradient.dim() == 0:
+            moved = shape(model)[name].log() - before[name].log()
+        clear = gradient.abs() > 1e-5 * la.n_data  # Adam's epsilon is 1e-8
+        assert clear.any()
+        assert_same(moved[clear], 0.05 * gradient[clear].sign(), rtol=1e-2, atol=1e-5)
+
+
+def test_the_last_evaluation_moves_nothing_and_is_returned():
+    model = network()
+    seen = []
+    la, *_ = run(model, on_evaluation=seen.append)
+    now = {n: float(b) for n, b in shape(model).items() if n.endswith("inverse_lengthscale")}
+    last = {f"{n}.inverse_lengthscale": v for n, v in seen[-1].inverse_lengthscale.items()}
+    assert last == now and seen[-2].inverse_lengthscale != seen[-1].inverse_lengthscale
+    x, y = data().tensors
+    again = KronLaplace(model, prior_precision=la.prior_precision).fit([(x, y)])
+    assert la.log_marginal_likelihood().item() == pytest.approx(again.log_marginal_likelihood().item(), rel=1e-6)
+
+
+def test_with_the_weights_held_the_shape_climbs_the_evidence():
+    model = network()
+    _, _, margliks, _ = run(
+        model,
+        n_epochs=12,
+        n_epochs_burnin=0,
+        marglik_frequency=1,
+        n_hypersteps=30,
+        lr_hyp=0.02,
+        optimizer_kwargs={"lr": 0.0},
+    )
+    assert all(b < a for a, b in itertools.pairwise(margliks))
+    fixed = network()
+    _, _, without, _ = run(
+        fixed,
+        (),
+        12,
+        n_epochs_burnin=0,
+        marglik_frequency=1,
+        n_hypersteps=30,
+        lr_hyp=0.02,
+        optimizer_kwargs={"lr": 0.0},
+    )
+    assert margliks[-1] < without[-1] - 0.5  # nats of all data
+
+
+@pytest.mark.parametrize("learn", [BOTH, ("lengthscales",)])
+def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, learn):
+    class Stop(Exception):
+        pass
+
+    def stop(evaluation):
+        if evaluation.epoch == 6:
+            raise Stop
+
+    whole = network()
+    la, _, margliks, losses = run(whole, learn, n_epochs=8)
+    with pytest.raises(Stop):
+        run(network(), learn, n_epochs=8, checkpoint=tmp_path / "c.pt", on_evaluation=stop)
+    resumed = network()
+    la_2, _, margliks_2, losses_2 = run(resumed, learn, n_epochs=8, checkpoint=tmp_path / "c.pt")
+    assert margliks == margliks_2 and losses == losses_2
+    assert all(torch.equal(b, shape(resumed)[n]) for n, b in shape(whole).items())
+    assert torch.equal(la.log_marginal_likelihood(), la_2.log_marginal_likelihood())
+    with pytest.raises(ValueError, match="learn"):
+        run(network(), (), n_epochs=8, checkpoint=tmp_path / "c.pt")
+
+
+def test_a_position_free_task_makes_the_factored_path_smoother():
+    """The label is the image's brightness, wherever it is: the lengthscale of the path's input side grows (its inverse falls)."""
+    generator = torch.Generator().manual_seed(0)
+    level = torch.rand(96, generator=generator)
+    # One bright pixel of a random place carries the label: only a weight that is alike everywhere sees it.
+    x = 0.1 * torch.randn(96, 1, 6, 6, generator=generator)
+    place = torch.randint(36, (96,), generator=generator)
+    x.flatten(1)[torch.arange(96), place] += 6 * (level > 0.5)
+    y = (level > 0.5).long()
+    torch.manual_seed(0)
+    layer = SparseFactoredLinear2d(1, 4, 6, 1)
+    model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(4, 2))
+    loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
+    marglik_training(
+        model,
+        loader,
+        n_epochs=60,
+        n_epochs_burnin=10,
+        marglik_frequency=2,
+        lr_hyp=0.1,
+        learn=["lengthscales"],
+        optimizer_kwargs={"lr": 0.02},
+        progress_bar=False,
+    )
+    assert layer.basis_in.inverse_lengthscale < 0.6
+
+
+@pytest.mark.parametrize("learn", ["anchors", ["omega"]])
+def test_learn_must_name_what_there_is(learn):
+    with pytest.raises(ValueError, match="anchors, lengthscales"):
+        run(network(), learn)
+
+
+def test_there_must_be_something_to_learn():
+    with pytest.raises(ValueError, match="SparseFactoredLinear2d"):
+        run(nn.Sequential(nn.Flatten(), nn.Linear(16, 5)))
+    model = network()
+    model[0].s_conv.basis.inverse_lengthscale.zero_()
+    with pytest.raises(ValueError, match="positive inverse lengthscales"):
+        run(model)
+    run(model, ["anchors"], n_epochs=2)
+    assert math.isfinite(float(model[0].s_conv.weight.sum()))

@@ -40,6 +40,7 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("burn_in", int, "epochs before the first evidence step"),
     ("frequency", int, "epochs between evidence steps"),
     ("hypersteps", int, "steps on the prior precisions in each"),
+    ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel (1)"),
     ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),
     ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
@@ -49,6 +50,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("init", INITS, "initial weights: as published, or with only the equivariant paths on"),
     ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
     ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
+    ("basis", ("interpolating", "exponential"), "of sparsified layers"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.

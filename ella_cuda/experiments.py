@@ -24,6 +24,7 @@ from ella_cuda import __version__, build_info
 from ella_cuda.data import SOURCES, TASKS, Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
 from ella_cuda.models import INITS, PATHS, SPARSE_PATHS, neyshabur
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d, SpatialBasis
+from ella_cuda.ops.basis import BASIS_KINDS
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation, marglik_training
@@ -118,6 +119,8 @@ class RunConfig:
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
         learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`.
+        basis: of sparsified layers, ``interpolating`` or ``exponential``.
+        inverse_lengthscale: of S-FC paths at the start, per pixel.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
         holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
@@ -148,6 +151,8 @@ class RunConfig:
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
     learn: str = ""
+    basis: str = "interpolating"
+    inverse_lengthscale: float = 1.0
     cooldown: float | None = None
     init: str = "published"
     fan_in_limit: int | None = None
@@ -166,6 +171,7 @@ class RunConfig:
             "fisher": ("exact", "mc"),
             "resolution": ("shared", "per_channel"),
             "prior_structure": ("layerwise", "module", "scalar"),
+            "basis": BASIS_KINDS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -192,7 +198,7 @@ class RunConfig:
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
                 f"{self.burn_in} and epochs {self.epochs}."
             )
-        for name in ("lr", "lr_hyp", "prior_prec_init"):
+        for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
         for name in ("train_size", "fan_in_limit"):
@@ -397,7 +403,8 @@ def run_one(
     dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
     sizes = (dataset.channels, dataset.num_classes, config.width, config.image_size)
-    model = neyshabur(config.layer, *sizes, init=config.init).to(device)
+    shape = {"init": config.init, "basis": config.basis, "inverse_lengthscale": config.inverse_lengthscale}
+    model = neyshabur(config.layer, *sizes, **shape).to(device)
     diary = _Diary(run_dir / DIARY_FILE, config, model)
     train_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.batch_size, shuffle=True)
     evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,16 @@ def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) 
     return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
 
 
-def sparse_conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
+def sparse_conv_path(
+    in_channels: int, out_channels: int, in_size: int, out_size: int, basis: str = "interpolating"
+) -> nn.Module:
     """As :func:`conv_path`, with the kernel given at five anchors."""
-    conv = SparseConv2d(in_channels, out_channels)
+    conv = SparseConv2d(in_channels, out_channels, basis=basis)
     return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
 
 
-PATHS: dict[str, Callable[[int, int, int, int], nn.Module]] = {
+Path = Callable[[int, int, int, int], nn.Module]
+PATHS: dict[str, Path] = {
     "fc": FullyConnected2d,
     "f_fc": FactoredLinear2d,
     "conv": conv_path,
@@ -52,6 +56,24 @@ INITS = ("published", "equivariant")
 QUIET = 0.3  # of the published size: where weight_in of an F-FC path that is off starts
 
 
+def restore_variance(path: nn.Module) -> None:
+    """Scale a freshly initialised sparsified path so that its weights at all positions vary as a dense path's do.
+
+    A least squares fit keeps only what smooth functions can follow of white noise, half of its variance or less. Eight layers of that
+    leave nothing of a signal, and the evidence switches off what does not learn.
+    """
+    for layer in path.modules():
+        with torch.no_grad():
+            if isinstance(layer, SparseConv2d):
+                kernel = layer.kernel()
+                layer.weight.mul_(math.sqrt(2 / kernel[0].numel()) / kernel.square().mean().sqrt())
+            elif isinstance(layer, SparseFactoredLinear2d):
+                inner = layer.basis_in.expand(layer.weight_in).square().mean().sqrt()
+                outer = layer.basis_out.expand(layer.weight_out).square().mean().sqrt()
+                layer.weight_in.mul_(1 / math.sqrt(layer.basis_in.num_points) / inner)
+                layer.weight_out.mul_(1 / math.sqrt(layer.in_channels) / outer)
+
+
 def start_equivariant(block: RelaxedEquivariance) -> None:
     """Make a freshly initialised layer strictly equivariant: its other paths' outputs are zero, and its equivariant
     paths, ``m`` of ``n``, have their weights multiplied by ``n / sqrt(m)``, so that the mean over paths has the variance
@@ -59,8 +81,11 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
 
     An FC path starts at ``weight = 0``, an F-FC or S-FC path at ``weight_out = 0``: both have a gradient at once. What of their
     ``weight_in`` no data ask for is noise that the prior has to shrink before it can switch the path off, so it starts
-    smaller than published, at :data:`QUIET` times. A layer without an equivariant path stays as it is.
+    smaller than published, at :data:`QUIET` times. A layer without an equivariant path stays as it is, but for the variance of
+    sparsified paths (:func:`restore_variance`).
     """
+    for name in block.path_names:
+        restore_variance(block.get_submodule(name))
     equivariant = [name for name in block.path_names if name in EQUIVARIANT_PATHS]
     if not equivariant:
         return
@@ -81,14 +106,16 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
 class Neyshabur(nn.Module):
     """Eight relaxed equivariance layers and a fully connected head; see :func:`neyshabur`."""
 
-    def __init__(self, paths: tuple[str, ...], in_channels: int, num_classes: int, width: int, image_size: int) -> None:
+    def __init__(
+        self, paths: Mapping[str, Path], in_channels: int, num_classes: int, width: int, image_size: int
+    ) -> None:
         super().__init__()
         self.in_channels, self.image_size = in_channels, image_size
         self.blocks = nn.ModuleList()
         channels, size = in_channels, image_size
         for multiple, shrink in STAGES:
             geometry = (channels, multiple * width, size, size // shrink)
-            self.blocks.append(RelaxedEquivariance({name: PATHS[name](*geometry) for name in paths}))
+            self.blocks.append(RelaxedEquivariance({name: make(*geometry) for name, make in paths.items()}))
             channels, size = multiple * width, size // shrink
         features = channels * size * size
         hidden = HEAD_CHANNELS * width
@@ -114,6 +141,8 @@ def neyshabur(
     width: int = 10,
     image_size: int = 32,
     init: str = "published",
+    basis: str = "interpolating",
+    inverse_lengthscale: float = 1.0,
 ) -> Neyshabur:
     """The paper's network, after Neyshabur (2020), with every layer a sum of the named paths.
 
@@ -129,6 +158,9 @@ def neyshabur(
         image_size: height and width of the images, a multiple of 32.
         init: "published", every path as if it were alone; or "equivariant", every layer that has an equivariant path
             strictly equivariant at the start, see :func:`start_equivariant`.
+
+        basis: of S-FC and S-CONV paths, "interpolating" or "exponential".
+        inverse_lengthscale: ω per pixel of S-FC paths at the start; the 3x3 kernels of S-CONV paths start at 1.
 
     Returns:
         A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
@@ -155,7 +187,12 @@ def neyshabur(
         raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}.")
-    model = Neyshabur(paths, in_channels, num_classes, width, image_size)
+    makers = {name: PATHS[name] for name in paths}
+    if "s_fc" in makers:
+        makers["s_fc"] = functools.partial(PATHS["s_fc"], basis=basis, inverse_lengthscale=inverse_lengthscale)
+    if "s_conv" in makers:
+        makers["s_conv"] = functools.partial(PATHS["s_conv"], basis=basis)
+    model = Neyshabur(makers, in_channels, num_classes, width, image_size)
     if init == "equivariant":
         for block in model.blocks:
             start_equivariant(block)

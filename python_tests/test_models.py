@@ -67,6 +67,20 @@ def test_relaxed_network_feels_translations():
     assert (model(x.roll((3, 5), (2, 3))) - model(x)).abs().max() > 1e-3
 
 
+def test_sparse_paths_start_as_asked():
+    model = neyshabur("s_fc+s_conv", 1, 10, width=1, basis="exponential", inverse_lengthscale=0.3)
+    for block in model.blocks:
+        s_fc = block.s_fc
+        conv = block.s_conv if hasattr(block.s_conv, "basis") else block.s_conv[0]
+        assert {b.kind for b in (s_fc.basis_in, s_fc.basis_out, conv.basis)} == {"exponential"}
+        assert [round(float(b.inverse_lengthscale), 6) for b in (s_fc.basis_in, s_fc.basis_out, conv.basis)] == [
+            0.3,
+            0.3,
+            1,
+        ]
+    assert neyshabur("s_fc", 1, 10, width=1).blocks[0].s_fc.basis_in.kind == "interpolating"
+
+
 @pytest.mark.parametrize("layer", ["f_fc+conv", "conv+fc", "fc+f_fc+conv"])
 def test_equivariant_init_starts_as_the_convolution(layer):
     torch.manual_seed(0)
@@ -90,6 +104,30 @@ def test_equivariant_init_starts_as_the_convolution(layer):
             assert float(p.detach().std()) == pytest.approx(0.3 * p[0, 0].numel() ** -0.5, rel=0.1), name
     for name, p in off.items():  # off, and able to come on
         assert not p.any() and p.grad.any(), name
+
+
+def test_equivariant_init_of_sparse_paths():
+    torch.manual_seed(0)
+    model = neyshabur("s_fc+s_conv", 3, 10, width=2, init="equivariant").double()
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    assert_same(model(x.roll((3, 5), (2, 3))), model(x), rtol=1e-9, atol=1e-12)
+    model(x).square().sum().backward()
+    for i, block in enumerate(model.blocks):
+        off = block.s_fc.weight_out
+        assert not off.any() and off.grad.any()
+        conv = block.s_conv if hasattr(block.s_conv, "basis") else block.s_conv[0]
+        if i > 1:  # the mean of two paths has the variance that He et al. give a convolution alone
+            kernel = torch.einsum("dca,ar->dcr", conv.weight, conv.basis.matrix()) / 2
+            assert float(kernel.detach().square().mean()) == pytest.approx(2 / kernel[0].numel(), rel=1e-5)
+    alone = neyshabur("s_fc", 3, 10, width=4, init="equivariant")
+    for block in alone.blocks:
+        layer = block.s_fc
+        for weight, basis, variance in (
+            (layer.weight_in, layer.basis_in, 1 / layer.basis_in.num_points),
+            (layer.weight_out, layer.basis_out, 1 / layer.in_channels),
+        ):
+            expanded = torch.einsum("dca,ax->dcx", weight, basis.matrix()).detach()
+            assert float(expanded.square().mean()) == pytest.approx(variance, rel=1e-4)
 
 
 @pytest.mark.parametrize("layer", ["fc", "f_fc", "fc+f_fc", "conv"])

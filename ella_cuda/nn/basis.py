@@ -26,15 +26,16 @@ class SpatialBasis(nn.Module):
     Buffers, to be changed by assignment or in place (not through ``.data``, which leaves no trace):
         points: ``(X, 2)``, the grid's rows and columns in pixels, centred: ``-(H-1)/2 ... (H-1)/2``.
         anchors: ``(A, 2)``, in the same units, drawn uniformly over the grid's extent.
-        inverse_lengthscale: 0-dim, :math:`\omega` per pixel, 1 at the start; at 0 every function is constant.
+        inverse_lengthscale: 0-dim, :math:`\omega` per pixel; at 0 every function is constant.
 
     Args:
         size: H and W, or one number for both.
         num_anchors: A; None is half the positions, rounded up.
         kind: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
+        inverse_lengthscale: :math:`\omega` at the start, at least 0.
 
     Raises:
-        ValueError: a size or num_anchors is not positive; kind is unknown.
+        ValueError: a size or num_anchors is not positive; kind is unknown; inverse_lengthscale is negative or not finite.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2 and eq. 6.
     """
@@ -43,7 +44,13 @@ class SpatialBasis(nn.Module):
     anchors: Tensor
     inverse_lengthscale: Tensor
 
-    def __init__(self, size: Size, num_anchors: int | None = None, kind: str = "interpolating") -> None:
+    def __init__(
+        self,
+        size: Size,
+        num_anchors: int | None = None,
+        kind: str = "interpolating",
+        inverse_lengthscale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.size, self.kind = as_size("size", size), kind
         positions = math.prod(self.size)
@@ -52,9 +59,11 @@ class SpatialBasis(nn.Module):
             raise ValueError(f"num_anchors must be a positive integer or None, got {num_anchors!r}.")
         if kind not in BASIS_KINDS:
             raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
+        if not 0 <= inverse_lengthscale < math.inf:
+            raise ValueError(f"inverse_lengthscale must be at least 0 and finite, got {inverse_lengthscale!r}.")
         self.register_buffer("points", _grid(*self.size), persistent=False)
         self.register_buffer("anchors", torch.empty(count, 2))
-        self.register_buffer("inverse_lengthscale", torch.ones(()))
+        self.register_buffer("inverse_lengthscale", torch.full((), float(inverse_lengthscale)))
         self._kept: _Kept | None = None
         self._held: Tensor | None = None
         self.reset_anchors()
@@ -124,8 +133,11 @@ class SpatialBasis(nn.Module):
         nearly coincide they would take values of any size.
         """
         with torch.no_grad():
-            inverse = torch.linalg.pinv(self.matrix().double(), rtol=LEAST_SQUARES_CUTOFF)
-            return (functions.detach().double() @ inverse).to(functions.dtype)
+            psi = self.matrix().double()
+            squares, directions = torch.linalg.eigh(psi @ psi.T)
+            kept = squares > LEAST_SQUARES_CUTOFF**2 * squares[-1]
+            inverse = (directions * torch.where(kept, 1 / squares, 0.0)) @ directions.T
+            return (functions.detach().double() @ psi.T @ inverse).to(functions.dtype)
 
     def residual(self, functions: Tensor, values: Tensor) -> float:
         """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero."""

@@ -36,9 +36,10 @@ class SparseFactoredLinear2d(nn.Module):
         num_anchors: A and A', a pair or one number for both; None is half the positions of each side, rounded up.
         basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         bias: whether the layer has a bias.
+        inverse_lengthscale: :math:`\omega` per pixel at the start.
 
     Raises:
-        ValueError: a size is not positive, or the basis unknown; in forward, the input does not fit.
+        ValueError: a size is not positive, or the basis unknown, or inverse_lengthscale negative; in forward, the input does not fit.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
     """
@@ -52,13 +53,14 @@ class SparseFactoredLinear2d(nn.Module):
         num_anchors: int | tuple[int, int] | None = None,
         basis: str = "interpolating",
         bias: bool = True,
+        inverse_lengthscale: float = 1.0,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
         anchors_in, anchors_out = num_anchors if isinstance(num_anchors, tuple) else (num_anchors, num_anchors)
-        self.basis_in = SpatialBasis(self.in_size, anchors_in, basis)
-        self.basis_out = SpatialBasis(self.out_size, anchors_out, basis)
+        self.basis_in = SpatialBasis(self.in_size, anchors_in, basis, inverse_lengthscale)
+        self.basis_out = SpatialBasis(self.out_size, anchors_out, basis, inverse_lengthscale)
         self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors))
         self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors))
         self.bias_in = nn.Parameter(torch.empty(out_channels)) if bias else None
@@ -107,18 +109,19 @@ class SparseFactoredLinear2d(nn.Module):
         dense: FactoredLinear2d,
         num_anchors: int | tuple[int, int] | None = None,
         basis: str = "interpolating",
+        inverse_lengthscale: float = 1.0,
     ) -> SparseFactoredLinear2d:
         """The layer whose weights are nearest to an F-FC layer's, at anchors drawn anew.
 
         Args:
-            dense: the layer to convert. num_anchors, basis: of the new layer.
+            dense: the layer to convert. num_anchors, basis, inverse_lengthscale: of the new layer.
 
         Returns:
             The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
             (Euclidean norm). There is no output bias here: where ``bias_out`` is not zero its residual is 1.
         """
         sizes = (dense.in_channels, dense.out_channels, dense.in_size, dense.out_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None).to(dense.weight_in)
+        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None, inverse_lengthscale).to(dense.weight_in)
         layer._fit(dense)
         layer.residuals = {
             "weight_in": layer.basis_in.residual(dense.weight_in.flatten(2), layer.weight_in),
@@ -168,9 +171,10 @@ class SparseConv2d(nn.Module):
         num_anchors: A; None is half the kernel's positions, rounded up: 5 of 9.
         basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         bias: whether the layer has a bias.
+        inverse_lengthscale: :math:`\omega` per pixel at the start.
 
     Raises:
-        ValueError: kernel_size is not positive or even, or the basis unknown.
+        ValueError: kernel_size is not positive or even, the basis unknown, or inverse_lengthscale negative.
         RuntimeError: in forward, the input does not fit.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
@@ -184,13 +188,14 @@ class SparseConv2d(nn.Module):
         num_anchors: int | None = None,
         basis: str = "interpolating",
         bias: bool = True,
+        inverse_lengthscale: float = 1.0,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size = as_size("kernel_size", kernel_size)
         if any(k % 2 == 0 for k in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
-        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis)
+        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
         self.residuals: dict[str, float] | None = None
@@ -226,11 +231,18 @@ class SparseConv2d(nn.Module):
         return pixels * c * a * r + pixels * d * c * a < d * c * a * r + pixels * d * c * r
 
     @classmethod
-    def from_dense(cls, dense: nn.Conv2d, num_anchors: int | None = None, basis: str = "interpolating") -> SparseConv2d:
+    def from_dense(
+        cls,
+        dense: nn.Conv2d,
+        num_anchors: int | None = None,
+        basis: str = "interpolating",
+        inverse_lengthscale: float = 1.0,
+    ) -> SparseConv2d:
         """The layer whose kernel is nearest to a convolution's, at anchors drawn anew.
 
         Args:
-            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis: of the new layer.
+            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis, inverse_lengthscale: of the new
+                layer.
 
         Returns:
             The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
@@ -247,7 +259,7 @@ class SparseConv2d(nn.Module):
                 f"stride, dilation and groups 1), got {dense}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias is not None).to(dense.weight)
+        layer = cls(*sizes, num_anchors, basis, dense.bias is not None, inverse_lengthscale).to(dense.weight)
         with torch.no_grad():
             layer.weight.copy_(layer.basis.fit(dense.weight.flatten(2)))
             if layer.bias is not None:

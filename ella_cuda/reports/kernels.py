@@ -120,7 +120,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     def curvature(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
         def call(*inputs: Tensor) -> Tensors:
             leaves = [t.requires_grad_() for t in inputs]
-            grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+            grads = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
             return torch.autograd.grad(sum(g.sum() for g in grads), leaves)
 
         return call

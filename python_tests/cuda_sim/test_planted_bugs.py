@@ -159,7 +159,7 @@ BUGS = [
         "  __syncthreads();  // before sums are overwritten\n",
         "",
         "gaussian_project",
-        "race on shared memory: write after a read",
+        "race on shared memory",
     ),
     Bug(
         "share whose rows nobody takes",

@@ -113,6 +113,7 @@ _KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "exponential": gaussian_matrix,
     "interpolating": _interpolating,
 }
+BASIS_KINDS = tuple(_KINDS)
 
 
 # arguments ----------------------------------------------------------------------------------------------------------------------

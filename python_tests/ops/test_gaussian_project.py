@@ -179,7 +179,7 @@ def test_func_transforms(device):
 
 @pytest.mark.parametrize("order", [2, 3])
 def test_every_nesting_of_forward_and_reverse(order, device):
-    values = arguments((2, 2, 2, 1), device)
+    values = arguments((1, 2, 1, 1) if order == 3 else (2, 2, 2, 1), device)
     args = tuple(values[name] for name in ("x", "u", "v"))
     for chain in itertools.product((torch.func.jacfwd, torch.func.jacrev), repeat=order):
         ours, twin = gaussian_project, gaussian_project_torch

@@ -1,6 +1,7 @@
 // Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
-// All tensors are float32 or float64 (indices int64), of one dtype and one device; any strides unless said otherwise; any
-// size may be zero. Symbols as in README: N data, C and D channels, X and Y positions in and out, G blocks of a factor.
+// All tensors are float32 or float64 (indices int64), of one dtype unless said otherwise and one device; any strides unless
+// said otherwise; any size may be zero. Symbols as in README: N data, C and D channels, X and Y positions in and out, G blocks
+// of a factor.
 #include "common/stable.h"
 
 STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
@@ -33,6 +34,19 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def(
       "kron_logdet_hvp(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision, Tensor v_in, Tensor v_out, "
       "Tensor v_precision) -> (Tensor, Tensor, Tensor)");
+
+  // out[m,a] = sum_x x[m,x] E[a,x], E[a,x] = exp(-|u[x] - v[a]|^2 / 2); x (M,X), u (X,P) and v (A,P) float64 whatever x's
+  // type -> contiguous (M,A). E is symmetric in u and v: with them exchanged this is the transposed map.
+  m.def("gaussian_project(Tensor x, Tensor u, Tensor v) -> Tensor");
+
+  // Its derivative in (u, v) along (du, dv), all float64.
+  m.def("gaussian_project_tangent(Tensor x, Tensor u, Tensor v, Tensor du, Tensor dv) -> Tensor");
+
+  // The gradient in (u, v) of sum(grad * gaussian_project(x, u, v)), grad (M,A) -> (X,P) and (A,P), float64.
+  m.def("gaussian_project_gradient(Tensor grad, Tensor x, Tensor u, Tensor v) -> (Tensor, Tensor)");
+
+  // The Hessian in (u, v) of the same sum times (du, dv) -> (X,P) and (A,P), float64.
+  m.def("gaussian_project_hvp(Tensor grad, Tensor x, Tensor u, Tensor v, Tensor du, Tensor dv) -> (Tensor, Tensor)");
 
   // Of the components x[:, :, (i&1)::2, (i>>1)::2], i = 0..3, each image's own one with the largest l_norm (1, 2 or inf), the
   // first of equals; x (N,C,H,W), H and W even -> contiguous (N,C,H/2,W/2) and the index i (N,).

@@ -156,7 +156,14 @@ def test_info_checks_every_kernel(tmp_path):
     done = run("info", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.__version__ in done.stdout
-    for name in ("factored_linear", "kron_accumulate_", "conv_kron_accumulate_", "kron_logdet", "polyphase_pool"):
+    for name in (
+        "factored_linear",
+        "kron_accumulate_",
+        "conv_kron_accumulate_",
+        "basis_project",
+        "kron_logdet",
+        "polyphase_pool",
+    ):
         assert name in done.stdout
     assert "FAILED" not in done.stdout
 

@@ -44,6 +44,13 @@ class ArgumentCheck {
     device(name, value);
   }
 
+  void coordinates(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    dimensions(name, value, shape, meaning);
+    STD_TORCH_CHECK(value.scalar_type() == ScalarType::Double, op_, ": ", name, " must be float64 whatever the dtype of ",
+                    name_, ", got ", torch::headeronly::toString(value.scalar_type()));
+    device(name, value);
+  }
+
   void dimensions(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     bool matches = value.dim() == static_cast<int64_t>(shape.size());
     if (matches) {
@@ -222,6 +229,34 @@ inline KronLogdetSizes check_kron_logdet_hvp(const Tensor& eigenvalues_in, const
   check.tensor("v_out", v_out, {eigenvalues_out.size(0), s.b}, "that of eigenvalues_out");
   check.tensor("v_precision", v_precision, {}, "()");
   return s;
+}
+
+// ---- gaussian_project ----
+
+struct GaussianSizes {
+  int64_t M, X, A, P;
+};
+
+inline GaussianSizes check_gaussian_project(const char* op, const Tensor& x, const Tensor& u, const Tensor& v) {
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1}, "(M, X)");
+  check.coordinates("u", u, {x.size(1), -1}, "(X, P)");
+  check.coordinates("v", v, {-1, u.size(1)}, "(A, P)");
+  return {x.size(0), x.size(1), v.size(0), u.size(1)};
+}
+
+inline GaussianSizes check_gaussian_gradient(const char* op, const Tensor& grad, const Tensor& x, const Tensor& u,
+                                             const Tensor& v) {
+  const GaussianSizes s = check_gaussian_project(op, x, u, v);
+  ArgumentCheck(op, "x", x).tensor("grad", grad, {s.M, s.A}, "(M, A)");
+  return s;
+}
+
+inline void check_gaussian_directions(const char* op, const GaussianSizes& s, const Tensor& x, const Tensor& du,
+                                      const Tensor& dv) {
+  const ArgumentCheck check(op, "x", x);
+  check.coordinates("du", du, {s.X, s.P}, "(X, P)");
+  check.coordinates("dv", dv, {s.A, s.P}, "(A, P)");
 }
 
 // ---- polyphase ----

@@ -41,6 +41,15 @@ struct ConvolutionGradient {
   int64_t sums_row;
 };
 
+// Coordinates of points, and directions they move in (or null), laid out by coordinate: that of point i along axis p is
+// high[p * row + i] + low[p * row + i]. In float the two parts together have the precision of a double; in double only `high`
+// is read. So differences of near points are as exact as the points are, however large the coordinates.
+template <class T>
+struct Points {
+  const T *high, *low, *direction_high, *direction_low;
+  int64_t row;
+};
+
 // The smallest size at which `count` things make no more groups than groups of `most` would.
 inline int64_t balanced_group(int64_t count, int64_t most) {
   const int64_t groups = (count + most - 1) / most;
@@ -84,6 +93,18 @@ struct Kernels {
   // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same
   // for `rows` rows, those of the target one after the other.
   void (*wrap_rows)(int64_t rows, const T* source, int64_t source_row, int64_t size, int64_t before, int64_t after, T* target);
+
+  // With d = the point of a lane less point k, e = exp(-|d|^2 / 2) and delta the difference of their directions:
+  // panel[k * width + lane] = e, or its derivative -(d . delta) e if `tangent`, k < count, lanes up to n rounded up to whole
+  // vectors, where points of the lanes must be readable.
+  void (*gaussian_panel)(int64_t n, int64_t count, int64_t coordinates, const Points<T>& lanes, const Points<T>& points,
+                         bool tangent, T* panel);
+
+  // For the panel s of `rows` rows: with t = -s e d, or its derivative s e ((d . delta) d - delta) if `hessian`, adds t to
+  // lane_sums[p * width + lane] and subtracts it from row_sums[p * row_sums_row + k]. Lanes from n on up to a whole vector of s
+  // must be zero.
+  void (*gaussian_terms)(int64_t n, int64_t rows, int64_t coordinates, const Points<T>& lanes, const Points<T>& points,
+                         bool hessian, const T* s, T* lane_sums, double* row_sums, int64_t row_sums_row);
 
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);

@@ -1,4 +1,5 @@
-"""Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch twin (``<name>_torch``) of the same signature."""
+"""Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch twin (``<name>_torch``) of the same signature;
+:func:`basis_matrix`, which is as small as a weight, is plain torch itself."""
 
 from ella_cuda.ops.basis import basis_matrix, basis_project, basis_project_torch
 from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ella_cuda._extension import build_info
 
@@ -39,6 +40,16 @@ def require_backend(name: str, tensor: Tensor) -> None:
 def _transforms_active() -> bool:
     """Whether a ``torch.func`` transform or forward-mode AD is on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def nested_forward_mode() -> bool:
+    """Whether ``torch.func`` transforms with more than one forward-mode level are on. There torch runs the jvp rule of an
+    :class:`torch.autograd.Function` with forward mode off, and the tangents of the other levels are silently zero: an op that is
+    to be right there has to be written in plain torch."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    levels = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+    return levels.count(torch._C._functorch.TransformType.Jvp) > 1
 
 
 def _intercepted(args: tuple[Any, ...]) -> bool:

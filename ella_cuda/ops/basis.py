@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ella_cuda.ops.gaussian_project import gaussian_matrix, gaussian_project
+
 INTERPOLATION_NOISE = 0.01  # s: standard deviation of the noise on the values at the anchors
-# Beyond it nothing changes: exp(-w^2 r^2 / 2) is 0 in float64 for every distance r above 1e-58. It keeps (w r)^4 finite.
-LARGEST_INVERSE_LENGTHSCALE = 1e60
+# Larger ones count as this one: exp(-w^2 r^2 / 2) is 0 for every distance r above 1e-28, and w r still is a float32.
+LARGEST_INVERSE_LENGTHSCALE = 1e30
 
 
 def basis_matrix(
@@ -58,6 +60,11 @@ def basis_project(
 
     .. math:: \tilde x_a = \sum_x \Psi_{ax}\, x_x
 
+    The exponential kind evaluates the matrix tile by tile while it multiplies and stores neither it nor its derivatives, up to
+    second order; from the third order on (and for forward over forward) plain torch is used, which does. The interpolating kind
+    builds the matrix, whose solve needs float64 whatever x's dtype: solving for the projected signals instead would multiply
+    their rounding by the condition number. Equivalent to :func:`basis_project_torch`.
+
     Args:
         x: ``(..., X)``, float32 or float64.
         points: ``(X, P)``, of x's dtype.
@@ -75,7 +82,14 @@ def basis_project(
     2023, section 3.2.
     """
     _check_signal(x, points)
-    return basis_project_torch(x, points, anchors, inverse_lengthscale, kind)
+    if kind != "exponential":
+        return basis_project_torch(x, points, anchors, inverse_lengthscale, kind)
+    scale = _check("basis_project", points, anchors, inverse_lengthscale, kind)
+    u, v = scale * points.double(), scale * anchors.double()
+    if x.dim() == 2:
+        return gaussian_project(x, u, v)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return gaussian_project(rows, u, v).reshape(*x.shape[:-1], anchors.shape[0])
 
 
 def basis_project_torch(
@@ -88,17 +102,17 @@ def basis_project_torch(
 # the two kinds, of scaled coordinates u (X, P) and v (A, P), float64 -----------------------------------------------------------
 
 
-def _exponential(u: Tensor, v: Tensor) -> Tensor:
-    return torch.exp(-0.5 * (u - v[:, None]).square().sum(-1))
-
-
 def _interpolating(u: Tensor, v: Tensor) -> Tensor:
     noise = torch.eye(v.shape[0], dtype=v.dtype, device=v.device) * INTERPOLATION_NOISE**2
-    factor, _ = torch.linalg.cholesky_ex(_exponential(v, v) + noise)  # cannot fail; without _ex it would wait for a GPU
-    return torch.cholesky_solve(_exponential(u, v), factor)
+    # The matrix is positive definite, with no eigenvalue below the noise's, so that there is nothing to check, for which a GPU
+    # would be waited for. Its derivative is one more solve, those of a Cholesky factor are four.
+    return torch.linalg.solve_ex(gaussian_matrix(v, v) + noise, gaussian_matrix(u, v)).result
 
 
-_KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"exponential": _exponential, "interpolating": _interpolating}
+_KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "exponential": gaussian_matrix,
+    "interpolating": _interpolating,
+}
 BASIS_KINDS = tuple(_KINDS)
 
 
@@ -135,9 +149,15 @@ def _check(op: str, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor
             f"{op}: inverse_lengthscale must have one element, got shape {tuple(inverse_lengthscale.shape)}; "
             "call once per value, or vmap."
         )
+    scale = inverse_lengthscale.double()
+    if scale.dim():
+        scale = scale.reshape(())
     if _readable(inverse_lengthscale):
-        _check_value(op, inverse_lengthscale.item())
-    return inverse_lengthscale.reshape(()).double().clamp(max=LARGEST_INVERSE_LENGTHSCALE)
+        value = inverse_lengthscale.item()
+        _check_value(op, value)
+        if value <= LARGEST_INVERSE_LENGTHSCALE:
+            return scale
+    return scale.clamp(max=LARGEST_INVERSE_LENGTHSCALE)
 
 
 def _check_signal(x: Tensor, points: Tensor) -> None:

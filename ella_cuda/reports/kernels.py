@@ -120,7 +120,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     def curvature(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
         def call(*inputs: Tensor) -> Tensors:
             leaves = [t.requires_grad_() for t in inputs]
-            grads = torch.autograd.grad(function(*leaves), leaves, create_graph=True)
+            grads = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
             return torch.autograd.grad(sum(g.sum() for g in grads), leaves)
 
         return call
@@ -128,6 +128,14 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     def conv(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensors]:
         return lambda factor, x: (function(factor, x, 3, mode, 0.5),)
 
+    def basis() -> Tensors:
+        scale = torch.tensor(0.6, dtype=torch.float64)
+        return normal(50, 40), 3 * normal(40, 2), 3 * normal(20, 2), scale
+
+    def bumps(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *inputs: function(*inputs, "exponential")  # the other kind is torch's own on every device
+
+    project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)
     torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
@@ -152,6 +160,9 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
         ),
         ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
         ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
+        ("basis_project", basis, one(project), one(project_twin)),
+        ("basis_project backward", basis, gradients(project), gradients(project_twin)),
+        ("basis_project second derivative", basis, curvature(project), curvature(project_twin)),
         ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
         ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
         ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),

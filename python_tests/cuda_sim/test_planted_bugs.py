@@ -145,6 +145,30 @@ BUGS = [
         "kron_logdet",
         WRONG,
     ),
+    Bug(
+        "stage that is evaluated while others still read it",
+        "gaussian_project.cu",
+        "    __syncthreads();  // the next stage is filled, and this one may be overwritten\n",
+        "",
+        "gaussian_project",
+        "race on shared memory|not waited for|nobody wrote",
+    ),
+    Bug(
+        "sums that are overwritten before they are read",
+        "gaussian_project.cu",
+        "  __syncthreads();  // before sums are overwritten\n",
+        "",
+        "gaussian_project",
+        "race on shared memory",
+    ),
+    Bug(
+        "share whose rows nobody takes",
+        "gaussian_project.cu",
+        "const int64_t begin = share * share_rows, end",
+        "const int64_t begin = (share + 1) * share_rows, end",
+        "gaussian_project",
+        WRONG,
+    ),
 ]
 
 SOURCES = sorted({bug.source for bug in BUGS})
@@ -175,6 +199,15 @@ def run(library, source):
                 got = torch.cat([value[None], *gradient])
                 outer = l[:, :, None] * m[:, None] + p
                 want = torch.cat([outer.log().sum()[None], *(m[:, None] / outer).sum(2)])
+            elif source == "gaussian_project":
+                grad, x = torch.randn(150, 5), torch.randn(150, 40)
+                u, v = torch.randn(40, 2).double(), torch.randn(5, 2).double()
+                gradient = simulator.ops.gaussian_project_gradient(grad, x, u, v)
+                got = torch.cat([simulator.ops.gaussian_project(x, u, v).double().flatten(), *map(torch.flatten, gradient)])
+                d = u - v[:, None]
+                e = torch.exp(-0.5 * d.square().sum(2))
+                terms = -(grad.T.double() @ x.double() * e)[..., None] * d
+                want = torch.cat([(x.double() @ e.T).flatten(), terms.sum(0).flatten(), -terms.sum(1).flatten()])
             else:
                 x = torch.randn(3, 2, 4, 4)
                 got = simulator.ops.polyphase_pool(x, 2.0)[0]

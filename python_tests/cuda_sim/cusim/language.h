@@ -18,6 +18,7 @@ struct dim3 {
 
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
+using std::exp;
 using std::fma;
 using std::log;
 using std::max;

@@ -72,4 +72,5 @@ def test_forward_and_backward(time, device, shape, who):
         flops=6 * BATCH * D * C * (X + Y),  # z and y; dz and dx; dU and dV
         # x and its gradient, y's gradient and y; the weights twice and their gradients
         bytes=4 * (2 * BATCH * (C * X + D * Y) + 3 * D * C * (X + Y)),
+        **({"rounds": 3, "warmups": 0} if who == DENSE else {}),
     )

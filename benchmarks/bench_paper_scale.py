@@ -13,7 +13,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.bench_training_step import flops
+from benchmarks.counting import count
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import KronLaplace
@@ -46,9 +46,8 @@ def test_paper_scale(time, benchmark, device, phase):
             (-la.log_marginal_likelihood(log_precision.exp()) / la.n_data).backward()
             optimizer.step()
 
-    # An epoch is three products a weight and image. Of an update only the passes through the network are counted: one forward,
-    # nine back for the activations.
-    operations = images * flops(model, x[:2]) / 2 * (1 if phase == "epoch" else 10 / 3)
+    work = count(model, x[:1])
+    operations = images * (work.step if phase == "epoch" else work.fit(CLASSES - 1))
     run = epoch if phase == "epoch" else update
     time(
         run,

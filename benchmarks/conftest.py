@@ -1,4 +1,11 @@
-"""What every benchmark shares: threads and device, the machine's measured peaks, and one way to time a candidate."""
+"""What every benchmark shares: threads and device, the machine's measured peaks, and one way to time a candidate.
+
+    pytest benchmarks --benchmark-json bench.json && python -m benchmarks.compare bench.json
+
+runs all rows; a file, ``-k``, or both choose some, and ``--collect-only -q`` lists them: ``pytest benchmarks/bench_factored_linear.py
+-k "ella_cuda and stage"``. ``--dense-limit`` says up to which size the published dense matrices are run; larger ones are
+extrapolated and say so.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ella_cuda benchmarks")
     group.addoption("--threads", type=int, default=2, help="torch's threads (2)")
     group.addoption("--device", default="cpu", help="cpu, cuda or cuda:<index> (cpu)")
+    group.addoption(
+        "--dense-limit",
+        type=int,
+        default=5120,
+        help="rows of the largest dense Kronecker factor to run; the published structure has up to 12800 (5120)",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -50,29 +63,45 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
     """``time(call, work=..., who=..., flops=..., bytes=...)``: run the candidate ``who`` of the comparison ``work``.
 
     ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
-    measured in the same session they give the floor. Everything lands in ``extra_info``, where ``compare.py`` finds it.
+    measured in the same session they give the floor. ``once`` is for what takes long: one call, timed while its memory is
+    watched. Everything lands in ``extra_info``, where ``compare.py`` finds it, with what else it is told to note (``info``).
     """
 
     def run(
-        call: Callable[[], Any], *, work: str, who: str, flops: float, bytes: float, rounds: int = 7, warmups: int = 2
+        call: Callable[[], Any],
+        *,
+        work: str,
+        who: str,
+        flops: float,
+        bytes: float,
+        rounds: int = 7,
+        warmups: int = 2,
+        once: bool = False,
+        **info: Any,
     ) -> None:
         def whole() -> None:
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
-        benchmark.group = work
+        # What runs a smaller problem, to be extrapolated, is not to be compared with those that run the whole one.
+        benchmark.group = f"{work}, {info['extrapolation']['note']}" if "extrapolation" in info else work
+        if once:
+            peak = peak_bytes(lambda: benchmark.pedantic(whole, rounds=1), device, once=True)
+        else:
+            peak = peak_bytes(whole, device)
+            benchmark.pedantic(whole, rounds=rounds, warmup_rounds=warmups)
         benchmark.extra_info.update(
             work=work,
             who=who,
             flops=flops,
             bytes=bytes,
             floor_seconds=peaks.floor(flops, bytes),
-            peak_bytes=peak_bytes(whole, device),
+            peak_bytes=peak,
             peak_flops=peaks.flops,
             peak_bandwidth=peaks.bandwidth,
+            **info,
         )
-        benchmark.pedantic(whole, rounds=rounds, warmup_rounds=warmups)
 
     return run
 

@@ -66,11 +66,14 @@ step tests 150 "${tests[@]}" -k cuda \
 step memcheck 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
 step paper_scale 90 "${tests[@]}" benchmarks/bench_paper_scale.py --device cuda \
   --benchmark-json "$out/paper_scale.json"
-step benchmarks 180 "${tests[@]}" benchmarks --device cuda \
-  --ignore benchmarks/bench_paper_scale.py --benchmark-json "$out/benchmarks.json"
+step benchmarks 180 "${tests[@]}" benchmarks --device cuda --ignore benchmarks/bench_paper_scale.py \
+  --ignore benchmarks/bench_dense_structure.py --ignore benchmarks/bench_growth.py --benchmark-json "$out/benchmarks.json"
 step racecheck 60 "${sanitizer[@]}" --tool racecheck "${kernels[@]}"
 step initcheck 60 "${sanitizer[@]}" --tool initcheck "${kernels[@]}"
-for report in benchmarks paper_scale; do
+step growth 120 "${tests[@]}" benchmarks/bench_growth.py --device cuda --benchmark-json "$out/growth.json"
+step dense_structure 180 "${tests[@]}" benchmarks/bench_dense_structure.py --device cuda \
+  --benchmark-json "$out/dense_structure.json"
+for report in benchmarks paper_scale growth dense_structure; do
   [[ -s $out/$report.json ]] && python -m benchmarks.compare "$out/$report.json" | tee -a "$out/table.txt"
 done
 echo "in $out"

@@ -28,13 +28,23 @@ def _every_block_on_its_own(on: bool) -> None:
         libc.malloc_trim(0)
 
 
-def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
+def _restart_high_water_mark() -> int | None:
+    """Bytes in use, from which the high-water mark now starts; None where the system does not let it."""
+    try:
+        _RESET.write_text("5", encoding="ascii")
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def peak_bytes(call: Callable[[], Any], device: torch.device, once: bool = False) -> int | None:
     """Bytes by which the call's peak exceeds the memory before it; None where the system does not tell.
 
-    The call is done once before, so that what it compiles or caches does not count. On CUDA torch's allocator is asked. On
-    Linux it is the resident set's high-water mark, reset before the call.
+    The call is done once before, so that what it compiles or caches does not count, unless ``once`` says that this is little
+    beside the rest. On CUDA torch's allocator is asked. On Linux it is the resident set's high-water mark, reset before the call.
     """
-    call()
+    if not once:
+        call()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -42,15 +52,10 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    if not _RESET.exists():
-        return None
     _every_block_on_its_own(True)
     try:
-        _RESET.write_text("5", encoding="ascii")
-        before = _status("VmRSS")
+        before = _restart_high_water_mark()
         call()
-        return max(0, _status("VmHWM") - before)
-    except OSError:
-        return None
+        return None if before is None else max(0, _status("VmHWM") - before)
     finally:
         _every_block_on_its_own(False)

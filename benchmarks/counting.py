@@ -1,0 +1,80 @@
+"""Operations that a network's mathematics needs, counted layer by layer; a multiplication and an addition are two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ella_cuda.nn import CircularConv2d, FactoredLinear2d
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations for a batch. Biases, sums and decompositions are not counted; zeros in a gradient are counted as numbers.
+
+    Attributes:
+        forward: outputs from inputs.
+        activations: gradients of activations, for one column at the output; none at the images.
+        weights: gradients of weights from those of activations, for one column.
+        inputs: input sides of the Kronecker factors, upper triangles.
+        outputs: output sides, for one column.
+    """
+
+    forward: int = 0
+    activations: int = 0
+    weights: int = 0
+    inputs: int = 0
+    outputs: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def step(self) -> int:
+        """Loss and gradients."""
+        return self.forward + self.activations + self.weights
+
+    def fit(self, columns: int) -> int:
+        """Kronecker factors from so many columns of the output Hessian's square root."""
+        return self.forward + self.inputs + columns * (self.activations + self.outputs)
+
+
+def _layer(module: torch.nn.Module, x: torch.Tensor, first: bool) -> Work:
+    n = len(x)
+    if isinstance(module, CircularConv2d):
+        # A kernel larger than the image folds into as many entries as there are pixels; so do the lags of A.
+        d, c, *sides = module.weight.shape
+        entries = prod(min(k, size) for k, size in zip(sides, x.shape[2:], strict=True))
+        lags = prod(min(2 * k - 1, size) for k, size in zip(sides, x.shape[2:], strict=True))
+        positions = n * prod(x.shape[2:])
+        product = 2 * positions * entries * c * d
+        return Work(product, 0 if first else product, product, positions * lags * c * c, positions * d * (d + 1))
+    if isinstance(module, FactoredLinear2d):
+        d, c, *sides = module.weight_in.shape
+        inner, outer = prod(sides), prod(module.weight_out.shape[2:])
+        into, out = 2 * n * d * c * inner, 2 * n * d * c * outer
+        inputs = n * c * inner * (inner + 1) + n * d * c * (c + 1)
+        outputs = n * c * d * (d + 1) + n * d * outer * (outer + 1)
+        return Work(into + out, out if first else into + out, into + out, inputs, outputs)
+    d, c = module.weight.shape
+    product = 2 * n * d * c
+    return Work(product, 0 if first else product, product, n * c * (c + 1), n * d * (d + 1))
+
+
+def count(model: torch.nn.Module, x: torch.Tensor) -> Work:
+    """The work of ``model``, whose layers are convolutions on a torus, F-FC and linear ones, on the batch ``x``."""
+    total = Work()
+
+    def add(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        nonlocal total
+        total += _layer(module, args[0], args[0] is x)
+
+    kinds = (CircularConv2d, FactoredLinear2d, torch.nn.Linear)
+    handles = [m.register_forward_hook(add) for m in model.modules() if isinstance(m, kinds)]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return total

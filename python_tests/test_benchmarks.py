@@ -1,0 +1,162 @@
+"""What the benchmarks compute besides times: counted operations, the dense formulation, extrapolations, sums, exponents."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ella_cuda import ops
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance
+from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
+from ella_cuda.ops.factored_linear import factored_linear_torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def load(name: str):
+    """A module of the benchmarks by its path: the checkout need not be importable."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+compare, counting, dense = load("compare"), load("counting"), load("dense_formulation")
+
+
+def network() -> nn.Sequential:
+    blocks = [
+        RelaxedEquivariance({"f_fc": FactoredLinear2d(c, d, 6, 6), "conv": CircularConv2d(c, d)})
+        for c, d in ((2, 3), (3, 5))
+    ]
+    return nn.Sequential(blocks[0], nn.ReLU(), blocks[1], nn.Flatten(), nn.Linear(5 * 36, 4)).double()
+
+
+def test_counted_passes_are_those_that_torch_counts(monkeypatch):
+    monkeypatch.setattr(ops, "factored_linear", factored_linear_torch)
+    monkeypatch.setattr(ops, "circular_conv2d", circular_conv2d_torch)
+    model, x = network(), torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    work = counting.count(model, x)
+    with FlopCounterMode(display=False) as forward:
+        out = model(x)
+    weights = [p for p in model.parameters() if p.dim() > 1 and p.shape != (6, 6)]
+    with FlopCounterMode(display=False) as backward:
+        torch.autograd.grad(out.sum(), weights)
+    assert work.forward == forward.get_total_flops()
+    assert work.activations + work.weights == backward.get_total_flops()
+    assert work.step == forward.get_total_flops() + backward.get_total_flops()
+
+
+def test_counted_factors_are_the_upper_triangles_of_all_rows():
+    model, x = network(), torch.randn(3, 2, 6, 6, dtype=torch.float64)
+    la = KronLaplace(model).fit([(x, torch.tensor([0, 1, 3]))])
+    inputs = outputs = 0
+    for name, factor in la.factors.items():
+        if "weight" not in name:
+            continue
+        shape = factor.shape
+        outputs += shape.outputs * (shape.outputs + 1) * factor.output_moment.rows
+        if "conv" in name:  # 25 lags for each pair of channels, half of them transposes of the others
+            channels = shape.inputs // 9
+            inputs += 25 * channels**2 * factor.input_moment.rows
+        else:
+            inputs += shape.groups * shape.inputs * (shape.inputs + 1) * factor.input_moment.rows
+    work = counting.count(model, x)
+    assert work.inputs == inputs
+    assert 3 * work.outputs == outputs  # K - 1 columns
+    assert work.fit(3) == work.forward + inputs + outputs + 3 * work.activations
+
+
+def test_a_kernel_folds_on_a_small_image():
+    conv, x = CircularConv2d(1, 1, bias=False), torch.randn(1, 1, 2, 2)
+    assert counting.count(nn.Sequential(nn.Identity(), conv), x).forward == 2 * 4 * 4
+
+
+def test_dense_formulation_is_the_same_layer_and_the_same_evidence():
+    shapes = ((4, 2, 9), (3, 2, 9), (3, 2, 5), (3,), (5,))
+    arguments = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    expected, found = factored_linear_torch(*arguments), dense.factored_linear_dense(*arguments)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(y.sin().sum(), arguments) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+    model = network()
+    x, y = torch.randn(7, 2, 6, 6, dtype=torch.float64), torch.tensor([0, 1, 3, 2, 2, 0, 1])
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    blocks, matrices = (KronLaplace(m).fit(batches) for m in (model, dense.with_dense_factors(model)))
+    for name in ("0.f_fc.weight_in", "0.f_fc.weight_out", "2.f_fc.weight_in", "2.f_fc.weight_out"):
+        assert blocks.factors[name].inputs.shape[0] > 1
+        torch.testing.assert_close(matrices.factors[name].inputs[0], torch.block_diag(*blocks.factors[name].inputs))
+    torch.testing.assert_close(matrices.log_marginal_likelihood(0.3), blocks.log_marginal_likelihood(0.3))
+
+
+def test_dense_accumulation_is_cubic_in_the_groups():
+    counted = []
+    for groups in (3, 6):
+        with FlopCounterMode(display=False) as mode:
+            dense.kron_accumulate_dense_(torch.zeros(groups * 4, groups * 4), torch.randn(5, groups, 4))
+        counted.append(mode.get_total_flops())
+    assert counted[1] == 8 * counted[0] > 0
+
+
+def test_exponent():
+    sizes = [1, 3, 10, 40]
+    assert compare.exponent(sizes, [7 * s**1.5 for s in sizes]) == pytest.approx(1.5)
+    assert compare.exponent(sizes, [2.0] * 4) == pytest.approx(0, abs=1e-12)
+    assert compare.exponent([1, 2, 4], [1, 2, 1]) == pytest.approx(0, abs=1e-12)  # the middle of three does not tilt
+    assert math.isnan(compare.exponent([5, 5], [1, 2])) and math.isnan(compare.exponent([1, 2], [0, 1]))
+
+
+def entry(work: str, who: str, seconds: float, megabytes: float | None, **info) -> dict:
+    peak = None if megabytes is None else megabytes * 1e6
+    return {
+        "stats": {"median": seconds},
+        "extra_info": {"work": work, "who": who, "floor_seconds": 0.5, "peak_bytes": peak, **info},
+    }
+
+
+def table(*entries: dict) -> list[str]:
+    return compare.lines({"benchmarks": [*entries, {"stats": {"median": 1.0}, "extra_info": {}}]})[1:]
+
+
+def test_table_extrapolates_and_says_so():
+    scale = {"seconds": 27, "bytes": 9, "note": "run at 1 of 3 groups"}
+    ours, theirs = table(entry("w", "dense", 2, 3, extrapolation=scale), entry("w", compare.OURS, 4, 5))
+    assert ours.split() == ["w", "ella_cuda", "1.00", "8.00", "5.0"]
+    assert theirs.split(maxsplit=5) == ["w", "dense", "13.50", "108.00", "27.0", "extrapolated, run at 1 of 3 groups"]
+
+
+def test_table_adds_parts_up_when_all_are_there():
+    whole = entry("w", compare.OURS, 2, 9)
+    scale = {"seconds": 2, "bytes": 4, "note": "run at half"}
+    part = {"part_of": "w", "parts": 2, "part_name": "sides"}
+    parts = [
+        entry("a", "dense", 10, 100, kept_bytes=60e6, **part),
+        entry("b", "dense", 1, 10, kept_bytes=25e6, extrapolation=scale, **part),
+    ]
+    own = entry("a", compare.OURS, 1, 1, kept_bytes=1e6, **part)
+    found = [line for line in table(whole, own, *parts) if line.startswith("w ")]
+    # 10 + 2 * 1 seconds; 60 + 25 MB stay, and the first part needs 40 more, the second 15
+    assert found[1].split(maxsplit=5) == ["w", "dense", "6.00", "24.00", "125.0", "sides, sum of 2, 1 extrapolated"]
+    assert len([line for line in table(whole, parts[0]) if line.startswith("w ")]) == 1
+    unknown = [{**p, "extra_info": {**p["extra_info"], "peak_bytes": None}} for p in parts]
+    assert [line for line in table(whole, *unknown) if line.startswith("w ")][1].split()[4] == "-"
+
+
+def test_table_prints_growth():
+    def series(size, seconds, megabytes):
+        info = {"of": "fit", "in": "images", "size": size}
+        return entry(f"fit, {size}", compare.OURS, seconds, megabytes, series=info)
+
+    last = table(series(40, 8, 3), series(10, 2, 2), series(20, 4, 2))[-1]
+    assert last == "fit, ella_cuda, from 10 to 40 images: time grows with exponent 1.00, peak memory 0.29, 1.50 times"
+    assert "time grows" not in table(series(10, 2, 2))[-1]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info
 from ella_cuda.data import SOURCES, TASKS, Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
 from ella_cuda.models import INITS, PATHS, SPARSE_PATHS, neyshabur
-from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d, SpatialBasis
+from ella_cuda.nn import FactoredLinear2d, SparseConv2d, SparseFactoredLinear2d, SpatialBasis
 from ella_cuda.ops.basis import BASIS_KINDS
 from ella_cuda.reports import describe_layers, layout, save_report
 from ella_cuda.reports.files import write_file
@@ -264,8 +264,9 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
     """Adam with a learning rate for each weight of the model: ``lr * min(1, fan_in_limit / fan_in)``.
 
     Adam moves every entry by about lr a step, so an output that sums ``fan_in`` entries moves ``fan_in`` times as far.
-    ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC or S-FC path, the
-    channels for its ``weight_out``, one for biases and vectors, and for every other parameter the size of its first slice,
+    ``fan_in`` is the number of inputs that an output sums: height times width for ``weight_in`` of an F-FC path, the
+    channels for its ``weight_out``, both times what a value at an anchor moves on the average where weights are given at anchors, one
+    for biases and vectors, and for every other parameter the size of its first slice,
     as is right for ``Linear`` and ``Conv*d`` but not for embeddings and transposed convolutions.
 
     Args:
@@ -281,11 +282,16 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
         return torch.optim.Adam
     fan_in = {id(p): p[0].numel() if p.dim() > 1 else 1 for p in model.parameters()}
     for layer in model.modules():
-        if isinstance(layer, (FactoredLinear2d, SparseFactoredLinear2d)):
+        if isinstance(layer, FactoredLinear2d):
             fan_in[id(layer.weight_in)] = layer.in_size[0] * layer.in_size[1]
             fan_in[id(layer.weight_out)] = layer.in_channels
-            if isinstance(layer, FactoredLinear2d) and layer.bias_out is not None:
+            if layer.bias_out is not None:
                 fan_in[id(layer.bias_out)] = 1
+        elif isinstance(layer, SparseFactoredLinear2d):
+            fan_in[id(layer.weight_in)] = _reach(layer.basis_in)
+            fan_in[id(layer.weight_out)] = layer.in_channels * _reach(layer.basis_out) / layer.basis_out.num_points
+        elif isinstance(layer, SparseConv2d):
+            fan_in[id(layer.weight)] = layer.in_channels * _reach(layer.basis)
 
     def adam_by_fan_in(parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> torch.optim.Adam:
         groups: dict[float, list[nn.Parameter]] = {}
@@ -294,6 +300,11 @@ def adam_for(model: nn.Module, fan_in_limit: int | None) -> Callable[..., torch.
         return torch.optim.Adam([{"params": g, "lr": lr * share} for share, g in groups.items()], lr=lr, **options)
 
     return adam_by_fan_in
+
+
+def _reach(basis: SpatialBasis) -> float:
+    """How far the function's values at all positions move together, by size, when the value at every anchor moves by one."""
+    return float(basis.matrix().abs().sum())
 
 
 def resolve_device(name: str) -> torch.device:
@@ -654,7 +665,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is damaged ({error}); move {path.parent} away to do that run again.") from error
         last = diary["evaluations"][-1]
-        found = (last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale"))
+        found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale")]
         layers, others = describe_layers(diary["layout"], *found)
         rows.append(
             {

@@ -17,7 +17,10 @@ from python_tests.ops.checks import assert_same
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-COMPOSED = {"basis_matrix": None, "basis_project": "gaussian_project"}  # of torch and, where there is one, an op of another name
+COMPOSED = {
+    "basis_matrix": None,
+    "basis_project": "gaussian_project",
+}  # of torch and, where there is one, an op of another name
 PUBLIC = {name.rstrip("_") for name in ops.__all__ if not name.rstrip("_").endswith("_torch")}
 OPS = sorted(PUBLIC - COMPOSED.keys() | {op for op in COMPOSED.values() if op})
 

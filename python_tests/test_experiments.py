@@ -210,8 +210,16 @@ def test_learning_rates_fall_with_the_number_of_inputs():
     names = {id(p): n for n, p in sparse.named_parameters()}
     groups = experiments.adam_for(sparse, 256)(list(sparse.parameters()), lr=0.1).param_groups
     rates = {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
-    slow = {f"blocks.{i}.s_fc.weight_in" for i in (0, 1)}
-    assert rates == pytest.approx({n: 0.025 if n in slow else 0.1 for n in names.values()})
+    assert rates["blocks.0.s_fc.bias_in"] == 0.1
+    for i, block in enumerate(sparse.blocks):
+        inner, outer = block.s_fc.basis_in.matrix(), block.s_fc.basis_out.matrix()
+        channels = (1, 4, 8, 8, 16, 16, 32, 32)[i]
+        expected = {"weight_in": inner.abs().sum(), "weight_out": channels * outer.abs().sum(0).mean()}
+        for name, inputs in expected.items():
+            assert rates[f"blocks.{i}.s_fc.{name}"] == pytest.approx(0.1 * min(1, 256 / float(inputs)))
+    conv = neyshabur("s_conv", 1, 10, width=4)
+    groups = experiments.adam_for(conv, 16)([conv.blocks[4].s_conv.weight], lr=0.1).param_groups
+    assert groups[0]["lr"] == pytest.approx(1.6 / (16 * float(conv.blocks[4].s_conv.basis.matrix().abs().sum())))
 
 
 def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):

@@ -441,7 +441,7 @@ class KronLaplace:
         precision, sigma = self._precisions(state["prior_precision"]), self._sigma(state["sigma_noise"])
         if state["n_data"]:
             load_factors(self._rules, state["factors"], state["n_data"])
-        self._prior_precision, self._sigma_noise = precision, sigma
+        self._prior_precision, self._sigma_noise, self._statistic_gradients = precision, sigma, {}
         self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
         self._factors = {name: self._factors[name] for name in self.parameter_names} if state["n_data"] else {}
         self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]

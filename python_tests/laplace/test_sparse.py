@@ -345,6 +345,13 @@ def test_state_dict_of_a_sparse_network():
     other.load_state_dict(la.state_dict())
     assert other.log_marginal_likelihood().item() == la.log_marginal_likelihood().item()
     assert_same(other.factors["0.s_conv.weight"].inputs, la.factors["0.s_conv.weight"].inputs)
+    # The data fit's gradient is no part of the state, and that of an earlier fit is not taken for it.
+    model[0].s_fc.basis_in.anchors.requires_grad_()
+    other.fit([(2 * x, y)])
+    other.load_state_dict(la.state_dict())
+    with pytest.raises(RuntimeError, match="call fit again"):
+        other.log_marginal_likelihood()
+    model[0].s_fc.basis_in.anchors.requires_grad_(False)
     raw = sum(m.total.numel() for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None)
     shared = la.factors["5.weight"].outputs.numel()  # of the head's bias
     assert la.memory_estimate() == 8 * (raw - shared)

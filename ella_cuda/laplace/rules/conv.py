@@ -154,7 +154,7 @@ class SparseConv2dRule(Conv2dRule):
         return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
 
     def inputs(self, x: Tensor) -> None:
-        self.layer.weight.data = self.module.kernel().detach()
+        self.layer.weight = nn.Parameter(self.module.kernel().detach(), requires_grad=False)
         super().inputs(x)
 
 

@@ -51,13 +51,14 @@ class DenseFactoredLinear2dRule(FactoredLinear2dRule):
     def shapes(self) -> dict[str, FactorShape]:
         shapes = super().shapes()
         for name in ("weight_in", "weight_out"):
-            groups, inputs, outputs, _, _ = shapes[name]
-            shapes[name] = FactorShape(1, groups * inputs, outputs, 1)
+            shape = shapes[name]
+            shapes[name] = FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1)
         return shapes
 
     def inputs(self, x: Tensor) -> None:
-        m, x = self.module, x.flatten(2)
-        z = torch.bmm(x.transpose(0, 1), m.weight_in.detach().flatten(2).permute(1, 2, 0)) + m.bias_in.detach()
+        x = x.flatten(2)
+        self.collect_weights()
+        z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0)) + self.module.bias_in.detach()
         for name, rows in (("weight_in", x), ("weight_out", z.permute(1, 2, 0))):
             moment = self.factors[name].input_moment
             kron_accumulate_dense_(moment.total[0], rows)

@@ -31,6 +31,10 @@ class FactoredLinear2dRule(Rule):
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""
         return self.module.weight_in.detach().flatten(2), self.module.weight_out.detach().flatten(2)
 
+    def collect_weights(self) -> None:
+        """Keep :meth:`weights` for this batch and the gradients that come back for it."""
+        self._weight_in, self._weight_out = self.weights()
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         c, d, x, y = m.in_channels, m.out_channels, m.weight_in[0, 0].numel(), m.weight_out[0, 0].numel()
@@ -44,7 +48,7 @@ class FactoredLinear2dRule(Rule):
     def inputs(self, x: Tensor) -> None:
         m = self.module
         x = x.flatten(2)
-        self._weight_in, self._weight_out = self.weights()
+        self.collect_weights()
         if "weight_in" in self.factors:
             self.factors["weight_in"].input_moment.add(x)
         if "weight_out" in self.factors:

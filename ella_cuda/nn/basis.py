@@ -14,7 +14,7 @@ from ella_cuda import ops
 from ella_cuda.nn._sizes import Size, as_size
 from ella_cuda.ops.basis import BASIS_KINDS
 
-LEAST_SQUARES_CUTOFF = 1e-3  # singular values of the basis below this share of the largest are not fitted with
+LEAST_SQUARES_CUTOFF = 1e-2  # singular values of the basis below this share of the largest are not fitted with
 
 
 class SpatialBasis(nn.Module):

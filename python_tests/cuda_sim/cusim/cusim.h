@@ -15,6 +15,7 @@
 
 #include "block.h"
 #include "language.h"
+#include "launches.h"
 #include "schedule.h"
 #include "shared.h"
 #include "warp.h"

@@ -20,9 +20,13 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
                 u, v = torch.randn(D, C, X, dtype=dtype), torch.randn(D, C, Y, dtype=dtype)
                 ops.factored_linear(x, u, v, None, None)
                 ops.factored_linear_backward(grad, x, u, v, None, *[True] * 5)
-            for d in (4, 20, 40, 100):
+            for d in (4, 20, 32, 40, 100):
                 for rows in (1, 600):
-                    ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), torch.randn(rows, 1, d, dtype=dtype), 1.0)
+                    aligned = torch.randn(rows, 1, d, dtype=dtype)
+                    unaligned = torch.randn(rows * d + 1, dtype=dtype)[1:].view(rows, 1, d)
+                    adjacent = torch.randn(1, d, rows, dtype=dtype).permute(2, 0, 1)
+                    for values in (aligned, unaligned, adjacent):
+                        ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), values, 1.0)
                     image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
                     ops.conv_kron_accumulate_(
                         torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0

@@ -59,7 +59,7 @@ struct ArrayRecord {
 };
 
 struct Slot {
-  alignas(16) unsigned char bytes[16];
+  alignas(16) unsigned char bytes[32];
 };
 
 struct Block {

@@ -19,6 +19,7 @@ using SharedArray = cusim::SharedArray<T>;
 using SharedMemory = cusim::SharedMemory;
 using cusim::copy_async;
 using cusim::copy_async_commit;
+using cusim::copy_async_vector;
 using cusim::copy_async_wait;
 using cusim::load_vector;
 #define ELLA_SHARED_MEMORY(name) ::ella::SharedMemory name
@@ -81,6 +82,12 @@ __device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
                : "memory");
 }
 
+// The same for four neighbouring floats; both addresses lie on 16-byte boundaries.
+__device__ __forceinline__ void copy_async_vector(float* to, const float* from, bool valid) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `Pending` of this thread's newest groups are still under way.
@@ -90,6 +97,11 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 #endif
+
+// to[0..4) = values in global memory; `to` lies on a 16-byte boundary.
+__device__ __forceinline__ void store_vector(float* to, const float (&values)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+}
 
 // A tensor of three axes read through its strides: expanded (stride 0), sliced and permuted ones cost nothing.
 template <class T>

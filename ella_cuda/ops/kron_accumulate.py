@@ -13,7 +13,9 @@ from ella_cuda.ops._operator import refuse_graph, register_in_place, require_bac
 def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
     """Add the second moment of ``rows`` to every block of ``factor``: ``factor[g] += alpha * rows[:, g].T @ rows[:, g]``.
 
-    Equivalent to :func:`kron_accumulate_torch_`, at half the products: only one triangle is computed, then mirrored.
+    Equivalent to :func:`kron_accumulate_torch_`, at half the products: only one triangle is computed, then mirrored. On CUDA,
+    float32 blocks from 32 on run on tensor cores at float32 accuracy, whatever torch allows for TF32: each value is split in
+    two TF32 numbers. An infinite value, or one within 2^-12 of overflow, gives NaN there.
 
     Args:
         factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.

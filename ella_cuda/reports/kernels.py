@@ -140,23 +140,34 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
     pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
-    rows = lambda: (torch.zeros(3, 20, 20, dtype=torch.float64), normal(50, 3, 20))  # noqa: E731
-    patches = lambda: (torch.zeros(27, 27, dtype=torch.float64), normal(4, 3, 9, 7))  # noqa: E731
+
+    def rows(count: int, d: int) -> Callable[[], Tensors]:
+        return lambda: (torch.zeros(3, d, d, dtype=torch.float64), normal(count, 3, d))
+
+    def patches(channels: int) -> Callable[[], Tensors]:
+        return lambda: (torch.zeros(*[9 * channels] * 2, dtype=torch.float64), normal(4, channels, 9, 7))
+
     return [
         ("factored_linear", layer, one(ops.factored_linear), one(ops.factored_linear_torch)),
         ("factored_linear backward", layer, gradients(ops.factored_linear), gradients(ops.factored_linear_torch)),
-        ("kron_accumulate_", rows, one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_)),
-        (
-            "conv_kron_accumulate_ circular",
-            patches,
-            conv(ops.conv_kron_accumulate_, "circular"),
-            conv(ops.conv_kron_accumulate_torch_, "circular"),
+        *(
+            (name, rows(count, d), one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_))
+            for name, count, d in [
+                ("kron_accumulate_", 50, 20),
+                ("kron_accumulate_ blocks of 32", 600, 32),  # CUDA: tensor cores in float32 from here on
+                ("kron_accumulate_ blocks of 61", 600, 61),
+                ("kron_accumulate_ blocks of 132", 50, 132),
+            ]
         ),
-        (
-            "conv_kron_accumulate_ zeros",
-            patches,
-            conv(ops.conv_kron_accumulate_, "zeros"),
-            conv(ops.conv_kron_accumulate_torch_, "zeros"),
+        *(
+            (
+                f"conv_kron_accumulate_ {mode}{more}",
+                patches(channels),
+                conv(ops.conv_kron_accumulate_, mode),
+                conv(ops.conv_kron_accumulate_torch_, mode),
+            )
+            for mode in ("circular", "zeros")
+            for channels, more in ((3, ""), (4, ", 4 channels"), (15, ", 15 channels"))
         ),
         ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
         ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -99,14 +100,38 @@ def build(names: Iterable[str], csrc: Path = SOURCES, optimisation: str = "-O1")
     return target
 
 
+@dataclass(frozen=True, order=True)
+class Launch:
+    """How a kernel was launched: its mangled name, the threads of a block, the bytes of its dynamic shared memory."""
+
+    kernel: str
+    threads: int
+    shared: int
+
+
 class Simulator:
-    """The loaded library: its ops and the order in which threads and blocks run."""
+    """The loaded library: its ops, the order in which threads and blocks run, the launches it has seen."""
 
     def __init__(self, library: Path) -> None:
         torch.ops.load_library(str(library))
         self.ops = torch.ops.ella_sim
-        self._set = ctypes.CDLL(str(library)).cusim_set_schedule
+        self._path, self._library = library, ctypes.CDLL(str(library))
+        self._set = self._library.cusim_set_schedule
         self.schedule()
+
+    def launches(self) -> list[Launch]:
+        """The different launches since the library was loaded or since the last call."""
+        listed = subprocess.run(["nm", self._path], capture_output=True, text=True, check=True).stdout
+        symbols = {int(line.split()[0], 16): line.split()[2] for line in listed.splitlines() if line[:1].isdigit()}
+        offsets = {name: offset for offset, name in symbols.items()}
+        base = ctypes.cast(self._set, ctypes.c_void_p).value - offsets["cusim_set_schedule"]
+        take = self._library.cusim_take_launch
+        take.restype = ctypes.c_bool
+        kernel, threads, shared = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_size_t()
+        seen = []
+        while take(ctypes.byref(kernel), ctypes.byref(threads), ctypes.byref(shared)):
+            seen.append(Launch(symbols[kernel.value - base], threads.value, shared.value))
+        return sorted(seen)
 
     def schedule(
         self, threads: str = "forward", blocks: str = "forward", multiprocessors: int = 2, seed: int = 1

@@ -11,8 +11,9 @@ from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
 
-# (N, G, d): tiles are 16, 32, 64 or (float32) 128 wide, slabs 8 to 128 rows.
+# (N, G, d): tiles are 16, 32, 64 or (float32 on tensor cores) 128 wide, slabs 8 to 128 rows.
 SHAPES = [(1, 1, 1), (5, 3, 7), (130, 2, 16), (70, 2, 31), (37, 2, 33), (9, 1, 70), (20, 1, 133)]
+SHAPES += [(300, 2, 32), (110, 1, 64), (70, 2, 100), (20, 1, 136), (55, 1, 260)]
 
 
 def exact(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
@@ -42,7 +43,7 @@ def test_accumulates(simulator: Simulator, shape: tuple[int, ...], dtype: torch.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("d", [7, 40])
+@pytest.mark.parametrize("d", [7, 32, 40, 98])
 def test_layouts(simulator: Simulator, layout: str, d: int) -> None:
     start, rows = symmetric(2, d, torch.float32), arrange(torch.randn(45, 2, d), layout)
     (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, rows, -1.5))
@@ -50,8 +51,9 @@ def test_layouts(simulator: Simulator, layout: str, d: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_shared_out_over_blocks(simulator: Simulator, dtype: torch.dtype) -> None:
-    start, rows = symmetric(1, 5, dtype), torch.randn(1500, 1, 5, dtype=dtype)
+@pytest.mark.parametrize(("count", "d"), [(1500, 5), (1100, 32), (300, 130)])
+def test_rows_shared_out_over_blocks(simulator: Simulator, count: int, d: int, dtype: torch.dtype) -> None:
+    start, rows = symmetric(1, d, dtype), torch.randn(count, 1, d, dtype=dtype)
     results = []
     for order in ("forward", "reverse", "random"):
         with simulator.scheduled(threads=order, blocks=order, multiprocessors=64):
@@ -59,6 +61,64 @@ def test_rows_shared_out_over_blocks(simulator: Simulator, dtype: torch.dtype) -
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert_accurate(results[0], exact(start.double(), rows.double(), 0.01), exact(start, rows, 0.01))
     assert torch.equal(results[0], results[0].mT)
+
+
+@pytest.mark.parametrize(("d", "offset"), [(36, 0), (36, 1), (36, 2), (38, 0), (132, 0), (132, 3)])
+def test_rows_of_any_alignment(simulator: Simulator, d: int, offset: int) -> None:
+    """16-byte copies and updates where addresses allow them, single elements where they do not."""
+    storage = torch.full((40 * 2 * d + offset,), float("nan"))
+    rows = storage[offset:].view(40, 2, d).copy_(torch.randn(40, 2, d))
+    start = symmetric(2, d, torch.float32)
+    (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, rows, 0.5))
+    assert_accurate(got, exact(start.double(), rows.double(), 0.5), exact(start, rows, 0.5))
+    assert torch.equal(got, got.mT)
+    block = rows[:, 1:]  # one block of two: its stride among blocks does not matter
+    (got,) = in_every_order(simulator, lambda: accumulated(simulator, start[1:], block, 0.5))
+    assert_accurate(got, exact(start[1:].double(), block.double(), 0.5), exact(start[1:], block, 0.5))
+
+
+def normalised_error(got: Tensor, rows: Tensor) -> float:
+    """The largest error, each in units of the two columns' lengths: what sums of products can be held to."""
+    moment = exact(torch.zeros(1), rows.double(), 1.0)
+    lengths = moment.diagonal(dim1=1, dim2=2).sqrt()
+    return ((got.double() - moment) / (lengths[:, :, None] * lengths[:, None])).abs().max().item()
+
+
+@pytest.mark.parametrize("kind", ["signed", "positive", "scaled"])
+@pytest.mark.parametrize("count", [1, 17, 600, 3000])
+def test_tensor_cores_are_as_accurate_as_float32(simulator: Simulator, count: int, kind: str) -> None:
+    """A few roundings for any number of rows: neither a term of the split may be missing nor sums be cut again and again."""
+    rows = torch.rand(count, 1, 40) + 0.5 if kind == "positive" else torch.randn(count, 1, 40)
+    if kind == "scaled":
+        rows = rows * 10 ** torch.empty(40).uniform_(-12, 12)
+    error = normalised_error(accumulated(simulator, torch.zeros(1, 40, 40), rows, 1.0), rows)
+    assert error <= 5 * torch.finfo(torch.float32).eps
+    if count == 600:
+        one_by_one = torch.zeros(1, 40, 40)
+        for row in rows:
+            one_by_one += row[:, :, None] * row[:, None]
+        assert error <= 2 * normalised_error(one_by_one, rows)
+
+
+def test_small_integers_are_exact(simulator: Simulator) -> None:
+    """Where no product or sum is rounded, every element is right to the bit; each column's values are its own."""
+    rows = torch.randint(-9, 10, (150, 1, 140)).float() + torch.arange(140)
+    got = accumulated(simulator, torch.zeros(1, 140, 140), rows, 1.0)
+    assert torch.equal(got, torch.einsum("ngi,ngj->gij", rows.double(), rows.double()).float())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.4e38])
+def test_what_is_not_finite_shows(simulator: Simulator, value: float) -> None:
+    """In its row and column of the factor and nowhere else."""
+    rows = torch.randn(20, 1, 40)
+    rows[3, 0, 35] = value
+    got = accumulated(simulator, torch.zeros(1, 40, 40), rows, 1.0)
+    there = torch.zeros(1, 40, 40, dtype=torch.bool)
+    there[:, 35], there[:, :, 35] = True, True
+    assert not got[there & torch.eye(40, dtype=torch.bool)].isfinite().any()
+    assert got[~there].isfinite().all()
+    if value != 3.4e38:  # that one's products with small numbers are numbers
+        assert not got[there].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)])

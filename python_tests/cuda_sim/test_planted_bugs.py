@@ -49,7 +49,7 @@ class Bug:
 BUGS = [
     Bug(
         "no barrier between copying and multiplying",
-        "syrk.cuh",
+        "syrk_scalar.cuh",
         "      copy_async_wait<0>();\n    }\n    __syncthreads();\n",
         "      copy_async_wait<0>();\n    }\n",
         "kron_accumulate",
@@ -57,7 +57,7 @@ BUGS = [
     ),
     Bug(
         "no barrier before a stage is overwritten",
-        "syrk.cuh",
+        "syrk_scalar.cuh",
         "    __syncthreads();  // before the next copies overwrite this stage\n",
         "",
         "kron_accumulate",
@@ -65,11 +65,67 @@ BUGS = [
     ),
     Bug(
         "no wait for asynchronous copies",
-        "syrk.cuh",
+        "syrk_scalar.cuh",
         "      copy_async_wait<0>();\n",
         "",
         "kron_accumulate",
         "read of an asynchronous copy that was not waited for",
+    ),
+    Bug(
+        "matrix fragment read from the wrong lane's columns",
+        "syrk_tensor.cuh",
+        "* Shape::kStride + first + 4 * g));",
+        "* Shape::kStride + first + 4 * (g ^ 1)));",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "matrix fragments from different rows",
+        "syrk_tensor.cuh",
+        "const float columns[2] = {b[q][j], b[q + 1][j]};",
+        "const float columns[2] = {b[q + 1][j], b[q][j]};",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "a small term of the split product is missing",
+        "syrk_tensor.cuh",
+        "        multiply_fragments(chain, a_big, b_small);\n",
+        "",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "sums that stay in the tensor cores and are cut again and again",
+        "syrk_tensor.cuh",
+        "float b_big[4][4], b_small[4][4], chain[2][4][4] = {};",
+        "float b_big[4][4], b_small[4][4], (&chain)[2][4][4] = sum[h];",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "no barrier between copying and multiplying on tensor cores",
+        "syrk_tensor.cuh",
+        "    __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next\n",
+        "",
+        "kron_accumulate",
+        "race on shared memory|nobody wrote|not waited for",
+    ),
+    Bug(
+        "waits for one slab too few on tensor cores",
+        "syrk_tensor.cuh",
+        "copy_async_wait<Shape::kStages - 2>();",
+        "copy_async_wait<Shape::kStages - 1>();",
+        "kron_accumulate",
+        "read of an asynchronous copy that was not waited for",
+    ),
+    Bug(
+        "no barrier before the warps' sums are laid over the last slab",
+        "syrk_tensor.cuh",
+        "    __syncthreads();  // all are done with the last slab\n",
+        "",
+        "kron_accumulate",
+        "race on shared memory: .* after a read",
     ),
     Bug(
         "waits for one copy group too few",
@@ -183,12 +239,19 @@ from python_tests.cuda_sim.simulator import Simulator
 def run(library, source):
     simulator = Simulator(library)
     torch.manual_seed(0)
+    tolerance = 1e-4
     for schedule in SCHEDULES:
         with simulator.scheduled(**schedule):
             if source == "kron_accumulate":
-                rows, got = torch.randn(150, 1, 20), torch.zeros(1, 20, 20)
-                simulator.ops.kron_accumulate_(got, rows, 1.0)
-                want = torch.einsum("ngi,ngj->gij", rows, rows)
+                got, want = [], []
+                for rows in (torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5):  # ordinary, on tensor cores
+                    factor = torch.zeros(1, *[rows.shape[2]] * 2)
+                    simulator.ops.kron_accumulate_(factor, rows, 1.0)
+                    exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
+                    got.append((factor / exact.abs().amax()).flatten())
+                    want.append((exact / exact.abs().amax()).flatten())
+                got, want = torch.cat(got), torch.cat(want)
+                tolerance = 2e-6
             elif source == "factored_linear":
                 x, u, v = torch.randn(3, 2, 150), torch.randn(5, 2, 150), torch.randn(5, 2, 3)
                 got = simulator.ops.factored_linear(x, u, v, None, None)
@@ -213,7 +276,7 @@ def run(library, source):
                 got = simulator.ops.polyphase_pool(x, 2.0)[0]
                 parts = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)])
                 want = parts[parts.square().sum((2, 3, 4)).argmax(0), torch.arange(3)]
-            if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
+            if not torch.allclose(got.double(), want.double(), rtol=tolerance, atol=tolerance):
                 raise SystemExit("{WRONG}")
 
 torch.set_num_threads(1)

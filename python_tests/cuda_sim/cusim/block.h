@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "language.h"
+#include "launches.h"
 #include "schedule.h"
 
 namespace cusim {
@@ -58,7 +59,7 @@ struct ArrayRecord {
 };
 
 struct Slot {
-  alignas(16) unsigned char bytes[16];
+  alignas(16) unsigned char bytes[32];
 };
 
 struct Block {
@@ -250,6 +251,7 @@ void launch(const char* name, void (*kernel)(P...), unsigned blocks, unsigned th
   const std::lock_guard<std::mutex> lock(one_launch);
   if (threads == 0 || threads > 1024) throw std::runtime_error(std::string("cusim: bad block size for ") + name);
   if (shared_bytes > (227u << 10)) throw std::runtime_error(std::string("cusim: too much shared memory for ") + name);
+  launches().emplace(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
   Block& b = block();
   b.kernel = name;
   b.current = nullptr;

@@ -16,6 +16,12 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
 using std::exp;
@@ -32,6 +38,18 @@ inline long long __double_as_longlong(double value) {
 
 inline double __longlong_as_double(long long bits) {
   double value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float __uint_as_float(unsigned bits) {
+  float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }

@@ -151,9 +151,25 @@ void load_vector(T (&out)[N], SharedArray<T> from) {
   for (int i = 0; i < N; ++i) out[i] = from[i];
 }
 
+// From global memory.
+template <int N, class T>
+void load_vector(T (&out)[N], const T* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16) fail("misaligned vector read of global memory");
+  for (int i = 0; i < N; ++i) out[i] = from[i];
+}
+
 template <class T>
 void copy_async(SharedArray<T> to, const T* from, bool valid) {
   to.start_copy(0, from, valid);
+}
+
+// Four neighbouring elements at once.
+template <class T>
+void copy_async_vector(SharedArray<T> to, const T* from, bool valid) {
+  static_assert(sizeof(T) == 4, "a vector is 16 bytes");
+  to.check_aligned();
+  if (valid && reinterpret_cast<uintptr_t>(from) % 16) fail("misaligned asynchronous vector copy");
+  for (int i = 0; i < 4; ++i) to.start_copy(i, from + i, valid);
 }
 
 inline void copy_async_commit() {

@@ -1,0 +1,161 @@
+// Symmetric products by ordinary multiply-adds: double, and blocks too small for tensor cores.
+//
+// Tiles. 256 threads hold SIDE x SIDE x (4 x 4) sums of a BT x BT tile; where the tile is small, several groups of threads
+// take every GROUPS-th part of a slab's rows and are added in order at the end.
+//   BT  16: 16 groups    32: 4 groups    64 (double): 1 group
+// A thread reads 2 vectors for 16 FMA. A slab is 2048 (float) or 1024 (double) values of each operand, two stages, filled by
+// asynchronous copies while the previous one is multiplied: about 33 KB.
+#pragma once
+
+#include "syrk_tile.cuh"
+
+namespace ella {
+
+template <class T, int BT_>
+struct SyrkScalarTile {
+  static constexpr int BT = BT_, SIDE = BT / 4;
+  static constexpr int kBlocks = 2;  // that a multiprocessor should have, by the registers
+  static constexpr int kGroups = kSyrkThreads / (SIDE * SIDE);
+  static constexpr int kSlabRows = (sizeof(T) == 4 ? 2048 : 1024) / BT;
+  static constexpr int kGroupRows = kSlabRows / kGroups;
+  static constexpr int kStride = BT + 16 / sizeof(T);  // keeps 16-byte alignment, spreads copies down a column over banks
+  static constexpr int kOperand = kSlabRows * kStride, kStage = 2 * kOperand;
+  static_assert(SIDE * SIDE * kGroups == kSyrkThreads && kGroupRows * kGroups == kSlabRows, "the tile must divide evenly");
+  static_assert(kGroups == 1 || kGroups * BT * BT <= 2 * kStage, "the groups' sums reuse the staging memory");
+
+  template <class Column>
+  static constexpr size_t shared_bytes() {
+    return shared_size(2 * kStage * sizeof(T)) + shared_size(2 * BT * sizeof(Column));
+  }
+};
+
+// Leaves in sum of group 0's threads the products of a tile: rows 4 (t / SIDE).., columns 4 (t % SIDE).. of it.
+template <class T, int BT, class Rows>
+__device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<T> staging,
+                                                 SharedArray<typename Rows::Column> columns, T (&sum)[4][4]) {
+  using Shape = SyrkScalarTile<T, BT>;
+  constexpr int SIDE = Shape::SIDE;
+  const int64_t g = place.g, i0 = place.i0, j0 = place.j0, r_begin = place.begin, r_end = place.end;
+  const int t = threadIdx.x;
+  const bool diagonal = i0 == j0;
+  for (int i = t; i < 2 * BT; i += kSyrkThreads) {
+    const int64_t column = i < BT ? i0 + i : j0 + i - BT;
+    columns[i] = rows.column(g, min(column, d - 1));
+  }
+  __syncthreads();
+
+  // Thread t copies elements (row, column) whose fast index is the one that is adjacent in memory.
+  const bool rows_adjacent = rows.rows_adjacent();
+  const int copies = Shape::kSlabRows * BT / kSyrkThreads;
+  const auto load = [&](int stage, int64_t r0) {
+    if (rows_adjacent) {  // one row a thread
+      const int k = t % Shape::kSlabRows;
+      const bool in_rows = r0 + k < r_end;
+      const typename Rows::Row row = rows.row(min(r0 + k, r_end - 1));
+      for (int e = 0; e < copies; ++e) {
+        const int i = t / Shape::kSlabRows + e * (kSyrkThreads / Shape::kSlabRows);
+        for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
+          bool inside = in_rows && (operand ? j0 : i0) + i < d;
+          const typename Rows::Column column = columns[operand * BT + i];
+          const T* const from = rows.address(row, column, inside);
+          copy_async(staging + (stage * Shape::kStage + operand * Shape::kOperand + k * Shape::kStride + i), from, inside);
+        }
+      }
+    } else {  // one column a thread
+      const int i = t % BT;
+      for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
+        const bool in_columns = (operand ? j0 : i0) + i < d;
+        const typename Rows::Column column = columns[operand * BT + i];
+        for (int e = 0; e < copies; ++e) {
+          const int k = t / BT + e * (kSyrkThreads / BT);
+          bool inside = in_columns && r0 + k < r_end;
+          const T* const from = rows.address(rows.row(min(r0 + k, r_end - 1)), column, inside);
+          copy_async(staging + (stage * Shape::kStage + operand * Shape::kOperand + k * Shape::kStride + i), from, inside);
+        }
+      }
+    }
+    copy_async_commit();
+  };
+
+  const int group = t / (SIDE * SIDE), tx = t % SIDE, ty = t / SIDE % SIDE;
+  const int second = diagonal ? 0 : Shape::kOperand;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[i][j] = T(0);
+  }
+  const int64_t slabs = ceil_div(r_end - r_begin, static_cast<int64_t>(Shape::kSlabRows));
+  load(0, r_begin);
+  for (int64_t slab = 0; slab < slabs; ++slab) {
+    const int stage = slab & 1;
+    if (slab + 1 < slabs) {
+      load(stage ^ 1, r_begin + (slab + 1) * Shape::kSlabRows);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
+    }
+    __syncthreads();
+    const SharedArray<T> slab_rows = staging + (stage * Shape::kStage + group * Shape::kGroupRows * Shape::kStride);
+#pragma unroll
+    for (int k = 0; k < Shape::kGroupRows; ++k) {
+      T a[4], b[4];
+      load_vector(a, slab_rows + (k * Shape::kStride + 4 * ty));
+      load_vector(b, slab_rows + (second + k * Shape::kStride + 4 * tx));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[i][j] = fma(a[i], b[j], sum[i][j]);
+      }
+    }
+    __syncthreads();  // before the next copies overwrite this stage
+  }
+
+  if constexpr (Shape::kGroups > 1) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) staging[group * BT * BT + (4 * ty + i) * BT + 4 * tx + j] = sum[i][j];
+    }
+    __syncthreads();
+    if (group == 0) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          for (int other = 1; other < Shape::kGroups; ++other) {
+            sum[i][j] += staging[other * BT * BT + (4 * ty + i) * BT + 4 * tx + j];
+          }
+        }
+      }
+    }
+  }
+}
+
+// With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
+//   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
+template <class T, int BT, class Rows>
+__global__ void __launch_bounds__(kSyrkThreads)
+    syrk_scalar_kernel(Rows rows, T* factor, T* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares, T alpha) {
+  using Shape = SyrkScalarTile<T, BT>;
+  ELLA_SHARED_MEMORY(memory);
+  const SharedArray<T> staging = memory.array<T>(2 * Shape::kStage);
+  const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(2 * BT);
+  const SyrkPlace place(BT, d, count, share_rows, shares);
+  T sum[4][4];
+  syrk_scalar_tile<T, BT>(rows, place, d, staging, columns, sum);
+  const int t = threadIdx.x, tx = t % Shape::SIDE, ty = t / Shape::SIDE % Shape::SIDE;
+  if (t >= Shape::SIDE * Shape::SIDE) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (parts != nullptr) {
+        parts[place.part * (BT * BT) + (4 * ty + i) * BT + 4 * tx + j] = sum[i][j];
+      } else {
+        update_factor(factor + place.g * d * d, d, place.i0 + 4 * ty + i, place.j0 + 4 * tx + j, alpha, sum[i][j]);
+      }
+    }
+  }
+}
+
+}  // namespace ella

@@ -1,0 +1,311 @@
+// Symmetric products in float32 on tensor cores.
+//
+// Accuracy. A float is split in two TF32 numbers, a = A + a' + at most 2^-22 |a|, and a b is summed as a' B + A b' + A B: what
+// is left out, a' b', is at most 2^-22 |a b|. A tensor core cuts its sums instead of rounding them, an error of one sign that
+// grows with their number; so it sums 16 rows from zero, small terms first, and these sums are added to the total by ordinary,
+// rounded additions.
+//
+// Tiles. 8 warps of 32 x 64 (BT 128) or 32 x 32 (BT 64, 32) results each; where that is more than the tile, groups of warps
+// take every kGroups-th 16 rows of a slab and are added in order at the end. For 32 x 64 results and 8 rows a warp reads 6
+// vectors a lane, splits 24 values (3 instructions each), multiplies 48 times and adds 32 times (16 rows: 64): 48 products of
+// 1024 FMA keep the tensor cores busy for 192 cycles of a quarter of an A100 multiprocessor, the other 126 instructions fit
+// beside them. For 32 x 32 it is 4 vectors, 48 and 16 instructions beside 24 products. Warps whose results all lie below the
+// diagonal, or outside the factor, copy but do not multiply.
+//
+// A slab is 2048 values of each operand (BT 32 has but one operand: 4096), three stages of about 18 KB, filled by asynchronous
+// copies two slabs ahead, so that one barrier a slab suffices.
+//
+// Layout. Lane (g, t) = (lane / 4, lane % 4) of a warp takes from each 32 columns the four at 4 g, and from 16 rows four: by
+// one vector read for each row or each column, whichever is adjacent in shared memory. To the tensor core, column 4 g + j is
+// row g of the j-th eight, so a lane's results are the neighbouring rows 4 g.. and columns 8 t..
+#pragma once
+
+#include "../common/tensor_core.h"
+#include "syrk_tile.cuh"
+
+namespace ella {
+
+// What a thread copies, and how a slab lies in shared memory: neighbouring rows (each column's 16 rows together), neighbouring
+// columns, or four of them at once (each row's columns together).
+enum class SyrkCopy { rows, columns, vectors };
+
+template <int BT_>
+struct SyrkTensorTile {
+  static constexpr int BT = BT_;
+  static constexpr int kHalves = BT == 128 ? 2 : 1;  // of 32 columns, per warp
+  static constexpr int kDown = BT / 32, kAcross = BT / (32 * kHalves);
+  static constexpr int kGroups = kSyrkThreads / kWarp / (kDown * kAcross);
+  static constexpr int kBlocks = BT == 128 ? 1 : 2;  // that a multiprocessor has, by the registers
+  static constexpr int kSlabRows = 16 * kGroups, kStages = 3;
+  static constexpr int kOperands = BT == 32 ? 1 : 2;
+  static constexpr int kStride = BT + 8;             // of rows: a quarter warp's 2 x 4 vectors cover all banks
+  static constexpr int kGroupStride = 16 * BT + 16;  // of 16 rows, where columns lie together: two groups' writes to one column
+  static constexpr int kOperand = kSlabRows * kStride, kStage = kOperands * kOperand;
+  static constexpr int kResults = kHalves * 32;  // a lane's
+  static_assert(kGroups * kDown * kAcross * kWarp == kSyrkThreads && kGroups * kGroupStride <= kOperand, "the tile must fit");
+  static_assert(kGroups == 1 || (kGroups - 1) * BT * BT <= kStages * kStage, "the groups' sums reuse the staging memory");
+
+  template <class Column>
+  static constexpr size_t shared_bytes() {
+    return shared_size(kStages * kStage * sizeof(float)) + shared_size(kOperands * BT * sizeof(Column));
+  }
+};
+
+// Where columns lie together, the slot of column 4 g + j of 32 is 8 j + g: a quarter warp's vectors of 2 columns then start 16
+// banks apart.
+__device__ __forceinline__ int syrk_column_of_slot(int slot) { return slot / 32 * 32 + slot % 8 * 4 + slot / 8 % 4; }
+
+// Copies one slab of both operands; the pieces that do not change from slab to slab are its members.
+template <int BT, SyrkCopy COPY, class Rows>
+class SyrkSlabs {
+  using Shape = SyrkTensorTile<BT>;
+  using Column = typename Rows::Column;
+
+ public:
+  __device__ __forceinline__ SyrkSlabs(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<float> staging,
+                                       SharedArray<Column> columns)
+      : rows_(rows), place_(place), d_(d), staging_(staging), columns_(columns) {
+    for (int i = threadIdx.x; i < Shape::kOperands * BT; i += kSyrkThreads) {
+      const int at = COPY == SyrkCopy::rows ? syrk_column_of_slot(i % BT) : i % BT;
+      columns_[i] = rows.column(place.g, (i < BT ? place.i0 : place.j0) + at);
+    }
+    __syncthreads();
+  }
+
+  // Starts the copy of `slab` to `stage`; zeros where there are no more rows or columns.
+  __device__ __forceinline__ void start(int stage, int64_t slab) const {
+    const int t = threadIdx.x;
+    const int64_t r0 = place_.begin + slab * Shape::kSlabRows;
+    const int rows = static_cast<int>(min(place_.end - r0, static_cast<int64_t>(Shape::kSlabRows)));
+    const bool diagonal = Shape::kOperands == 1 || place_.i0 == place_.j0;
+    if constexpr (COPY == SyrkCopy::rows) {  // one row a thread
+      constexpr int kAtOnce = kSyrkThreads / Shape::kSlabRows;
+      const int k = t % Shape::kSlabRows, first = t / Shape::kSlabRows;
+      const typename Rows::Row row = rows_.row(r0 + k);
+#pragma unroll
+      for (int operand = 0; operand < Shape::kOperands; ++operand) {
+        if (operand == 1 && diagonal) break;
+        const int columns = static_cast<int>(min(d_ - (operand ? place_.j0 : place_.i0), int64_t{BT}));
+        const int to = stage * Shape::kStage + operand * Shape::kOperand + k / 16 * Shape::kGroupStride + k % 16;
+#pragma unroll 4
+        for (int e = 0; e < BT / kAtOnce; ++e) {
+          const int slot = first + e * kAtOnce;
+          bool inside = k < rows && syrk_column_of_slot(slot) < columns;
+          const Column column = columns_[operand * BT + slot];
+          const float* const from = rows_.address(row, column, inside);
+          copy_async(staging_ + (to + slot * 16), from, inside);
+        }
+      }
+    } else {  // one column, or four, a thread
+      constexpr int kWide = COPY == SyrkCopy::vectors ? 4 : 1, kAtOnce = kSyrkThreads * kWide / BT;
+      const int i = t % (BT / kWide) * kWide, first = t / (BT / kWide);
+#pragma unroll
+      for (int operand = 0; operand < Shape::kOperands; ++operand) {
+        if (operand == 1 && diagonal) break;
+        const bool in_columns = (operand ? place_.j0 : place_.i0) + i < d_;
+        const Column column = columns_[operand * BT + i];
+        const int to = stage * Shape::kStage + operand * Shape::kOperand + i;
+#pragma unroll 4
+        for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
+          const int k = first + e * kAtOnce;
+          bool inside = in_columns && k < rows;
+          const float* const from = rows_.address(rows_.row(r0 + k), column, inside);
+          if constexpr (COPY == SyrkCopy::vectors) {
+            copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
+          } else {
+            copy_async(staging_ + (to + k * Shape::kStride), from, inside);
+          }
+        }
+      }
+    }
+  }
+
+  // A lane's values of an operand's columns first.. first + 31, in 16 rows: value[q][j] is row q of its four, column 4 g + j.
+  __device__ __forceinline__ void read(int stage, int operand, int group, int first, float (&value)[4][4]) const {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+    const SharedArray<float> from = staging_ + (stage * Shape::kStage + operand * Shape::kOperand);
+    if constexpr (COPY == SyrkCopy::rows) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float rows[4];
+        load_vector(rows, from + (group * Shape::kGroupStride + (first + 8 * j + g) * 16 + 4 * t));
+#pragma unroll
+        for (int q = 0; q < 4; ++q) value[q][j] = rows[q];
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) load_vector(value[q], from + ((16 * group + 4 * q + t) * Shape::kStride + first + 4 * g));
+    }
+  }
+
+ private:
+  const Rows& rows_;
+  const SyrkPlace& place_;
+  const int64_t d_;
+  const SharedArray<float> staging_;
+  const SharedArray<Column> columns_;
+};
+
+__device__ __forceinline__ void split_fragment(const float (&value)[4][4], float (&big)[4][4], float (&small)[4][4]) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) split_tf32(value[q][j], big[q][j], small[q][j]);
+  }
+}
+
+// chain (2 x 4 products of 16 x 8) += a b over 16 rows of TF32 values laid out as by SyrkSlabs::read.
+__device__ __forceinline__ void multiply_fragments(float (&chain)[2][4][4], const float (&a)[4][4], const float (&b)[4][4]) {
+#pragma unroll
+  for (int q = 0; q < 4; q += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float rows[4] = {a[q][2 * i], a[q][2 * i + 1], a[q + 1][2 * i], a[q + 1][2 * i + 1]};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float columns[2] = {b[q][j], b[q + 1][j]};
+        mma_tf32(chain[i][j], rows, columns);
+      }
+    }
+  }
+}
+
+// The 4 x 4 values of rows i.. and columns j.. go to the factor; by vectors where all of them and their mirror images are
+// there.
+//   factor (d, d)
+__device__ __forceinline__ void update_factor_block(float* factor, int64_t d, int64_t i, int64_t j, float alpha,
+                                                    const float (&value)[4][4]) {
+  if (i + 4 <= j && j + 4 <= d && d % 4 == 0 && reinterpret_cast<uintptr_t>(factor) % 16 == 0) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      float upper[4], lower[4];
+      load_vector(upper, factor + (i + r) * d + j);
+      load_vector(lower, factor + (j + r) * d + i);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        upper[c] = fma(alpha, value[r][c], upper[c]);
+        lower[c] = fma(alpha, value[c][r], lower[c]);
+      }
+      store_vector(factor + (i + r) * d + j, upper);
+      store_vector(factor + (j + r) * d + i, lower);
+    }
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) update_factor(factor, d, i + r, j + c, alpha, value[r][c]);
+  }
+}
+
+// With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
+//   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
+template <int BT, SyrkCopy COPY, class Rows>
+__global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
+    syrk_tensor_kernel(Rows rows, float* factor, float* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares,
+                       float alpha) {
+  using Shape = SyrkTensorTile<BT>;
+  ELLA_SHARED_MEMORY(memory);
+  const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
+  const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
+  const SyrkPlace place(BT, d, count, share_rows, shares);
+  const SyrkSlabs<BT, COPY, Rows> slabs(rows, place, d, staging, columns);
+
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
+  const int group = warp / (Shape::kDown * Shape::kAcross);
+  const int down = warp / Shape::kAcross % Shape::kDown * 32, across = warp % Shape::kAcross * (32 * Shape::kHalves);
+  const bool diagonal = Shape::kOperands == 1 || place.i0 == place.j0;
+  const int second = diagonal ? 0 : 1;
+  bool wanted[Shape::kHalves], any = false;  // the same for all lanes
+#pragma unroll
+  for (int h = 0; h < Shape::kHalves; ++h) {
+    wanted[h] = place.i0 + down < d && place.j0 + across + 32 * h < d && (!diagonal || across + 32 * h >= down);
+    any = any || wanted[h];
+  }
+  float sum[Shape::kHalves][2][4][4] = {};  // [half][16 rows][8 columns][as mma_tf32 has it]
+
+  const int64_t count_slabs = ceil_div(place.end - place.begin, static_cast<int64_t>(Shape::kSlabRows));
+#pragma unroll 1
+  for (int s = 0; s < Shape::kStages - 1; ++s) {
+    if (s < count_slabs) slabs.start(s, s);
+    copy_async_commit();
+  }
+  int stage = 0, next_stage = Shape::kStages - 1;
+  for (int64_t slab = 0; slab < count_slabs; ++slab) {
+    copy_async_wait<Shape::kStages - 2>();
+    __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next
+    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(next_stage, slab + Shape::kStages - 1);
+    copy_async_commit();
+    if (any) {
+      float value[4][4], a_big[4][4], a_small[4][4];
+      slabs.read(stage, 0, group, down, value);
+      split_fragment(value, a_big, a_small);
+#pragma unroll
+      for (int h = 0; h < Shape::kHalves; ++h) {
+        if (!wanted[h]) continue;
+        float b_big[4][4], b_small[4][4], chain[2][4][4] = {};
+        slabs.read(stage, second, group, across + 32 * h, value);
+        split_fragment(value, b_big, b_small);
+        multiply_fragments(chain, a_small, b_big);
+        multiply_fragments(chain, a_big, b_small);
+        multiply_fragments(chain, a_big, b_big);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int v = 0; v < 4; ++v) sum[h][i][j][v] += chain[i][j][v];
+          }
+        }
+      }
+    }
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+    next_stage = next_stage + 1 == Shape::kStages ? 0 : next_stage + 1;
+  }
+
+  if constexpr (Shape::kGroups >
+                1) {  // [group - 1][result][thread of a group], each thread's results are the same in all groups
+    constexpr int kThreads = kSyrkThreads / Shape::kGroups;
+    const int thread = threadIdx.x % kThreads;
+    float (&flat)[Shape::kResults] = reinterpret_cast<float (&)[Shape::kResults]>(sum);
+    __syncthreads();  // all are done with the last slab
+    if (group > 0) {
+#pragma unroll
+      for (int v = 0; v < Shape::kResults; ++v) {
+        staging[((group - 1) * Shape::kResults + v) * kThreads + thread] = flat[v];
+      }
+    }
+    __syncthreads();
+    if (group > 0) return;
+#pragma unroll
+    for (int v = 0; v < Shape::kResults; ++v) {
+#pragma unroll
+      for (int other = 0; other < Shape::kGroups - 1; ++other) {
+        flat[v] += staging[(other * Shape::kResults + v) * kThreads + thread];
+      }
+    }
+  }
+
+  const int lane = threadIdx.x % kWarp, in_i = down + lane / 4 * 4;
+#pragma unroll
+  for (int h = 0; h < Shape::kHalves; ++h) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_j = across + 32 * h + lane % 4 * 8 + 4 * half;
+      float block[4][4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) block[r][c] = sum[h][r / 2][c][r % 2 * 2 + half];
+      }
+      if (parts == nullptr) {
+        update_factor_block(factor + place.g * d * d, d, place.i0 + in_i, place.j0 + in_j, alpha, block);
+      } else {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) store_vector(parts + place.part * (BT * BT) + (in_i + r) * BT + in_j, block[r]);
+      }
+    }
+  }
+}
+
+}  // namespace ella

@@ -1,0 +1,40 @@
+"""Every kernel launched once in the simulator, by ops on shapes small enough to run and odd enough to reach all kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from .simulator import Launch, Simulator
+
+
+def launch_every_kernel(simulator: Simulator) -> list[Launch]:
+    """How the launchers launch each kernel: threads of a block and bytes of dynamic shared memory."""
+    ops = simulator.ops
+    simulator.launches()
+    with simulator.scheduled(multiprocessors=64):  # enough for the paths that share rows out over blocks
+        for dtype in (torch.float32, torch.float64):
+            precision = torch.tensor(0.5, dtype=dtype)
+            eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)
+            for (N, C, D), (X, Y) in ((n, s) for n in ((65, 1, 1), (1, 1, 1)) for s in ((1, 1), (64, 64), (128, 128))):
+                x, grad = torch.randn(N, C, X, dtype=dtype), torch.randn(N, D, Y, dtype=dtype)
+                u, v = torch.randn(D, C, X, dtype=dtype), torch.randn(D, C, Y, dtype=dtype)
+                ops.factored_linear(x, u, v, None, None)
+                ops.factored_linear_backward(grad, x, u, v, None, *[True] * 5)
+            for d in (4, 20, 32, 40, 100):
+                for rows in (1, 600):
+                    aligned = torch.randn(rows, 1, d, dtype=dtype)
+                    unaligned = torch.randn(rows * d + 1, dtype=dtype)[1:].view(rows, 1, d)
+                    adjacent = torch.randn(1, d, rows, dtype=dtype).permute(2, 0, 1)
+                    for values in (aligned, unaligned, adjacent):
+                        ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), values, 1.0)
+                    image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
+                    ops.conv_kron_accumulate_(
+                        torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0
+                    )
+            ops.kron_logdet(*eigenvalues, precision)
+            ops.kron_logdet_gradient(*eigenvalues, precision)
+            ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
+            for norm in (1.0, 2.0, float("inf")):
+                _, index = ops.polyphase_pool(torch.randn(1, 1, 2, 2, dtype=dtype), norm)
+            ops.polyphase_scatter(torch.randn(1, 1, 1, 1, dtype=dtype), index)
+    return simulator.launches()

@@ -1,0 +1,89 @@
+"""Compiles csrc/cuda with nvcc, device code only and with the flags of the build, and disassembles what came out.
+
+One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from . import simulator as build
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Device code of one source: its name, ptxas's report (-v) and the file with the code of all architectures."""
+
+    name: str
+    report: str
+    fatbin: Path
+
+
+def build_config() -> ModuleType:
+    """The module of that name beside setup.py, which is not on the path."""
+    spec = importlib.util.spec_from_file_location("build_config", build.ROOT / "build_config.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_config"] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def architectures() -> list[str]:
+    """Those shipped, as nvcc's numbers: ["80", "90", "100"]."""
+    return [arch.removesuffix("+PTX").replace(".", "") for arch in build_config().DEFAULT_ARCHS.split(";")]
+
+
+def find_nvcc() -> tuple[Path | None, str]:
+    """nvcc (None: there is none) and how it was found, whether or not this build of the package wants CUDA."""
+    toolkit, reason = build_config().find_toolkit({k: v for k, v in os.environ.items() if k != "ELLA_CUDA"})
+    return (toolkit.root / "bin" / "nvcc" if toolkit else None), reason
+
+
+def find_cuobjdump(nvcc: Path) -> Path | None:
+    """CUOBJDUMP, or the one beside nvcc, on the path, or in the triton package, which comes with torch for CUDA."""
+    named = os.environ.get("CUOBJDUMP") or shutil.which("cuobjdump")
+    candidates = [nvcc.parent / "cuobjdump", *([Path(named)] if named else [])]
+    triton = importlib.util.find_spec("triton")
+    if triton and triton.origin:
+        candidates.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def compile_source(nvcc: Path, name: str) -> Compiled:
+    """The device code of csrc/cuda/<name>.cu; AssertionError with nvcc's words where it does not compile."""
+    config = build_config()
+    source = build.SOURCES / "cuda" / f"{name}.cu"
+    headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
+    flags = ["-std=c++17", "-O3", config.TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
+    flags += config.gencode_flags(config.DEFAULT_ARCHS.split(";"))
+    key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *flags)
+    report, fatbin = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("ptxas", "fatbin"))
+    if not (report.exists() and fatbin.exists()):
+        partial = fatbin.with_suffix(f".{os.getpid()}")
+        command = [nvcc, *flags, "-I", build.TORCH / "include", "-fatbin", source, "-o", partial]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
+        os.replace(partial, fatbin)
+        partial.write_text(result.stdout + result.stderr)
+        os.replace(partial, report)
+    return Compiled(name, report.read_text(), fatbin)
+
+
+def compile_all(nvcc: Path) -> list[Compiled]:
+    """Every source, MAX_JOBS at once."""
+    with ThreadPoolExecutor(build.jobs()) as pool:
+        return list(pool.map(lambda name: compile_source(nvcc, name), build.all_sources()))
+
+
+def disassemble(cuobjdump: Path, fatbin: Path) -> str:
+    """The machine code of a fatbin as text."""
+    return subprocess.run([cuobjdump, "-sass", fatbin], capture_output=True, text=True, check=True).stdout

@@ -40,6 +40,11 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("burn_in", int, "epochs before the first evidence step"),
     ("frequency", int, "epochs between evidence steps"),
     ("hypersteps", int, "steps on the prior precisions in each"),
+    (
+        "lr_shape",
+        float,
+        "Adam's learning rate on what --learn names, on log lengthscales and in pixels (that on precisions)",
+    ),
     ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel (1)"),
     ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),

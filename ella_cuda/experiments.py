@@ -119,6 +119,7 @@ class RunConfig:
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
         learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`.
+        lr_shape: Adam's learning rate on those; None is lr_hyp.
         basis: of sparsified layers, ``interpolating`` or ``exponential``.
         inverse_lengthscale: of S-FC paths at the start, per pixel.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
@@ -151,6 +152,7 @@ class RunConfig:
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
     learn: str = ""
+    lr_shape: float | None = None
     basis: str = "interpolating"
     inverse_lengthscale: float = 1.0
     cooldown: float | None = None
@@ -201,6 +203,8 @@ class RunConfig:
         for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
+        if self.lr_shape is not None and not 0 < self.lr_shape < float("inf"):
+            raise ValueError(f"lr_shape must be positive and finite, got {self.lr_shape}.")
         for name in ("train_size", "fan_in_limit"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
@@ -430,6 +434,7 @@ def run_one(
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,
         learn=[name for name in config.learn.split("+") if name],
+        lr_shape=config.lr_shape,
         n_epochs_burnin=config.burn_in,
         n_hypersteps=config.hypersteps,
         marglik_frequency=config.frequency,

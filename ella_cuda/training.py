@@ -55,6 +55,7 @@ def marglik_training(
     sigma_noise_init: float = 1.0,
     fix_sigma_noise: bool = False,
     learn: Sequence[str] = (),
+    lr_shape: float | None = None,
     progress_bar: bool = True,
     objective: Objective = "evidence",
     fisher: str = "exact",
@@ -89,8 +90,9 @@ def marglik_training(
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
         learn: which hyperparameters of sparsified layers the evidence learns beside the precisions: any of "lengthscales" (log
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
-            evidence step but one at the last epoch, which no training would follow, they make one Adam step at rate ``lr_hyp`` along the
+            evidence step but one at the last epoch, which no training would follow, they make one Adam step at rate ``lr_shape`` along the
             evidence's gradient; one, because the data fit's part is a gradient at the present values. With ``objective="map"`` they stay.
+        lr_shape: Adam's learning rate on those: on log ω, and in pixels on anchors. None is ``lr_hyp``.
         progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
@@ -136,6 +138,7 @@ def marglik_training(
         ("lr_hyp", lr_hyp),
         ("prior_prec_init", prior_prec_init),
         ("sigma_noise_init", sigma_noise_init),
+        ("lr_shape", 1.0 if lr_shape is None else lr_shape),
     ):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
@@ -148,11 +151,13 @@ def marglik_training(
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
     laplace_settings["column_tolerance"] = column_tolerance
     shape = _Shape(model, learn)
-    shape_optimizer = torch.optim.Adam(shape.leaves, lr=lr_hyp) if shape.leaves else None
+    lr_shape = lr_hyp if lr_shape is None else lr_shape
+    shape_optimizer = torch.optim.Adam(shape.leaves, lr=lr_shape) if shape.leaves else None
     settings = {
         **laplace_settings,
         "objective": objective,
         "learn": list(shape.learn),
+        "lr_shape": lr_shape if shape.learn else None,
         "n_epochs": n_epochs,
         "lr_hyp": lr_hyp,
         "prior_structure": prior_structure,

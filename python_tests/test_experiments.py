@@ -76,6 +76,7 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"cooldown": 1.5}, "cooldown must be above 0"),
         ({"fisher": "empirical"}, "fisher must be one of"),
         ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
+        ({"lr_shape": 0.0}, "lr_shape must be positive"),
         ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
         ({"layer": "s_fc", "learn": "anchors", "objective": "map"}, "needs evidence"),
     ],

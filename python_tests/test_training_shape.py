@@ -64,6 +64,21 @@ def test_map_leaves_the_shape_alone():
     assert all(torch.equal(b, before[n]) for n, b in shape(model).items())
 
 
+def test_the_rate_of_the_shape_is_its_own(tmp_path):
+    def moved(**options) -> float:
+        model = network()
+        run(model, ["lengthscales"], n_epochs=3, lr_hyp=0.05, **options)
+        return abs(float(model[0].s_conv.basis.inverse_lengthscale.log()))
+
+    assert moved(lr_shape=0.01) == pytest.approx(0.01, rel=1e-2)
+    assert moved() == pytest.approx(0.05, rel=1e-2)
+    run(network(), n_epochs=3, checkpoint=tmp_path / "c.pt", lr_shape=0.01)
+    with pytest.raises(ValueError, match="lr_shape"):
+        run(network(), n_epochs=3, checkpoint=tmp_path / "c.pt", lr_shape=0.02)
+    with pytest.raises(ValueError, match="lr_shape must be positive"):
+        run(network(), lr_shape=0.0)
+
+
 def test_a_step_follows_the_gradient_at_the_fit():
     """Weights held (learning rate 0): after one evidence step every hyperparameter has moved by lr_hyp up the evidence's gradient."""
     model = network()

@@ -61,17 +61,26 @@ def restore_variance(path: nn.Module) -> None:
 
     A least squares fit keeps only what smooth functions can follow of white noise, half of its variance or less. Eight layers of that
     leave nothing of a signal, and the evidence switches off what does not learn.
+
+    Raises:
+        ValueError: the weights are zero everywhere, as where an inverse lengthscale is so large that no position is near an anchor.
     """
+
+    def scale(values: Tensor, expanded: Tensor, deviation: float) -> None:
+        found = expanded.square().mean().sqrt()
+        if found.device.type != "meta" and not found > 0:
+            raise ValueError(
+                "inverse_lengthscale is so large that the basis functions vanish at all positions; lower it to about one per pixel."
+            )
+        values.mul_(deviation / found)
+
     for layer in path.modules():
         with torch.no_grad():
             if isinstance(layer, SparseConv2d):
-                kernel = layer.kernel()
-                layer.weight.mul_(math.sqrt(2 / kernel[0].numel()) / kernel.square().mean().sqrt())
+                scale(layer.weight, layer.kernel(), math.sqrt(2 / (layer.in_channels * layer.basis.num_points)))
             elif isinstance(layer, SparseFactoredLinear2d):
-                inner = layer.basis_in.expand(layer.weight_in).square().mean().sqrt()
-                outer = layer.basis_out.expand(layer.weight_out).square().mean().sqrt()
-                layer.weight_in.mul_(1 / math.sqrt(layer.basis_in.num_points) / inner)
-                layer.weight_out.mul_(1 / math.sqrt(layer.in_channels) / outer)
+                scale(layer.weight_in, layer.basis_in.expand(layer.weight_in), 1 / math.sqrt(layer.basis_in.num_points))
+                scale(layer.weight_out, layer.basis_out.expand(layer.weight_out), 1 / math.sqrt(layer.in_channels))
 
 
 def start_equivariant(block: RelaxedEquivariance) -> None:

@@ -186,7 +186,6 @@ def marglik_training(
         "scheduler": scheduler,
         "prior": prior,
         "hyper_optimizer": hyper_optimizer,
-        "shape": shape,
         "shape_optimizer": shape_optimizer,
     }
     first_epoch = 0
@@ -260,7 +259,8 @@ def marglik_training(
         la = new_laplace()
         if objective == "evidence":  # a finished run, resumed: its last fit again
             restore_random_state(random_at_fit, loaders)
-            la.fit(evidence_loader)
+            with shape.differentiable():
+                la.fit(evidence_loader)
             restore_random_state(state["random"], loaders)
     return la, model, margliks, losses
 
@@ -336,7 +336,8 @@ class _Prior:
 class _Shape:
     """Hyperparameters inside the network: the bases of its sparsified layers, of which ``learn`` says what moves.
 
-    Leaves are float64 whatever the model's dtype, lengthscales in logarithms; the model's buffers are written from them.
+    Leaves are what the optimizer works on, float64 whatever the model's dtype, lengthscales in logarithms. The model's buffers are the
+    truth: leaves are read from them before a step, buffers written after it.
     """
 
     def __init__(self, model: nn.Module, learn: Sequence[str]) -> None:
@@ -350,42 +351,44 @@ class _Shape:
                 f"marglik_training: learn={list(learn)} needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the "
                 "model has none."
             )
-        self.buffers: list[Tensor] = []
-        self.leaves: list[Tensor] = []
-        for basis in self.bases.values():
-            if "anchors" in self.learn:
-                self.buffers.append(basis.anchors)
-                self.leaves.append(basis.anchors.detach().double().clone().requires_grad_())
-            if "lengthscales" in self.learn:
-                if not basis.inverse_lengthscale > 0:
-                    raise ValueError(
-                        "marglik_training: learn='lengthscales' needs positive inverse lengthscales at the start."
-                    )
-                self.buffers.append(basis.inverse_lengthscale)
-                self.leaves.append(basis.inverse_lengthscale.detach().double().log().requires_grad_())
+        attributes = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}
+        self._places = [(basis, attributes[name]) for basis in self.bases.values() for name in self.learn]
+        self.leaves = [b.detach().double().clone().requires_grad_() for b in self.buffers()]
+        self.read()
+
+    def buffers(self) -> list[Tensor]:
+        """What moves, as it stands in the model."""
+        return [getattr(basis, name) for basis, name in self._places]
 
     @contextmanager
     def differentiable(self) -> Iterator[None]:
         """The buffers that move require a gradient for the duration of the context."""
-        for buffer in self.buffers:
+        before = [(buffer, buffer.requires_grad) for buffer in self.buffers()]
+        for buffer, _ in before:
             buffer.requires_grad_()
         try:
             yield
         finally:
-            for buffer in self.buffers:
-                buffer.requires_grad_(False)
+            for buffer, required in before:
+                buffer.requires_grad_(required)
+
+    def read(self) -> None:
+        """The leaves from the buffers; ValueError where a lengthscale has no logarithm."""
+        with torch.no_grad():
+            for leaf, buffer in zip(self.leaves, self.buffers(), strict=True):
+                if not leaf.dim() and not buffer > 0:
+                    raise ValueError("marglik_training: learn='lengthscales' needs positive inverse lengthscales.")
+                leaf.copy_(buffer if leaf.dim() else buffer.double().log())
+
+    def write(self) -> None:
+        """The buffers from the leaves."""
+        with torch.no_grad():
+            for leaf, buffer in zip(self.leaves, self.buffers(), strict=True):
+                buffer.copy_(leaf if leaf.dim() else leaf.exp())
 
     def inverse_lengthscales(self) -> dict[str, float]:
         """ω of every basis, by the basis' name."""
         return {name: float(basis.inverse_lengthscale) for name, basis in self.bases.items()}
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        return {"leaves": [leaf.detach().clone() for leaf in self.leaves]}
-
-    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
-        with torch.no_grad():
-            for leaf, saved in zip(self.leaves, state["leaves"], strict=True):
-                leaf.copy_(saved)
 
 
 def _train_epoch(
@@ -495,17 +498,17 @@ def _evidence_step(
 
 
 def _shape_step(la: KronLaplace, shape: _Shape, optimizer: torch.optim.Optimizer) -> None:
-    """One Adam step on the hyperparameters inside the network, along the gradient of log q / N at the fit."""
+    """One step on the hyperparameters inside the network, along the gradient of log q / N at the fit."""
+    shape.read()
+    buffers = shape.buffers()
     with shape.differentiable(), torch.enable_grad():
-        evidence = la.log_marginal_likelihood()
-        gradients = torch.autograd.grad(evidence / la.n_data, shape.buffers)
-    with torch.no_grad():
-        for leaf, buffer, gradient in zip(shape.leaves, shape.buffers, gradients, strict=True):
-            # A leaf of no axes is the logarithm of its buffer.
-            leaf.grad = -(gradient if leaf.dim() else gradient * buffer).double()
-        optimizer.step()
-        for leaf, buffer in zip(shape.leaves, shape.buffers, strict=True):
-            buffer.copy_(leaf if leaf.dim() else leaf.exp())
+        gradients = torch.autograd.grad(la.log_marginal_likelihood() / la.n_data, buffers)
+    for leaf, buffer, gradient in zip(shape.leaves, buffers, gradients, strict=True):
+        leaf.grad = -(
+            gradient if leaf.dim() else gradient * buffer
+        ).double()  # a leaf of no axes is its buffer's logarithm
+    optimizer.step()
+    shape.write()
 
 
 def _first_bad_layer(model: nn.Module, x: Tensor) -> str:

@@ -161,11 +161,15 @@ def test_names_that_users_rely_on():
         ({"width": 0}, "width"),
         ({"num_classes": 2.5}, "num_classes"),
         ({"image_size": 28}, "multiple of 32"),
+        (
+            {"layer": "s_fc", "basis": "exponential", "inverse_lengthscale": 30, "init": "equivariant"},
+            "inverse_lengthscale is so large",
+        ),
     ],
 )
 def test_errors(arguments, words):
     with pytest.raises(ValueError, match=words):
-        neyshabur(**arguments)
+        neyshabur(**{"width": 1, **arguments})
 
 
 def test_a_batch_of_another_size_is_refused():

@@ -40,7 +40,10 @@ class DataFitGradient:
         with ExitStack() as stack, torch.enable_grad():
             matrices = [stack.enter_context(basis.held()) for basis in self.bases]
             wanted = [*self.others.values(), *matrices]
-            found = torch.autograd.grad(statistic(), wanted, allow_unused=True)
+            value = statistic()
+            if not value.requires_grad:  # it depends on none of them
+                return
+            found = torch.autograd.grad(value, wanted, allow_unused=True)
         self._sums = [
             old if new is None else new if old is None else old + new
             for old, new in zip(self._sums, found, strict=True)

@@ -62,7 +62,7 @@ def exact_log_marginal_likelihood(
         0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
 
     Raises:
-        ValueError: see :meth:`KronLaplace.fit`.
+        ValueError: no data, targets that do not fit, or a layer that was called twice or never.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
     differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
@@ -71,7 +71,15 @@ def exact_log_marginal_likelihood(
     rules = rules_for(la.model, la.resolution)
     for rule in rules:
         rule.allocate(_GraphMoment)
+    if not x.shape[0]:
+        raise ValueError("exact_log_marginal_likelihood: x has no data points.")
     outputs, tapped = _forward(la.model, rules, x)
+    for rule in rules:
+        if rule not in tapped:
+            raise ValueError(
+                f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does not "
+                "use it."
+            )
     likelihood = la.likelihood_function
     with torch.no_grad():
         likelihood.check(outputs, y)

@@ -207,12 +207,12 @@ class KroneckerFactor:
         """
         if self.input_moment is None:
             return self.output_moment.total.new_ones(1, 1, 1)
-        return self.input_moment.projected() / self.n_data
+        return self.input_moment.projected().to(self.input_moment.total.dtype) / self.n_data
 
     @property
     def outputs(self) -> Tensor:
         """B, the output side, ``(G, b, b)`` or ``(1, b, b)``: sum over the data, mean over shared positions."""
-        return self.output_moment.projected()
+        return self.output_moment.projected().to(self.output_moment.total.dtype)
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of both sides, ``(G, a)`` and ``(G or 1, b)``, float64, ascending, not negative.

@@ -18,7 +18,7 @@ from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.rules import Rule, rule_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.state import load_factors, save_factors
-from ella_cuda.nn import RelaxedEquivariance
+from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
 
 FISHERS = ("exact", "mc")
 Value = float | Tensor
@@ -109,6 +109,7 @@ class KronLaplace:
         self.n_outputs = 0
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
         self._statistic_gradients: dict[str, Tensor] = {}
+        self._bases = _Bases(self.model)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
 
@@ -199,6 +200,7 @@ class KronLaplace:
         for factor in self._factors.values():
             factor.n_data = n_data + seen
         self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
+        self._bases = _Bases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
         self._fingerprint = fingerprint
@@ -292,8 +294,8 @@ class KronLaplace:
             for name, b in hyperparameters(self.model).items():
                 if name not in self._statistic_gradients:
                     raise RuntimeError(
-                        f"KronLaplace: the buffer {name!r} requires a gradient, but did not when fit was called; call fit again, or "
-                        "evaluate under torch.no_grad()."
+                        f"KronLaplace: the buffer {name!r} requires a gradient, but did not when this approximation was fitted; call fit "
+                        "again, or evaluate under torch.no_grad()."
                     )
                 # Adds nothing but the gradient.
                 statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
@@ -309,6 +311,7 @@ class KronLaplace:
 
     def _log_det_posterior(self, precision: Tensor, sigma: Tensor) -> Tensor:
         self._fitted()
+        self._bases.check()
         scale = sigma**-2
         return torch.stack(
             [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
@@ -351,7 +354,7 @@ class KronLaplace:
 
         Raises:
             ValueError: a value is not positive and finite, or of a wrong shape.
-            RuntimeError: not fitted, or fitted before a buffer required a gradient.
+            RuntimeError: not fitted, or fitted before a buffer required a gradient or a basis changed.
             FloatingPointError, ArithmeticError: a factor is not finite, or has an eigenvalue negative beyond rounding.
 
         Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
@@ -368,6 +371,7 @@ class KronLaplace:
         Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
         """
         self._fitted()
+        self._bases.check()
         scale = self.sigma_noise.detach() ** -2
         pairs = zip(self._factors.values(), self.prior_precision.detach().unbind(), strict=True)
         gammas = torch.stack([f.effective_parameters(d, scale) for f, d in pairs])
@@ -420,6 +424,7 @@ class KronLaplace:
             "statistic": self._statistic.clone(),
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
+            "statistic_gradients": {name: g.clone() for name, g in self._statistic_gradients.items()},
             "factors": save_factors(self._factors) if self.n_data else {},
         }
 
@@ -441,13 +446,34 @@ class KronLaplace:
         precision, sigma = self._precisions(state["prior_precision"]), self._sigma(state["sigma_noise"])
         if state["n_data"]:
             load_factors(self._rules, state["factors"], state["n_data"])
-        self._prior_precision, self._sigma_noise, self._statistic_gradients = precision, sigma, {}
+        self._prior_precision, self._sigma_noise = precision, sigma
+        self._statistic_gradients = {n: g.to(self._device, copy=True) for n, g in state["statistic_gradients"].items()}
+        self._bases = _Bases(self.model)
         self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
         self._factors = {name: self._factors[name] for name in self.parameter_names} if state["n_data"] else {}
         self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
         self._statistic, self._square_norms, self._fingerprint = (
             state[key].to(self._device) for key in ("statistic", "square_norms", "fingerprint")
         )
+
+
+class _Bases:
+    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data
+    fit's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.states = {n: (m, _state(m)) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+
+    def check(self) -> None:
+        """RuntimeError where one has changed."""
+        for name, (basis, state) in self.states.items():
+            if not all(old is new and a == b for (old, a), (new, b) in zip(state, _state(basis), strict=True)):
+                raise RuntimeError(f"KronLaplace: the basis {name!r} changed after the fit; call fit again.")
+
+
+def _state(basis: SpatialBasis) -> list[tuple[Tensor, int]]:
+    return [(b, b._version) for b in (basis.anchors, basis.inverse_lengthscale)]
 
 
 def _fingerprint(model: nn.Module) -> Tensor:

@@ -15,6 +15,13 @@ def as_size(name: str, value: Size) -> tuple[int, int]:
     return size
 
 
+def as_count(name: str, value: int) -> int:
+    """The value; ValueError unless it is a positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+    return value
+
+
 def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int], weight: Tensor) -> None:
     """ValueError unless x is ``(N, channels, *size)`` and of the weight's dtype."""
     if x.dtype != weight.dtype:

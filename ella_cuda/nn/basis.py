@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_size
+from ella_cuda.nn._sizes import Size, as_count, as_size
 from ella_cuda.ops.basis import BASIS_KINDS
 
 LEAST_SQUARES_CUTOFF = 1e-2  # singular values of the basis below this share of the largest are not fitted with
@@ -55,13 +55,12 @@ class SpatialBasis(nn.Module):
         self.size, self.kind = as_size("size", size), kind
         positions = math.prod(self.size)
         count = -(-positions // 2) if num_anchors is None else num_anchors
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_anchors must be a positive integer or None, got {num_anchors!r}.")
+        as_count("num_anchors", count)
         if kind not in BASIS_KINDS:
             raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
-        if not 0 <= inverse_lengthscale < math.inf:
+        if not isinstance(inverse_lengthscale, (int, float)) or not 0 <= inverse_lengthscale < math.inf:
             raise ValueError(f"inverse_lengthscale must be at least 0 and finite, got {inverse_lengthscale!r}.")
-        self.register_buffer("points", _grid(*self.size), persistent=False)
+        self.register_buffer("points", _grid(*self.size))
         self.register_buffer("anchors", torch.empty(count, 2))
         self.register_buffer("inverse_lengthscale", torch.full((), float(inverse_lengthscale)))
         self._kept: _Kept | None = None
@@ -85,7 +84,8 @@ class SpatialBasis(nn.Module):
     def matrix(self) -> Tensor:
         r""":math:`\Psi`, ``(A, X)``, differentiable in the anchors and the inverse lengthscale.
 
-        Where no gradient is wanted it is kept until one of them changes: training makes thousands of steps between two evidence steps.
+        Not to be written to: where no gradient is wanted it is kept until one of them changes. Training makes thousands of steps between
+        two evidence steps.
         """
         if self._held is not None:
             return self._held
@@ -164,6 +164,7 @@ class _Kept:
 def _may_be_kept(buffers: Sequence[Tensor]) -> bool:
     if (
         torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or torch.is_inference_mode_enabled()
         or torch._C._are_functorch_transforms_active()
     ):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_size, check_image
+from ella_cuda.nn._sizes import Size, as_count, as_size, check_image
 from ella_cuda.nn.basis import SpatialBasis
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.factored import FactoredLinear2d
@@ -56,9 +56,17 @@ class SparseFactoredLinear2d(nn.Module):
         inverse_lengthscale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = (
+            as_count("in_channels", in_channels),
+            as_count("out_channels", out_channels),
+        )
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
-        anchors_in, anchors_out = num_anchors if isinstance(num_anchors, tuple) else (num_anchors, num_anchors)
+        anchors = num_anchors if isinstance(num_anchors, tuple) else (num_anchors, num_anchors)
+        if len(anchors) != 2:
+            raise ValueError(
+                f"num_anchors must be one number or a pair, of the input's and the output's side, got {num_anchors!r}."
+            )
+        anchors_in, anchors_out = anchors
         self.basis_in = SpatialBasis(self.in_size, anchors_in, basis, inverse_lengthscale)
         self.basis_out = SpatialBasis(self.out_size, anchors_out, basis, inverse_lengthscale)
         self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors))
@@ -174,8 +182,8 @@ class SparseConv2d(nn.Module):
         inverse_lengthscale: :math:`\omega` per pixel at the start.
 
     Raises:
-        ValueError: kernel_size is not positive or even, the basis unknown, or inverse_lengthscale negative.
-        RuntimeError: in forward, the input does not fit.
+        ValueError: kernel_size is not positive or even, the basis unknown, or inverse_lengthscale negative; in forward, the input
+            does not fit.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
     """
@@ -191,7 +199,10 @@ class SparseConv2d(nn.Module):
         inverse_lengthscale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = (
+            as_count("in_channels", in_channels),
+            as_count("out_channels", out_channels),
+        )
         self.kernel_size = as_size("kernel_size", kernel_size)
         if any(k % 2 == 0 for k in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
@@ -216,7 +227,10 @@ class SparseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
-        if x.dim() != 4 or not self.projects_input(x.shape[0], math.prod(x.shape[2:])):
+        if x.dim() != 4:
+            raise ValueError(f"SparseConv2d: x must have shape (N, {self.in_channels}, H, W), got {tuple(x.shape)}.")
+        check_image("SparseConv2d", x, self.in_channels, tuple(x.shape[2:]), self.weight)
+        if not self.projects_input(x.shape[0], math.prod(x.shape[2:])):
             return ops.circular_conv2d(x, self.kernel(), self.bias)
         # Correlating with function a gives the anchors' projections of every patch: (N*C, 1, H, W) -> (N*C, A, H, W).
         functions = self.basis.matrix().unflatten(1, (1, *self.kernel_size))

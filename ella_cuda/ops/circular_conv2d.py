@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch
+from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +37,8 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
     """
-    return _forward(x, weight, bias) if x.device.type in ("cpu", "meta") else circular_conv2d_torch(x, weight, bias)
+    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode()
+    return _forward(x, weight, bias) if compiled else circular_conv2d_torch(x, weight, bias)
 
 
 def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

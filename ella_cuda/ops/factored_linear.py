@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch
+from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -40,7 +40,8 @@ def factored_linear(
 
     Source: van der Ouderaa, Immer, van der Wilk, "Learning Layer-wise Equivariances Automatically using Gradients", NeurIPS 2023, eq. 5.
     """
-    return _forward(x, weight_in, weight_out, bias_in, bias_out)
+    call = factored_linear_torch if nested_forward_mode() else _forward
+    return call(x, weight_in, weight_out, bias_in, bias_out)
 
 
 def factored_linear_torch(

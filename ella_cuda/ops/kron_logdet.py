@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import differentiable, keep, map_over_batch
+from ella_cuda.ops._operator import differentiable, keep, map_over_batch, nested_forward_mode
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -34,7 +34,7 @@ def kron_logdet(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tens
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, section 3.2.
     """
     l, m, delta = _canonical(eigenvalues_in, eigenvalues_out, precision)
-    return _logdet(l, m, delta)
+    return kron_logdet_torch(l, m, delta) if nested_forward_mode() else _logdet(l, m, delta)
 
 
 def kron_logdet_torch(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tensor | float) -> Tensor:

@@ -303,6 +303,62 @@ def test_gradients_add_up_over_fits_and_do_not_outlive_them():
         assert la.log_marginal_likelihood().isfinite()
 
 
+def test_a_basis_that_changed_after_the_fit_is_another_network():
+    model = network()
+    x, y = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,))
+    la = KronLaplace(model).fit([(x, y)])
+    la.log_marginal_likelihood()
+    basis = model[0].s_conv.basis
+    basis.inverse_lengthscale.fill_(0.3)
+    for ask in (la.log_marginal_likelihood, la.effective_parameters, lambda: la.log_det_posterior_precision):
+        with pytest.raises(RuntimeError, match=r"basis '0.s_conv.basis' changed"):
+            ask()
+    moment, factor = la.factors["0.s_conv.weight"].input_moment, la.factors["0.s_conv.weight"]
+    assert_same(moment.eigenvalues(), torch.linalg.eigvalsh(factor.inputs * 6))  # factors follow their basis
+    assert_same(la.fit([(x, y)]).log_marginal_likelihood(), KronLaplace(model).fit([(x, y)]).log_marginal_likelihood())
+
+
+def test_one_object_fits_again_at_other_weights():
+    model = network()
+    x, y = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,))
+    la = KronLaplace(model).fit([(x, y)])
+    for p in model.parameters():
+        p.data.normal_(std=0.5)
+    again, fresh = la.fit([(x, y)]), KronLaplace(model).fit([(x, y)])
+    for name, factor in again.factors.items():
+        assert_same(factor.outputs, fresh.factors[name].outputs)
+
+
+def test_a_loaded_state_has_its_own_gradients():
+    model = network()
+    x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.randint(3, (8,))
+    omega = model[0].s_fc.basis_in.inverse_lengthscale.requires_grad_()
+    la, other = KronLaplace(model).fit([(x[:4], y[:4])]), KronLaplace(model).fit([(x[4:], y[4:])])
+    other.load_state_dict(la.state_dict())
+    gradients = [torch.autograd.grad(a.log_marginal_likelihood(), omega)[0] for a in (la, other)]
+    assert_same(gradients[1], gradients[0])
+
+
+def test_a_buffer_that_nothing_reads_has_no_gradient():
+    model = network()
+    model.register_buffer("unused", torch.ones(2, dtype=torch.float64, requires_grad=True))
+    x, y = torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(3, (4,))
+    la = KronLaplace(model).fit([(x, y)])
+    (gradient,) = torch.autograd.grad(la.log_marginal_likelihood(), model.unused)
+    assert not gradient.any()
+
+
+def test_exact_evidence_refuses_what_fit_refuses():
+    model = network()
+    la = KronLaplace(model)
+    with pytest.raises(ValueError, match="no data"):
+        exact_log_marginal_likelihood(la, torch.zeros(0, 2, 4, 4).double(), torch.zeros(0).long())
+    spare = nn.ModuleDict({"used": model, "never": nn.Linear(2, 2).double()})
+    spare.forward = lambda x: model(x)
+    with pytest.raises(ValueError, match="never called"):
+        exact_log_marginal_likelihood(KronLaplace(spare), torch.zeros(2, 2, 4, 4).double(), torch.zeros(2).long())
+
+
 def test_a_buffer_that_shapes_no_basis_has_the_data_fits_gradient():
     class Tempered(nn.Module):
         def __init__(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.nn.basis import LEAST_SQUARES_CUTOFF
 from python_tests.ops.checks import assert_same
 
 KINDS = ("interpolating", "exponential")
@@ -73,6 +75,15 @@ def test_the_fit_between_coinciding_anchors_is_bounded(kind):
     assert torch.isfinite(values).all() and values.abs().max() < 100
 
 
+def test_the_fit_leaves_out_what_is_weaker_than_the_cutoff():
+    basis = SpatialBasis(8, kind="exponential", inverse_lengthscale=0.5).double()
+    u, s, vh = torch.linalg.svd(basis.matrix(), full_matrices=False)
+    functions = torch.randn(64, dtype=torch.float64)
+    kept = s > LEAST_SQUARES_CUTOFF * s[0]
+    assert 0 < kept.sum() < len(s)
+    assert_same(basis.fit(functions), u[:, kept] @ ((vh[kept] @ functions) / s[kept]), rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_zero_every_function_is_constant(kind):
     basis = SpatialBasis(6, 4, kind).double()
@@ -107,6 +118,23 @@ def test_the_kept_matrix_follows_the_buffers():
     assert_same(x.grad, basis.matrix().sum(0).expand(2, 16))
 
 
+def test_copies_and_files_do_without_the_kept_matrix():
+    basis = SpatialBasis(4, 3)
+    basis.matrix()
+    for other in (copy.deepcopy(basis), pickle.loads(pickle.dumps(basis))):
+        assert other._kept is None
+        assert_same(other.matrix(), basis.matrix())
+
+
+def test_a_layer_made_without_memory_is_whole_once_it_is_loaded():
+    basis = SpatialBasis((4, 3))
+    with torch.device("meta"):
+        empty = SpatialBasis((4, 3))
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(basis.state_dict())
+    assert_same(empty.matrix(), basis.matrix())
+
+
 def test_a_wanted_gradient_is_never_lost_to_the_kept_matrix():
     basis = SpatialBasis(4, 3).double()
     basis.matrix()
@@ -138,6 +166,8 @@ def test_a_held_matrix_collects_its_gradient(kind):
     [
         (lambda: SpatialBasis(0), "size"),
         (lambda: SpatialBasis(3, 0), "num_anchors"),
+        (lambda: SpatialBasis(3, inverse_lengthscale="1"), "inverse_lengthscale"),
+        (lambda: SpatialBasis(3, inverse_lengthscale=-1.0), "inverse_lengthscale"),
         (lambda: SpatialBasis(3, kind="linear"), "exponential, interpolating"),
     ],
 )

@@ -45,6 +45,56 @@ def test_convolution_is_a_convolution_with_a_smooth_kernel(kind, projects, kerne
     assert_same(layer(x), nn.functional.conv2d(padded, kernel, layer.bias))
 
 
+def test_the_way_that_is_chosen_is_taken(monkeypatch):
+    taken: list[str] = []
+    for name in ("project", "expand"):
+        real = getattr(SpatialBasis, name)
+        monkeypatch.setattr(
+            SpatialBasis, name, lambda self, x, real=real, name=name: taken.append(name) or real(self, x)
+        )
+    layer, conv = SparseFactoredLinear2d(2, 3, 4, 4), SparseConv2d(2, 3)
+    x = torch.randn(2, 2, 4, 4)
+    for projects_in, projects_out, expected in (
+        (True, True, ["project", "expand"]),  # the input projected, the output expanded
+        (True, False, ["project", "expand"]),
+        (False, True, ["expand", "expand"]),
+    ):
+        taken.clear()
+        monkeypatch.setattr(layer, "projects_input", lambda batch, way=projects_in: way)
+        monkeypatch.setattr(layer, "projects_output", lambda batch, way=projects_out: way)
+        layer(x)
+        assert taken == expected
+    for way, expected in ((True, []), (False, ["expand"])):  # of the convolution's two, one goes through the kernel
+        taken.clear()
+        monkeypatch.setattr(conv, "projects_input", lambda batch, positions, way=way: way)
+        conv(x)
+        assert taken == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transforms_and_compilation_see_the_present_basis(kind):
+    layer = nn.Sequential(SparseFactoredLinear2d(2, 3, 4, 4, basis=kind), SparseConv2d(3, 2, basis=kind)).double()
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    layer(x)  # the matrices are kept from here on
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for omega in (1.0, 0.5):
+        layer[0].basis_in.inverse_lengthscale.fill_(omega)
+        assert_same(compiled(x), layer(x))
+    values = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    stacked = {n: torch.stack([v, v * 0.9]).detach() for n, v in values.items()}
+    both = torch.func.vmap(lambda v: torch.func.functional_call(layer, v, (x,)))(stacked)
+    for i in range(2):
+        single = copy.deepcopy(layer)
+        for name, value in (*single.named_parameters(), *single.named_buffers()):
+            value.data.copy_(stacked[name][i])
+        for module in single.modules():
+            if isinstance(module, SpatialBasis):
+                module.anchors.add_(0)  # .data leaves no trace
+        assert_same(both[i], single(x))
+    images = torch.func.vmap(lambda image: layer(image[None])[0])(x)
+    assert_same(images, layer(x))
+
+
 def count_products(*terms: tuple[int, ...]) -> int:
     """Multiplications of matrix products, each given by the sizes of its three or four loops."""
     total = 0
@@ -172,6 +222,12 @@ def test_anchors_and_lengthscales_are_no_parameters_but_saved():
         (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=0), "num_anchors"),
         (lambda: SparseFactoredLinear2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 5)), "SparseFactoredLinear2d"),
         (lambda: SparseConv2d(2, 3, 4), "kernel_size"),
+        (lambda: SparseConv2d(0, 3), "in_channels"),
+        (lambda: SparseFactoredLinear2d(2, 2.5, 4, 4), "out_channels"),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=(1, 2, 3)), "num_anchors"),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=True), "num_anchors"),
+        (lambda: SparseConv2d(20, 40)(torch.zeros(128, 7, 4, 4)), r"\(N, 20, 4, 4\)"),
+        (lambda: SparseConv2d(2, 3).double()(torch.zeros(1, 2, 4, 4)), "SparseConv2d: x is torch.float32"),
         (lambda: SparseConv2d(2, 3, basis="cubic"), "cubic"),
         (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1)), "padding_mode='circular'"),
         (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, 2, padding=1, padding_mode="circular")), "stride"),

@@ -146,7 +146,8 @@ class SparseConv2dRule(Conv2dRule):
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)
-        self.layer = module.to_dense()
+        with torch.device("meta"):  # every batch brings its kernel, see inputs
+            self.layer = CircularConv2d(module.in_channels, module.out_channels, module.kernel_size, False)
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module

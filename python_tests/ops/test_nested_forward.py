@@ -1,0 +1,44 @@
+"""Forward over forward: torch runs an op's jvp rule there with forward mode off, so that the ops must not be used as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import jvp
+
+from ella_cuda import ops
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+ARGUMENTS = {
+    "factored_linear": lambda: (normal(3, 2, 4), normal(3, 2, 4), normal(3, 2, 2), normal(3), normal(2)),
+    "kron_logdet": lambda: (normal(2, 3).exp(), normal(2, 4).exp(), normal().exp()),
+    "polyphase_pool": lambda: (normal(2, 3, 4, 4),),
+    "circular_conv2d": lambda: (normal(2, 3, 4, 4), normal(2, 3, 3, 3), normal(2)),
+    "basis_project": lambda: (normal(3, 5), normal(5, 2), normal(4, 2), normal().exp()),
+}
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_second_directional_derivatives_are_the_twins(op):
+    arguments = ARGUMENTS[op]()
+    first, second = (tuple(torch.randn_like(a) for a in arguments) for _ in range(2))
+    kind = ("exponential",) if op == "basis_project" else ()
+    found = []
+    for function in (getattr(ops, op), getattr(ops, f"{op}_torch")):
+
+        def value(*args: torch.Tensor, function=function) -> torch.Tensor:
+            return function(*(a.square() for a in args), *kind).square().sum()
+
+        found.append(jvp(lambda *args, value=value: jvp(value, args, first)[1], arguments, second)[1])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+    step = 1e-5  # and the twin's are the derivative's differences
+
+    def slope(sign: int, value=value) -> torch.Tensor:
+        moved = tuple(a + sign * step * s for a, s in zip(arguments, second, strict=True))
+        return jvp(value, moved, first)[1]
+
+    torch.testing.assert_close(found[0], (slope(1) - slope(-1)) / (2 * step), rtol=1e-5, atol=1e-6)

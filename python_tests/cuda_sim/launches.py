@@ -31,6 +31,13 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
                     ops.conv_kron_accumulate_(
                         torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0
                     )
+            points = [torch.randn(n, 2, dtype=torch.float64) for n in (300, 3, 300, 3)]
+            for rows in (1, 300):
+                x, grad = torch.randn(rows, 300, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
+                ops.gaussian_project(x, *points[:2])
+                ops.gaussian_project_tangent(x, *points)
+                ops.gaussian_project_gradient(grad, x, *points[:2])
+                ops.gaussian_project_hvp(grad, x, *points)
             ops.kron_logdet(*eigenvalues, precision)
             ops.kron_logdet_gradient(*eigenvalues, precision)
             ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)

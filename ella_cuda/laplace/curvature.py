@@ -7,7 +7,7 @@ gradient at its input. So nothing is kept for all layers at once, and no gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -185,25 +185,34 @@ class CurvaturePass:
 
 @contextmanager
 def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
-    """Evaluation mode, no gradients of parameters and buffers, and the rules' hooks, for the duration of the context; all restored at
-    its end.
+    """The nodes of a fit, in :func:`hooked` layers of a model whose parameters and buffers are constants."""
+    run = CurvaturePass(model, rules, memory_budget)
+    constants = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
+    with hooked(model, {rule: run.hook(rule) for rule in rules}, constants):
+        yield run
+
+
+@contextmanager
+def hooked(
+    model: nn.Module, hooks: Mapping[Rule, Callable[..., Tensor]], constants: Sequence[Tensor]
+) -> Iterator[None]:
+    """Evaluation mode, no gradients of ``constants``, and a forward hook on the layer of every rule, for the duration of the context;
+    all restored at its end.
 
     Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time.
     """
-    run = CurvaturePass(model, rules, memory_budget)
     training = [m for m in model.modules() if m.training]
-    trainable = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
     # First among the hooks: a user's own forward hook then sees, and may change, what comes after the layer.
-    handles = [r.module.register_forward_hook(run.hook(r), prepend=True, with_kwargs=True) for r in rules]
+    handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
     try:
         model.eval()
-        for p in trainable:
-            p.requires_grad_(False)
-        yield run
+        for tensor in constants:
+            tensor.requires_grad_(False)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-        for p in trainable:
-            p.requires_grad_(True)
+        for tensor in constants:
+            tensor.requires_grad_(True)
         for m in training:
             m.training = True

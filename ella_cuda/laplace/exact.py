@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.laplace.curvature import hooked
 from ella_cuda.laplace.factors import SecondMoment
 from ella_cuda.laplace.kron import KronLaplace, Value, rules_for
 from ella_cuda.laplace.rules import Rule
@@ -118,19 +119,6 @@ def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, di
 
         return hook
 
-    training = [m for m in model.modules() if m.training]
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    handles = [r.module.register_forward_hook(tap(r), prepend=True, with_kwargs=True) for r in rules]
-    try:
-        model.eval()
-        for p in trainable:
-            p.requires_grad_(False)
-        with torch.enable_grad():
-            return model(x), tapped
-    finally:
-        for handle in handles:
-            handle.remove()
-        for p in trainable:
-            p.requires_grad_(True)
-        for m in training:
-            m.training = True
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with hooked(model, {rule: tap(rule) for rule in rules}, parameters), torch.enable_grad():
+        return model(x), tapped

@@ -148,7 +148,8 @@ def _add_train(commands: Any) -> None:
         "--learn",
         nargs="+",
         choices=[learn or NOTHING for learn in LEARN],
-        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; one or several (none)",
+        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; of several words each is a run of its "
+        "own (none)",
     )
     train.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
     for name, kind, text in NUMBERS:
@@ -259,6 +260,16 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
                 configs.append(experiments.configure(data, task, layer, objective, seed, **common, **changes))
     except ValueError as error:
         raise UsageError(str(error)) from error
+    if set(options["learn"]) != {NOTHING} and not any(c.learn for c in configs):
+        raise UsageError(
+            f"--learn {_shown(options['learn'])} needs evidence runs of a layer with {' or '.join(sorted(SPARSE_PATHS))}."
+        )
+    if "lr_shape" in given and not any(c.learn for c in configs):
+        raise UsageError("--lr-shape is the rate of what --learn names; name it.")
+    if "inverse_lengthscale" in given and not any("s_fc" in c.layer.split("+") for c in configs):
+        raise UsageError(
+            "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."
+        )
     return configs, options
 
 

@@ -134,6 +134,12 @@ def marglik_training(
             f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
             f"{n_epochs}. For training without evidence steps pass objective='map'."
         )
+    evaluations = range(marglik_frequency, n_epochs, marglik_frequency)
+    if learn and objective == "evidence" and not any(epoch > n_epochs_burnin for epoch in evaluations):
+        raise ValueError(
+            f"marglik_training: learn={learn!r} needs an evidence step after n_epochs_burnin = {n_epochs_burnin} and before the last epoch, "
+            f"{n_epochs}; with marglik_frequency = {marglik_frequency} there is none."
+        )
     for name, value in (
         ("lr_hyp", lr_hyp),
         ("prior_prec_init", prior_prec_init),

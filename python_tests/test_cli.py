@@ -327,6 +327,20 @@ def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(a
     assert {c.learn for c in asked[1]} == {""}
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--layer f_fc+conv --learn lengthscales", "needs evidence runs of a layer with s_conv or s_fc"),
+        ("--layer s_fc --objective map --learn anchors", "needs evidence runs"),
+        ("--layer s_fc --lr-shape 0.1", "--learn"),
+        ("--layer s_conv --inverse-lengthscale 0.3", "s_fc paths"),
+    ],
+)
+def test_options_without_effect_are_refused(asked, capsys, options, words):
+    assert cli.main(["train", *options.split()]) == 2
+    assert words in capsys.readouterr().err and not asked
+
+
 def test_numbers_given_reach_the_run(asked):
     given = {
         "batch_size": 7,

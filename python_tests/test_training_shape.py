@@ -215,6 +215,14 @@ def test_learn_must_name_what_there_is(learn):
         run(network(), learn)
 
 
+def test_a_schedule_that_never_moves_the_shape_is_refused():
+    with pytest.raises(
+        ValueError, match="needs an evidence step after n_epochs_burnin = 1 and before the last epoch, 2"
+    ):
+        run(network(), n_epochs=2)
+    run(network(), n_epochs=2, objective="map")
+
+
 def test_there_must_be_something_to_learn():
     with pytest.raises(ValueError, match="SparseFactoredLinear2d"):
         run(nn.Sequential(nn.Flatten(), nn.Linear(16, 5)))
@@ -222,5 +230,5 @@ def test_there_must_be_something_to_learn():
     model[0].s_conv.basis.inverse_lengthscale.zero_()
     with pytest.raises(ValueError, match="positive inverse lengthscales"):
         run(model)
-    run(model, ["anchors"], n_epochs=2)
+    run(model, ["anchors"], n_epochs=4)
     assert math.isfinite(float(model[0].s_conv.weight.sum()))

@@ -24,10 +24,19 @@ class DataFitGradient:
 
     Args:
         model: in evaluation mode when batches are added.
+
+    Raises:
+        ValueError: a buffer that requires a gradient is not a leaf.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = hyperparameters(model)
+        for name, buffer in self.buffers.items():
+            if not buffer.is_leaf:
+                raise ValueError(
+                    f"the buffer {name!r} requires a gradient but is not a leaf of the graph: it was computed from another tensor. Give the "
+                    "model a leaf (tensor.detach().requires_grad_()) and go on from its gradient by hand, or use marglik_training's `learn`."
+                )
         self.bases = [m for m in model.modules() if isinstance(m, SpatialBasis) and m.learns()]
         own = {id(b) for basis in self.bases for b in basis.buffers(recurse=False)}
         self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}

@@ -141,6 +141,7 @@ class KronLaplace:
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
+        data_fit = DataFitGradient(self.model)
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         fingerprint = _fingerprint(self.model).to(self._device)
         norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
@@ -152,7 +153,6 @@ class KronLaplace:
             raise ValueError(
                 "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
             )
-        data_fit = DataFitGradient(self.model)
         if self.n_data and data_fit.buffers.keys() != self._statistic_gradients.keys():
             raise ValueError(
                 "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."

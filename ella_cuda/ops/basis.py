@@ -186,8 +186,8 @@ def _check_same(op: str, name: str, tensor: Tensor, reference_name: str, referen
 def _check_value(op: str, value: float) -> None:
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(
-            f"{op}: inverse_lengthscale must be at least 0 and finite, got {value}; a learned one is best the exponential of "
-            "a parameter."
+            f"{op}: inverse_lengthscale must be at least 0 and finite, got {value}; learn its logarithm, which may "
+            "be anything."
         )
 
 

@@ -339,6 +339,18 @@ def test_a_loaded_state_has_its_own_gradients():
     assert_same(gradients[1], gradients[0])
 
 
+def test_a_buffer_must_be_a_leaf_to_be_differentiated():
+    model = network()
+    logarithm = torch.tensor(-0.5, dtype=torch.float64, requires_grad=True)
+    model[0].s_conv.basis.inverse_lengthscale = logarithm.exp()
+    x, y = torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(3, (4,))
+    la = KronLaplace(model)
+    with pytest.raises(ValueError, match=r"0.s_conv.basis.inverse_lengthscale.*not a leaf"):
+        la.fit([(x, y)])
+    (gradient,) = torch.autograd.grad(exact_log_marginal_likelihood(la, x, y), logarithm)
+    assert gradient.isfinite()
+
+
 def test_a_buffer_that_nothing_reads_has_no_gradient():
     model = network()
     model.register_buffer("unused", torch.ones(2, dtype=torch.float64, requires_grad=True))

@@ -167,6 +167,13 @@ def test_layers_start_nearest_to_the_dense_ones(kind):
     assert layer.bias_in.abs().max() == 0 and conv.bias.abs().max() == 0
 
 
+def test_only_layers_of_the_same_map_are_converted():
+    with pytest.raises(TypeError, match=r"expected a FactoredLinear2d, got Conv2d"):
+        SparseFactoredLinear2d.from_dense(nn.Conv2d(2, 3, 3))
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Conv2d, got Linear"):
+        SparseConv2d.from_dense(nn.Linear(2, 3))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_conversion_there_and_back(kind, device):
     layer = SparseFactoredLinear2d(2, 3, 4, (2, 3), basis=kind).to(device, torch.float64)

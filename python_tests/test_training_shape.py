@@ -179,8 +179,8 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, learn):
 
 
 def test_where_position_does_not_matter_the_factored_path_becomes_constant():
-    """The label is whether one pixel, anywhere, is bright: only a weight that is alike everywhere sees it. Of three starts the smooth end
-    has the best evidence, and the evidence leads there."""
+    """The label is whether one pixel, anywhere, is bright: only a weight that is alike everywhere sees it. The
+    evidence leads there, and is better there than at the start's lengthscale."""
     generator = torch.Generator().manual_seed(0)
     x = 0.1 * torch.randn(96, 1, 6, 6, generator=generator)
     place = torch.randint(36, (96,), generator=generator)

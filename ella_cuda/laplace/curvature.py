@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.rules import Rule
 
 Pull = Callable[[Tensor], Tensor]
@@ -100,7 +101,7 @@ class CurvaturePass:
         self._column_bytes = 0
         self._called: set[Rule] = set()
         self._paused = False
-        self.hyperparameters = [b for b in model.buffers() if b.requires_grad]
+        self.hyperparameters = list(hyperparameters(model).values())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -463,17 +463,13 @@ class _Bases:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.states = {n: (m, _state(m)) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+        self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
 
     def check(self) -> None:
         """RuntimeError where one has changed."""
-        for name, (basis, state) in self.states.items():
-            if not all(old is new and a == b for (old, a), (new, b) in zip(state, _state(basis), strict=True)):
+        for name, (basis, versions) in self.found.items():
+            if basis.versions() != versions:
                 raise RuntimeError(f"KronLaplace: the basis {name!r} changed after the fit; call fit again.")
-
-
-def _state(basis: SpatialBasis) -> list[tuple[Tensor, int]]:
-    return [(b, b._version) for b in (basis.anchors, basis.inverse_lengthscale)]
 
 
 def _fingerprint(model: nn.Module) -> Tensor:

@@ -63,7 +63,7 @@ class SpatialBasis(nn.Module):
         self.register_buffer("points", _grid(*self.size))
         self.register_buffer("anchors", torch.empty(count, 2))
         self.register_buffer("inverse_lengthscale", torch.full((), float(inverse_lengthscale)))
-        self._kept: _Kept | None = None
+        self._kept: tuple[Versions, Tensor] | None = None
         self._held: Tensor | None = None
         self.reset_anchors()
 
@@ -92,9 +92,13 @@ class SpatialBasis(nn.Module):
         buffers = (self.points, self.anchors, self.inverse_lengthscale)
         if not _may_be_kept(buffers):
             return ops.basis_matrix(*buffers, self.kind)
-        if self._kept is None or not self._kept.fits(buffers):
-            self._kept = _Kept(buffers, ops.basis_matrix(*buffers, self.kind))
-        return self._kept.matrix
+        if self._kept is None or self._kept[0] != Versions(buffers):
+            self._kept = Versions(buffers), ops.basis_matrix(*buffers, self.kind)
+        return self._kept[1]
+
+    def versions(self) -> Versions:
+        """What the anchors and the inverse lengthscale are now, to be compared with what they will be."""
+        return Versions((self.anchors, self.inverse_lengthscale))
 
     def learns(self) -> bool:
         """Whether the anchors or the inverse lengthscale require a gradient."""
@@ -150,15 +154,19 @@ class SpatialBasis(nn.Module):
         return f"{self.size}, num_anchors={self.num_anchors}, kind={self.kind!r}"
 
 
-class _Kept:
-    """A matrix and what it was computed from: the tensors and how often each had been written, by autograd's count."""
+class Versions:
+    """Tensors and how often each has been written, by autograd's count: equal as long as they are the same, unchanged tensors."""
 
-    def __init__(self, buffers: Sequence[Tensor], matrix: Tensor) -> None:
-        self.buffers, self.versions, self.matrix = tuple(buffers), [b._version for b in buffers], matrix
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.writes = tuple(tensors), [t._version for t in tensors]
 
-    def fits(self, buffers: Sequence[Tensor]) -> bool:
-        same = all(old is new for old, new in zip(self.buffers, buffers, strict=True))
-        return same and self.versions == [b._version for b in buffers]
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Versions):
+            return NotImplemented
+        same = all(mine is theirs for mine, theirs in zip(self.tensors, other.tensors, strict=True))
+        return same and self.writes == other.writes
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _may_be_kept(buffers: Sequence[Tensor]) -> bool:

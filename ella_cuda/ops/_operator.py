@@ -156,6 +156,15 @@ def map_over_batch(
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
+def loop(name: str) -> Callable[..., Any]:
+    """The vmap rule of the op of that name by :func:`map_over_batch`."""
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        return map_over_batch(getattr(getattr(torch.ops, NAMESPACE), name), info, in_dims, args)
+
+    return vmap
+
+
 def refuse_graph(name: str, **tensors: Tensor) -> None:
     """Raise ValueError when a tensor of an in-place op carries a graph or a tangent: the op has no derivative.
 

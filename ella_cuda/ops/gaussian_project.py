@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
+from ella_cuda.ops._operator import batched_first, differentiable, keep, loop, map_over_batch, nested_forward_mode
 
 Pair = tuple[Tensor, Tensor]
 
@@ -226,13 +226,6 @@ def _rows_or_loop(name: str) -> Any:
     return vmap
 
 
-def _loop(name: str) -> Any:
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
-        return map_over_batch(getattr(torch.ops.ella_cuda, name), info, in_dims, args)
-
-    return vmap
-
-
 def _like_product(x: Tensor, u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], v.shape[0])
 
@@ -247,7 +240,7 @@ _hvp = differentiable(
     save=_save_inputs,
     backward=_hvp_backward,
     jvp=_hvp_jvp,
-    vmap=_loop("gaussian_project_hvp"),
+    vmap=loop("gaussian_project_hvp"),
 )
 _gradient = differentiable(
     "gaussian_project_gradient",
@@ -255,7 +248,7 @@ _gradient = differentiable(
     save=_save_inputs,
     backward=_gradient_backward,
     jvp=_gradient_jvp,
-    vmap=_loop("gaussian_project_gradient"),
+    vmap=loop("gaussian_project_gradient"),
 )
 _tangent = differentiable(
     "gaussian_project_tangent",

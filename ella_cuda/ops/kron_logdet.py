@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import differentiable, keep, map_over_batch, nested_forward_mode
+from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -135,13 +135,6 @@ def _hvp_jvp(ctx: Any, *tangents: Tensor | None) -> Triple:
     return tuple(a + b for a, b in zip(_third_derivative(point, v, point_t), _hvp(*point, *v_t), strict=True))
 
 
-def _loop(name: str) -> Any:
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
-        return map_over_batch(getattr(torch.ops.ella_cuda, name), info, in_dims, args)
-
-    return vmap
-
-
 def _like_inputs(l: Tensor, m: Tensor, delta: Tensor, *_: Tensor) -> Triple:
     return l.new_empty(l.shape), m.new_empty(m.shape), delta.new_empty(())
 
@@ -152,7 +145,7 @@ _hvp = differentiable(
     save=_save_inputs,
     backward=_hvp_backward,
     jvp=_hvp_jvp,
-    vmap=_loop("kron_logdet_hvp"),
+    vmap=loop("kron_logdet_hvp"),
 )
 _gradient = differentiable(
     "kron_logdet_gradient",
@@ -160,7 +153,7 @@ _gradient = differentiable(
     save=_save_inputs,
     backward=_gradient_backward,
     jvp=_gradient_jvp,
-    vmap=_loop("kron_logdet_gradient"),
+    vmap=loop("kron_logdet_gradient"),
 )
 _logdet = differentiable(
     "kron_logdet",
@@ -168,5 +161,5 @@ _logdet = differentiable(
     save=_save_inputs,
     backward=_logdet_backward,
     jvp=_logdet_jvp,
-    vmap=_loop("kron_logdet"),
+    vmap=loop("kron_logdet"),
 )

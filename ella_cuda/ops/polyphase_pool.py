@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, nested_forward_mode
+from ella_cuda.ops._operator import batched_first, differentiable, keep
 
 
 def polyphase_pool(x: Tensor, norm: float = 2) -> Tensor:
@@ -37,7 +37,7 @@ def polyphase_pool(x: Tensor, norm: float = 2) -> Tensor:
     van der Ouderaa et al., NeurIPS 2023, appendix on the network.
     """
     _check_norm(norm)
-    return polyphase_pool_torch(x, norm) if nested_forward_mode() else _pool(x, float(norm))[0]
+    return _pool(x, float(norm))[0]
 
 
 def polyphase_pool_torch(x: Tensor, norm: float = 2) -> Tensor:

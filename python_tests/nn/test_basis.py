@@ -110,10 +110,30 @@ def test_the_kept_matrix_follows_the_buffers():
     basis.load_state_dict(other.state_dict())
     assert_same(basis.matrix(), other.matrix())
     assert basis.double().matrix().dtype == torch.float64
+
+
+def in_inference(basis: SpatialBasis) -> None:
     with torch.inference_mode():
-        basis.inverse_lengthscale + 1
         basis.matrix()
-    x = torch.randn(2, 16, dtype=torch.float64, requires_grad=True)
+
+
+def in_vmap(basis: SpatialBasis) -> None:
+    """Over anchors: the matrix is a batch of matrices there."""
+
+    def total(anchors: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(basis, {"anchors": anchors}, (torch.ones(1, 16),)).sum()
+
+    basis.forward = basis.project
+    torch.func.vmap(total)(torch.stack([basis.anchors, 2 * basis.anchors]))
+
+
+@pytest.mark.parametrize("where", [in_inference, in_vmap])
+def test_what_was_computed_elsewhere_is_not_kept(where):
+    """Neither can be used outside: autograd refuses the one, the other is no tensor any more."""
+    basis = SpatialBasis(4, 3)
+    where(basis)
+    assert basis._kept is None
+    x = torch.randn(2, 16, requires_grad=True)
     basis.project(x).sum().backward()
     assert_same(x.grad, basis.matrix().sum(0).expand(2, 16))
 

@@ -170,7 +170,7 @@ def test_info_checks_every_kernel(tmp_path):
 
 def test_info_fails_when_a_kernel_is_wrong(monkeypatch, capsys):
     wrong = KernelCheck("kron_logdet", torch.float32, 0.5, 1e-6, False)
-    monkeypatch.setattr(cli, "check_kernels", lambda device: [wrong])
+    monkeypatch.setattr("ella_cuda.cli.info.check_kernels", lambda device: [wrong])
     assert cli.main(["info"]) == 1
     out, err = capsys.readouterr()
     assert "FAILED" in out
@@ -284,7 +284,7 @@ def asked(tmp_path, monkeypatch) -> list[list[experiments.RunConfig]]:
 @pytest.mark.parametrize(("jobs", "prepared"), [("1", 1), ("2", 0)])
 def test_runs_in_this_process_have_the_settings_of_workers(asked, monkeypatch, jobs, prepared):
     calls = []
-    monkeypatch.setattr(cli, "prepare_process", lambda: calls.append(None))
+    monkeypatch.setattr("ella_cuda.cli.train.prepare_process", lambda: calls.append(None))
     assert cli.main(["train", "--device", "cpu", "--jobs", jobs]) == 0
     assert len(calls) == prepared
 

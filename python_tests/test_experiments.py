@@ -23,6 +23,7 @@ from ella_cuda.experiments import (
     run_grid,
     run_one,
 )
+from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 
@@ -106,7 +107,7 @@ def test_evaluation_in_batches_is_evaluation_at_once(monkeypatch):
     model = neyshabur("conv", 1, 3, width=1)
     images, labels = torch.randn(11, 1, 32, 32), torch.randint(0, 3, (11,))
     whole = evaluate(model, images, labels)
-    monkeypatch.setattr(experiments, "EVALUATION_BATCH", 4)
+    monkeypatch.setattr("ella_cuda.experiments.run.EVALUATION_BATCH", 4)
     assert evaluate(model, images, labels) == pytest.approx(whole)
 
 
@@ -144,7 +145,7 @@ def test_a_row_says_what_its_checkpoint_gives(tmp_path, layer, objective):
 
 
 def test_map_curvature_that_is_too_large_is_left_out_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "MAP_EVIDENCE_BYTES", 1000)
+    monkeypatch.setattr("ella_cuda.experiments.run.MAP_EVIDENCE_BYTES", 1000)
     row = run_one(small(objective="map", epochs=1), tmp_path, progress=False)
     assert row["neg_log_marginal_likelihood"] is None
     assert "MB" in row["neg_log_marginal_likelihood_reason"]
@@ -225,8 +226,8 @@ def test_learning_rates_fall_with_the_number_of_inputs():
 
 def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):
     inits = []
-    real = experiments.neyshabur
-    monkeypatch.setattr(experiments, "neyshabur", lambda *a, **k: inits.append(k["init"]) or real(*a, **k))
+    real = neyshabur
+    monkeypatch.setattr("ella_cuda.experiments.run.neyshabur", lambda *a, **k: inits.append(k["init"]) or real(*a, **k))
     run_one(small(objective="map", epochs=1, init="equivariant", fan_in_limit=8, lr=0.01), tmp_path, progress=False)
     assert inits == ["equivariant"]
     groups = read_checkpoint(tmp_path / "checkpoint.pt")["optimizer"]["param_groups"]
@@ -247,7 +248,7 @@ def test_seeds_differ_and_repeat(tmp_path):
 def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective, cooldown):
     config = small(objective=objective, epochs=4, cooldown=cooldown)
     whole = run_one(config, tmp_path / "whole", progress=False)
-    record = experiments._Diary.record
+    record = Diary.record
 
     def stop(self, evaluation):
         if evaluation.epoch == 3:
@@ -255,7 +256,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, o
         record(self, evaluation)
 
     with monkeypatch.context() as patched:
-        patched.setattr(experiments._Diary, "record", stop)
+        patched.setattr(Diary, "record", stop)
         with pytest.raises(KeyboardInterrupt):
             run_one(config, tmp_path / "halves", progress=False)
     assert read_checkpoint(tmp_path / "halves" / "checkpoint.pt")["epoch"] == 2
@@ -292,7 +293,9 @@ def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
     (tmp_path / "curves.png").unlink()
     calls = []
     real = run_one
-    monkeypatch.setattr(experiments, "run_one", lambda c, *a, **k: calls.append(c.objective) or real(c, *a, **k))
+    monkeypatch.setattr(
+        "ella_cuda.experiments.grid.run_one", lambda c, *a, **k: calls.append(c.objective) or real(c, *a, **k)
+    )
     again = run_grid(configs, tmp_path, progress=False)
     assert calls == ["evidence"]
     assert [without_seconds(r) for r in again] == [without_seconds(r) for r in json.loads(summary)]
@@ -320,14 +323,14 @@ def test_missing_data_leave_no_folder(tmp_path, monkeypatch):
 
 def test_a_running_run_can_be_read(tmp_path, monkeypatch):
     configs = [small(epochs=3), small(epochs=3, seed=1)]
-    record = experiments._Diary.record
+    record = Diary.record
 
     def stop(self, evaluation):
         record(self, evaluation)
         if evaluation.epoch == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(experiments._Diary, "record", stop)
+    monkeypatch.setattr(Diary, "record", stop)
     with pytest.raises(KeyboardInterrupt):
         run_grid(configs, tmp_path, progress=False)
     (row,) = experiments.read_running(tmp_path)
@@ -379,7 +382,7 @@ def test_a_missing_gpu_is_said():
 def test_a_build_without_cuda_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(experiments, "build_info", lambda: {"cuda": ""})
+    monkeypatch.setattr("ella_cuda.experiments.device.build_info", lambda: {"cuda": ""})
     assert experiments.resolve_device("auto") == torch.device("cpu")
     with pytest.raises(RuntimeError, match=r"built without CUDA; install it where nvcc is found"):
         experiments.resolve_device("cuda")
@@ -394,7 +397,7 @@ def test_dense_runs_are_the_heavy_ones(tmp_path, monkeypatch):
         seen.extend((config.layer, is_heavy) for (config, *_), is_heavy in zip(arguments, heavy, strict=True))
         return iter(())
 
-    monkeypatch.setattr(experiments, "run_at_once", record)
+    monkeypatch.setattr("ella_cuda.experiments.grid.run_at_once", record)
     configs = [small(layer=layer, objective="map") for layer in ("conv", "f_fc+conv", "fc", "fc+conv")]
     with pytest.raises(KeyError):  # no run was done, so there is no row
         experiments.run_grid(configs, tmp_path / "grid", jobs=2, progress=False)

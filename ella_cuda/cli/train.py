@@ -1,29 +1,25 @@
-"""The command ``ella-cuda``: train, inspect, info."""
+"""``ella-cuda train``."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import itertools
-import json
 import shlex
 import sys
-import tempfile
-import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda import __version__, experiments
+from ella_cuda import experiments
+from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig
 from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
-from ella_cuda.reports import check_kernels, draw_layers, kernel_table, layer_table, results_table
+from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import OBJECTIVE_TITLES, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
 NOTHING = "none"  # of --learn
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
@@ -62,65 +58,8 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 PER_SESSION = ("data_dir", "download", "jobs", "resume", "verbose")
 
 
-class UsageError(Exception):
-    """Options that do not fit together."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: its arguments; default ``sys.argv[1:]``.
-
-    Returns:
-        The exit code: 0 done, 1 failed (one line on stderr; with ``--verbose`` a traceback too), 2 wrong usage, 130
-        interrupted.
-    """
-    parser = _parser()
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has said what is wrong, or printed the help
-        return int(stop.code or 0)
-    try:
-        return int(args.command(args))
-    except UsageError as error:
-        return _fail(args, "wrong usage", error, USAGE)
-    except KeyboardInterrupt:
-        print("ella-cuda: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left
-        sys.stderr.close()
-        return FAILED
-    except Exception as error:
-        return _fail(args, "failed", error, FAILED)
-
-
-def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> int:
-    if args.verbose:
-        traceback.print_exc()
-    text = " ".join(str(error).split()) or type(error).__name__
-    if not isinstance(error, UsageError | ValueError | OSError | RuntimeError | FloatingPointError):
-        text = f"{type(error).__name__}: {text}"  # a defect: its message alone says little
-    print(f"ella-cuda: {what}: {text}", file=sys.stderr)
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
-    parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands)
-    _add_inspect(commands)
-    _add_info(commands)
-    for command in commands.choices.values():
-        command.add_argument("--verbose", action="store_true", help="on failure, show the traceback")
-    return parser
-
-
-# train -----------------------------------------------------------------------------------------------------------
-
-
-def _add_train(commands: Any) -> None:
+def add_train(commands: Any) -> None:
+    """The command ``train``, among the parser's others."""
     train = commands.add_parser(
         "train",
         help="train networks and learn their layers' symmetries",
@@ -317,103 +256,3 @@ def _print_row(row: dict[str, Any]) -> None:
         f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",
         flush=True,
     )
-
-
-# inspect ---------------------------------------------------------------------------------------------------------
-
-
-def _add_inspect(commands: Any) -> None:
-    inspect = commands.add_parser(
-        "inspect",
-        help="show a finished or running run",
-        description="Show results, prior precisions, effective parameters and layer types of a folder of `train`, "
-        "running or finished, and draw them.",
-    )
-    inspect.add_argument("dir", metavar="DIR", help="the folder")
-    inspect.add_argument("--json", action="store_true", help="print everything as JSON instead")
-    inspect.add_argument("--picture", metavar="FILE", help="where to draw the layers (a new temporary folder)")
-    inspect.set_defaults(command=_inspect)
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    folder = Path(args.dir)
-    configs, _ = experiments.read_grid(folder)
-    finished, running = experiments.read_summary(folder), experiments.read_running(folder)
-    waiting = [c.name for c in configs if c.name not in {r["run"] for r in (*finished, *running)}]
-    if args.json:
-        print(json.dumps({"finished": finished, "running": running, "waiting": waiting}, indent=1, allow_nan=False))
-        return DONE
-    print(f"{folder}: {len(finished)} runs finished, {len(running)} begun, {len(waiting)} waiting")
-    if finished:
-        print("\n" + results_table(finished))
-    for row in running:
-        print(
-            f"\n{row['run']}: epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, "
-            f"loss {number(row['loss'])}, training accuracy {row['train_accuracy']:.1f} %, "
-            f"-log q/N {number(row['neg_log_marginal_likelihood'])}"
-        )
-    rows = [*finished, *running]
-    if rows:
-        print("\n" + layer_table(rows))
-    drawn = [r for r in rows if "+" in r["layer"] and r["layers"][0]["type"] is not None]
-    if drawn:
-        path = args.picture or str(Path(tempfile.mkdtemp(prefix="ella-cuda-")) / "layers.png")
-        draw_layers(drawn, path)
-        print(f"\nPicture: {path}")
-    elif args.picture:
-        raise ValueError(
-            f"{folder} has no run of a layer with several paths and known effective parameters; nothing to draw yet."
-        )
-    return DONE
-
-
-# info ------------------------------------------------------------------------------------------------------------
-
-
-def _add_info(commands: Any) -> None:
-    info = commands.add_parser(
-        "info",
-        help="what was built, the device, and a check of every kernel",
-        description="Show what was built and which device would be used, and check each kernel against its plain-torch "
-        "reference there.",
-    )
-    info.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
-    info.set_defaults(command=_info)
-
-
-def _info(args: argparse.Namespace) -> int:
-    import torch
-
-    from ella_cuda import build_info
-
-    try:
-        device = experiments.resolve_device(args.device)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    built = build_info()
-    for key, value in built.items():
-        print(f"{key:14}{value if value != '' else '(none: CPU only)' if key == 'cuda' else ''}")
-    print(f"{'torch':14}{torch.__version__}")
-    name = (
-        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else f" ({torch.get_num_threads()} threads)"
-    )
-    print(f"{'device':14}{device}{name}")
-    if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:
-        print(
-            "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to "
-            "use it"
-        )
-    checks = check_kernels(device)
-    print("\n" + kernel_table(checks))
-    failed = [c for c in checks if not c.ok]
-    if failed:
-        names = ", ".join(dict.fromkeys(c.name for c in failed))
-        raise RuntimeError(
-            f"{names} disagree(s) with the plain-torch reference on {device}; "
-            "rebuild ella_cuda (pip install --force-reinstall .)."
-        )
-    return DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

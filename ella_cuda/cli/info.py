@@ -1,0 +1,54 @@
+"""``ella-cuda info``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+
+from ella_cuda import build_info, experiments
+from ella_cuda.cli.common import DONE, UsageError
+from ella_cuda.reports import check_kernels, kernel_table
+
+
+def add_info(commands: Any) -> None:
+    """The command ``info``, among the parser's others."""
+    info = commands.add_parser(
+        "info",
+        help="what was built, the device, and a check of every kernel",
+        description="Show what was built and which device would be used, and check each kernel against its plain-torch "
+        "reference there.",
+    )
+    info.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
+    info.set_defaults(command=_info)
+
+
+def _info(args: argparse.Namespace) -> int:
+    try:
+        device = experiments.resolve_device(args.device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    built = build_info()
+    for key, value in built.items():
+        print(f"{key:14}{value if value != '' else '(none: CPU only)' if key == 'cuda' else ''}")
+    print(f"{'torch':14}{torch.__version__}")
+    name = (
+        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else f" ({torch.get_num_threads()} threads)"
+    )
+    print(f"{'device':14}{device}{name}")
+    if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:
+        print(
+            "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to "
+            "use it"
+        )
+    checks = check_kernels(device)
+    print("\n" + kernel_table(checks))
+    failed = [c for c in checks if not c.ok]
+    if failed:
+        names = ", ".join(dict.fromkeys(c.name for c in failed))
+        raise RuntimeError(
+            f"{names} disagree(s) with the plain-torch reference on {device}; "
+            "rebuild ella_cuda (pip install --force-reinstall .)."
+        )
+    return DONE

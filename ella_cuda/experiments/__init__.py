@@ -1,0 +1,31 @@
+"""Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
+
+from ella_cuda.experiments.config import LEARN, OBJECTIVES, RunConfig, configure
+from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.files import CONFIG_FILE
+from ella_cuda.experiments.folder import read_grid, read_running, read_summary
+from ella_cuda.experiments.grid import run_grid
+from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
+from ella_cuda.experiments.recipes import RECIPES, Recipe
+from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
+
+__all__ = [
+    "CONFIG_FILE",
+    "LEARN",
+    "OBJECTIVES",
+    "RECIPES",
+    "Recipe",
+    "RunConfig",
+    "adam_for",
+    "configure",
+    "evaluate",
+    "learning_rate_schedule",
+    "prepare",
+    "prepare_for",
+    "read_grid",
+    "read_running",
+    "read_summary",
+    "resolve_device",
+    "run_grid",
+    "run_one",
+]

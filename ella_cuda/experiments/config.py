@@ -1,0 +1,165 @@
+"""One run: everything that its numbers depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ella_cuda.data import SOURCES, TASKS
+from ella_cuda.experiments.recipes import RECIPES
+from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
+from ella_cuda.ops.basis import BASIS_KINDS
+
+OBJECTIVES = ("map", "evidence")
+# Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
+LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One run: everything that its numbers depend on.
+
+    Attributes:
+        data: a name of :data:`ella_cuda.data.SOURCES`.
+        task: a name of :data:`ella_cuda.data.TASKS`.
+        layer: sum of paths, see :func:`ella_cuda.models.neyshabur`.
+        objective: ``map`` or ``evidence``.
+        seed: of the initial weights and of the order of the minibatches.
+        width: α of the network.
+        init: ``published`` or ``equivariant``, see :func:`ella_cuda.models.neyshabur`.
+        epochs: passes over the training data.
+        batch_size: images in a minibatch.
+        lr: Adam's learning rate, at the start.
+        fan_in_limit: inputs of a weight up to which it learns at that rate, see :func:`adam_for`; None is no limit.
+        cooldown: share of the steps, the last ones, in which lr falls linearly to 0 after being constant; None is a
+            cosine to 0 over all steps.
+        prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
+        lr_hyp: Adam's learning rate on log δ.
+        burn_in: epochs before the first evidence step.
+        frequency: epochs between evidence steps.
+        hypersteps: steps on log δ in each.
+        evidence_batch_size: images in a minibatch of the curvature pass; numbers do not depend on it beyond rounding.
+        fisher: ``exact`` or ``mc``.
+        resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
+        column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
+        prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
+        learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`.
+        lr_shape: Adam's learning rate on those; None is lr_hyp.
+        basis: of sparsified layers, ``interpolating`` or ``exponential``.
+        inverse_lengthscale: of S-FC paths at the start, per pixel.
+        device: ``cpu``, ``cuda`` or ``cuda:<index>``.
+        train_size: how many training images to use; None for all.
+        holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
+        data_seed: of the quadrants, the subsample and the hold-out split; runs of a table share it.
+        image_size: height and width of the images, in pixels.
+
+    Raises:
+        ValueError: a name that is not known or a number out of range; the message names the attribute.
+    """
+
+    data: str
+    task: str
+    layer: str
+    objective: str
+    seed: int
+    width: int
+    epochs: int
+    batch_size: int
+    lr: float
+    prior_prec_init: float
+    lr_hyp: float
+    burn_in: int
+    frequency: int
+    hypersteps: int
+    evidence_batch_size: int = 150
+    fisher: str = "exact"
+    resolution: str = "shared"
+    column_tolerance: float = 0.0
+    prior_structure: str = "layerwise"
+    learn: str = ""
+    lr_shape: float | None = None
+    basis: str = "interpolating"
+    inverse_lengthscale: float = 1.0
+    cooldown: float | None = None
+    init: str = "published"
+    fan_in_limit: int | None = None
+    device: str = "cpu"
+    train_size: int | None = None
+    holdout: float | None = None
+    data_seed: int = 0
+    image_size: int = 32
+
+    def __post_init__(self) -> None:
+        choices = {
+            "data": SOURCES,
+            "task": TASKS,
+            "objective": OBJECTIVES,
+            "init": INITS,
+            "fisher": ("exact", "mc"),
+            "resolution": ("shared", "per_channel"),
+            "prior_structure": ("layerwise", "module", "scalar"),
+            "basis": BASIS_KINDS,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        paths = self.layer.split("+")
+        if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
+            raise ValueError(
+                f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {self.layer!r}."
+            )
+        if self.learn not in LEARN:
+            raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {self.learn!r}.")
+        if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & set(paths)):
+            raise ValueError(
+                f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
+                f"and {self.layer}."
+            )
+        least = {"width": 1, "epochs": 1, "batch_size": 1, "evidence_batch_size": 1, "frequency": 1, "hypersteps": 1}
+        least |= {"burn_in": 0, "seed": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}.")
+        if self.objective == "evidence" and self.burn_in >= self.epochs:
+            raise ValueError(
+                f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
+                f"{self.burn_in} and epochs {self.epochs}."
+            )
+        for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
+        if self.lr_shape is not None and not 0 < self.lr_shape < float("inf"):
+            raise ValueError(f"lr_shape must be positive and finite, got {self.lr_shape}.")
+        for name in ("train_size", "fan_in_limit"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.cooldown is not None and not 0 < self.cooldown <= 1:
+            raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
+        if self.holdout is not None and not 0 < self.holdout < 1:
+            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
+
+    @property
+    def name(self) -> str:
+        """The run's name within its grid, and its folder's."""
+        learn = f"-{self.learn}" if self.learn else ""
+        return f"{self.data}-{self.task}-{self.layer}-{self.objective}{learn}-seed{self.seed}"
+
+
+def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, **changes: Any) -> RunConfig:
+    """A run after the data set's recipe.
+
+    Args:
+        data: a name of :data:`RECIPES`. task, layer, objective, seed: see :class:`RunConfig`.
+        **changes: other attributes of :class:`RunConfig`, in place of the recipe's.
+
+    Raises:
+        ValueError: an unknown data set, or what :class:`RunConfig` raises.
+    """
+    if data not in RECIPES:
+        raise ValueError(f"data must be one of {', '.join(RECIPES)}, got {data!r}.")
+    numbers = dataclasses.asdict(RECIPES[data])
+    del numbers["tasks"]
+    map_prior_prec = numbers.pop("map_prior_prec")
+    if objective == "map":
+        numbers["prior_prec_init"] = map_prior_prec
+    return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})

@@ -1,0 +1,36 @@
+"""Which device a run is on."""
+
+from __future__ import annotations
+
+import torch
+
+from ella_cuda import build_info
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is the GPU where there is one that this build has kernels for, else the CPU.
+
+    Raises:
+        ValueError: not the name of a CPU or CUDA device.
+        RuntimeError: a CUDA device where torch finds none, or where ella_cuda was built without CUDA.
+    """
+    built = bool(build_info()["cuda"])
+    if name == "auto":
+        return torch.device("cuda" if built and torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:<index>, got {name!r}.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:<index>, got {name!r}.")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"device {name}: torch {torch.__version__} finds no CUDA device; use cpu.")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name}: there are only {torch.cuda.device_count()} CUDA devices.")
+        if not built:
+            raise RuntimeError(
+                f"device {name}: ella_cuda was built without CUDA; install it where nvcc is found (ELLA_CUDA=1 pip "
+                f"install .)."
+            )
+    return device

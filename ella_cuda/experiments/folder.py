@@ -1,0 +1,89 @@
+"""What a folder of runs holds: its grid, the finished rows, and how far the others are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.files import CONFIG_FILE, DIARY_FILE, SUMMARY_FILE
+from ella_cuda.reports import describe_layers
+
+
+def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[str, Any]]:
+    """The runs and the options that a folder was started with.
+
+    Raises:
+        ValueError: the folder has no readable ``config.json``.
+    """
+    path = Path(out_dir) / CONFIG_FILE
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return [RunConfig(**run) for run in stored["runs"]], stored["options"]
+    except FileNotFoundError as error:
+        raise ValueError(f"{out_dir} is not the folder of a run: it has no {CONFIG_FILE}.") from error
+    except NotADirectoryError as error:
+        raise ValueError(f"{out_dir} is a file; name the folder of a run.") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or of another version ({error!r}); start anew in another folder."
+        ) from error
+
+
+def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a folder's finished runs; none yet is an empty list.
+
+    Raises:
+        ValueError: ``summary.json`` is damaged.
+    """
+    path = Path(out_dir) / SUMMARY_FILE
+    if not path.exists():
+        return []
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away to do its runs again.") from error
+
+
+def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The present state of the runs that have begun and not finished, as rows like ``summary.json``'s.
+
+    Accuracy and NLL on test images are not known yet and missing; ``epoch`` and ``epochs`` say how far each is,
+    ``loss`` and ``train_accuracy`` (percent) are those of the last evaluation.
+
+    Raises:
+        ValueError: the folder is not that of a run.
+    """
+    configs, _ = read_grid(out_dir)
+    done = {row["run"] for row in read_summary(out_dir)}
+    rows = []
+    for config in configs:
+        path = Path(out_dir) / config.name / DIARY_FILE
+        if config.name in done or not path.exists():
+            continue
+        try:
+            diary = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is damaged ({error}); move {path.parent} away to do that run again.") from error
+        last = diary["evaluations"][-1]
+        found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale")]
+        layers, others = describe_layers(diary["layout"], *found)
+        rows.append(
+            {
+                "run": config.name,
+                **{
+                    key: getattr(config, key)
+                    for key in ("data", "task", "layer", "objective", "learn", "seed", "epochs")
+                },
+                "epoch": last["epoch"],
+                "loss": last["loss"],
+                "train_accuracy": 100 * last["accuracy"],
+                "neg_log_marginal_likelihood": last["neg_log_marginal_likelihood"],
+                "seconds": round(diary["seconds"], 2),
+                "layers": layers,
+                "other_parameters": others,
+            }
+        )
+    return rows

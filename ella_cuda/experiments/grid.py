@@ -1,0 +1,151 @@
+"""Grids of runs in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ella_cuda import __version__, build_info
+from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
+from ella_cuda.experiments.folder import read_grid, read_running, read_summary
+from ella_cuda.experiments.run import prepare_for, run_one
+from ella_cuda.reports import save_report
+from ella_cuda.reports.files import write_file
+from ella_cuda.workers import run_at_once
+
+
+def run_grid(
+    configs: Sequence[RunConfig],
+    out_dir: str | os.PathLike[str],
+    *,
+    options: dict[str, Any] | None = None,
+    jobs: int = 1,
+    progress: bool = True,
+    data_dir: str | None = None,
+    download: bool = False,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Do every run that is not done yet; after each, bring the folder's summary, table and pictures up to date.
+
+    Args:
+        configs: the runs, of different names.
+        out_dir: the folder: ``config.json`` (the runs), ``environment.json`` (versions and device, one entry for each
+            session), ``summary.json``, ``summary.csv``, ``table.txt``, pictures, and a folder for each run with its
+            checkpoint. If it holds the same grid already, that grid is resumed.
+        options: kept in ``config.json``, for whoever built ``configs``.
+        jobs: runs at once, each in a process of its own with an equal share of torch's threads.
+        progress: whether to show progress bars.
+        data_dir: see :func:`ella_cuda.data.load`.
+        download: see :func:`ella_cuda.data.load`.
+        on_row: called with each new row.
+
+    Returns:
+        The rows of all finished runs, in the order of ``configs``.
+
+    Raises:
+        ValueError: two runs of one name, or the folder belongs to another grid. What :func:`run_one` raises.
+        OSError: the folder cannot be written.
+    """
+    out_dir = Path(out_dir)
+    names = [c.name for c in configs]
+    if not names or len(set(names)) != len(names):
+        raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
+    prepare_for(configs[0], data_dir, download)  # before anything is written: the data may be missing
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the folder {out_dir} cannot be made ({error.strerror}); name another.") from error
+    runs = [dataclasses.asdict(c) for c in configs]
+    config_path = out_dir / CONFIG_FILE
+    if config_path.exists():
+        if read_grid(out_dir)[0] != list(configs):
+            raise ValueError(f"{out_dir} belongs to other runs (see {config_path}); choose another folder.")
+    else:
+        if (out_dir / SUMMARY_FILE).exists():
+            raise ValueError(
+                f"{out_dir} has a {SUMMARY_FILE} but no {CONFIG_FILE}: not a folder of ella_cuda; choose another."
+            )
+        write_file(config_path, json.dumps({"options": options or {}, "runs": runs}, indent=1))
+    _note_environment(out_dir, configs[0].device)
+    done = {row["run"]: row for row in read_summary(out_dir)}
+    if done:  # a session killed after writing the summary left the pictures behind it
+        save_report([done[n] for n in names if n in done], out_dir)
+    waiting = sorted((c for c in configs if c.name not in done), key=_cost, reverse=jobs > 1)
+    epochs = sum(c.epochs for c in configs)
+    bar = tqdm(total=epochs, desc=f"{len(configs)} runs", unit="epoch", disable=not progress, dynamic_ncols=True)
+
+    def show() -> None:
+        bar.n = sum(c.epochs for c in configs if c.name in done) + sum(r["epoch"] for r in read_running(out_dir))
+        bar.set_postfix({"done": len(done)})
+
+    def finish(row: dict[str, Any]) -> None:
+        done[row["run"]] = row
+        save_report([done[n] for n in names if n in done], out_dir)
+        show()
+        if on_row is not None:
+            on_row(row)
+
+    with bar:
+        show()
+        if jobs == 1:
+            for config in waiting:
+                finish(run_one(config, out_dir / config.name, progress=progress, data_dir=data_dir, download=download))
+        elif waiting:
+            calls = [(config, out_dir / config.name, data_dir, download) for config in waiting]
+            threads = max(1, torch.get_num_threads() // jobs)
+            dense = [_is_dense(config) for config in waiting]  # every step reads and writes all weights several times
+            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show, heavy=dense):
+                finish(row)
+    return [done[n] for n in names]
+
+
+def _is_dense(config: RunConfig) -> bool:
+    return "fc" in config.layer.split("+")
+
+
+def _cost(config: RunConfig) -> tuple[bool, bool]:
+    """What takes longest sorts last: dense layers, then the evidence of sums."""
+    return _is_dense(config), config.objective == "evidence" and "+" in config.layer
+
+
+def _run_quietly(config: RunConfig, run_dir: Path, data_dir: str | None, download: bool) -> dict[str, Any]:
+    return run_one(config, run_dir, progress=False, data_dir=data_dir, download=download)
+
+
+def _note_environment(out_dir: Path, device: str) -> None:
+    path = out_dir / ENVIRONMENT_FILE
+    try:
+        sessions = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):  # a damaged note is no reason to refuse a resume
+        sessions = []
+    cuda = torch.device(device).type == "cuda"
+    sessions.append(
+        {
+            "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "ella_cuda": __version__,
+            "build": {
+                k: v if isinstance(v, str | int | float | bool | list) else str(v) for k, v in build_info().items()
+            },
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": device,
+            "device_name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            "command": sys.argv,
+        }
+    )
+    write_file(path, json.dumps(sessions, indent=1))

@@ -1,0 +1,178 @@
+"""One training with its evaluation."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ella_cuda.data import Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
+from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
+from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
+from ella_cuda.models import neyshabur
+from ella_cuda.nn import SpatialBasis
+from ella_cuda.reports import describe_layers, layout
+from ella_cuda.reports.files import write_file
+from ella_cuda.training import marglik_training
+
+EVALUATION_BATCH = 500
+MAP_EVIDENCE_BYTES = 100_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
+
+
+@functools.lru_cache(maxsize=2)
+def prepare(
+    data: str,
+    task: str,
+    image_size: int = 32,
+    data_seed: int = 0,
+    train_size: int | None = None,
+    holdout_fraction: float | None = None,
+    data_dir: str | None = None,
+    download: bool = False,
+) -> Dataset:
+    """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised."""
+    dataset = load(data, data_dir, download)
+    if holdout_fraction is not None:
+        dataset = holdout(dataset, holdout_fraction, data_seed)
+    if train_size is not None:
+        dataset = subsample(dataset, train_size, data_seed)
+    return normalize(make_task(dataset, task, image_size, data_seed))
+
+
+def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
+    """The images and labels of a run, on the CPU; see :func:`prepare`."""
+    size, seed = config.image_size, config.data_seed
+    return prepare(config.data, config.task, size, seed, config.train_size, config.holdout, data_dir, download)
+
+
+def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Accuracy in percent and mean negative log likelihood in nats of the softmax at the model's parameters.
+
+    Args:
+        model: ``(N, C, H, W) -> (N, K)`` logits.
+        images: ``(N, C, H, W)``.
+        labels: ``(N,)`` int64.
+    """
+    model.eval()
+    correct = nll = 0.0
+    with torch.no_grad():
+        for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
+            logits = model(x).double()
+            correct += float((logits.argmax(1) == y).sum())
+            nll += float(F.cross_entropy(logits, y, reduction="sum"))
+    return 100 * correct / len(labels), nll / len(labels)
+
+
+def run_one(
+    config: RunConfig,
+    run_dir: str | os.PathLike[str],
+    *,
+    progress: bool = True,
+    data_dir: str | None = None,
+    download: bool = False,
+) -> dict[str, Any]:
+    """Train and evaluate one network.
+
+    Args:
+        config: the run.
+        run_dir: its folder; gets ``checkpoint.pt`` and, at the end, ``history.json``. A checkpoint that is there is
+            resumed.
+        progress: whether to show a progress bar.
+        data_dir: see :func:`ella_cuda.data.load`.
+        download: see :func:`ella_cuda.data.load`.
+
+    Returns:
+        A row of ``summary.json``: ``data, task, layer, objective, seed, accuracy`` (percent) ``, nll``
+        (nats) ``, neg_log_marginal_likelihood`` (nats per data point; None with ``..._reason`` where the curvature
+        would be too large) ``, seconds, layers, other_parameters``, counts, and ``evaluated_on`` (test or holdout).
+
+    Raises:
+        ValueError: the data or a checkpoint do not fit; see :func:`ella_cuda.marglik_training`.
+        OSError: ``run_dir`` cannot be written; what was there is untouched.
+        FloatingPointError: training diverged; the last good checkpoint stays.
+    """
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    device = resolve_device(config.device)
+    dataset = prepare_for(config, data_dir, download).to(device)
+    torch.manual_seed(config.seed)
+    sizes = (dataset.channels, dataset.num_classes, config.width, config.image_size)
+    shape = {"init": config.init, "basis": config.basis, "inverse_lengthscale": config.inverse_lengthscale}
+    model = neyshabur(config.layer, *sizes, **shape).to(device)
+    diary = Diary(run_dir / DIARY_FILE, config, model)
+    train_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.batch_size, shuffle=True)
+    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    la, model, _, losses = marglik_training(
+        model,
+        train_loader,
+        "classification",
+        optimizer_cls=adam_for(model, config.fan_in_limit),
+        optimizer_kwargs={"lr": config.lr, "fused": True},
+        **learning_rate_schedule(config.cooldown, config.epochs * len(train_loader)),
+        n_epochs=config.epochs,
+        lr_hyp=config.lr_hyp,
+        prior_structure=config.prior_structure,
+        learn=[name for name in config.learn.split("+") if name],
+        lr_shape=config.lr_shape,
+        n_epochs_burnin=config.burn_in,
+        n_hypersteps=config.hypersteps,
+        marglik_frequency=config.frequency,
+        prior_prec_init=config.prior_prec_init,
+        progress_bar=progress,
+        objective=config.objective,
+        fisher=config.fisher,
+        resolution=config.resolution,
+        column_tolerance=config.column_tolerance,
+        marglik_loader=evidence_loader,
+        checkpoint=run_dir / CHECKPOINT_FILE,
+        on_evaluation=diary.record,
+        description=config.name,
+    )
+    accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
+    reason = None
+    if config.objective == "map":
+        needed = la.memory_estimate()
+        if needed > MAP_EVIDENCE_BYTES:
+            reason = (
+                f"its factors need {needed / 1e6:.0f} MB; computed for MAP runs up to {MAP_EVIDENCE_BYTES / 1e6:.0f} MB"
+            )
+        else:
+            la.fit(evidence_loader)
+    fitted = reason is None
+    evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
+    precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
+    lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+    gamma = la.effective_parameters() if fitted else None
+    layers, others = describe_layers(layout(model), precision, gamma, lengthscales)
+    write_file(
+        run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": diary.evaluations}, allow_nan=False)
+    )
+    return {
+        "run": config.name,
+        "data": config.data,
+        "task": config.task,
+        "layer": config.layer,
+        "objective": config.objective,
+        "learn": config.learn,
+        "seed": config.seed,
+        "accuracy": accuracy,
+        "nll": nll,
+        "neg_log_marginal_likelihood": None if evidence is None else -evidence,
+        "neg_log_marginal_likelihood_reason": reason,
+        "seconds": round(diary.seconds(), 2),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "train_size": len(dataset.train_images),
+        "evaluated_on": "test" if config.holdout is None else "holdout",
+        "evaluated_size": len(dataset.test_images),
+        "layers": layers,
+        "other_parameters": others,
+    }

@@ -9,12 +9,18 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.groups import Group, as_group
 from ella_cuda.nn import (
     CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
+    GroupConv2d,
+    GroupLift,
+    GroupMaxPool,
+    GroupPolyphasePool2d,
     PolyphasePool2d,
     RelaxedEquivariance,
+    SlicesAsChannels,
     SparseConv2d,
     SparseFactoredLinear2d,
 )
@@ -40,6 +46,23 @@ def sparse_conv_path(
     return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
 
 
+def group_conv_path(
+    in_channels: int,
+    out_channels: int,
+    in_size: int,
+    out_size: int,
+    variant: str = "pointwise",
+    group: str | Group = "p4",
+    frames: str = "own",
+) -> nn.Module:
+    """As :func:`conv_path`, a convolution over a group and the grid on features over the group."""
+    conv = GroupConv2d(in_channels, out_channels, variant=variant, group=group, frames=frames)
+    filters = list(conv)
+    for part in filters:
+        nn.init.kaiming_uniform_(part.weight, nonlinearity="relu" if part is filters[-1] else "linear")
+    return conv if in_size == out_size else nn.Sequential(conv, GroupPolyphasePool2d(group, frames))
+
+
 Path = Callable[[int, int, int, int], nn.Module]
 PATHS: dict[str, Path] = {
     "fc": FullyConnected2d,
@@ -47,10 +70,22 @@ PATHS: dict[str, Path] = {
     "conv": conv_path,
     "s_fc": SparseFactoredLinear2d,
     "s_conv": sparse_conv_path,
+    "gconv": group_conv_path,
 }
+GROUP_PATH = "gconv"  # with it, all layers are on features over the group
 
 
-EQUIVARIANT_PATHS = ("conv", "s_conv")
+def over_slices(path: Path, group: Group, frames: str) -> Path:
+    """The path of a multi-group layer: it sees and gives the slices of features over the group as channels."""
+
+    def make(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
+        layer = path(in_channels * group.order, out_channels * group.order, in_size, out_size)
+        return SlicesAsChannels(layer, group, frames)
+
+    return make
+
+
+EQUIVARIANT_PATHS = ("conv", "s_conv", "gconv")
 SPARSE_PATHS = frozenset({"s_fc", "s_conv"})  # with bases to learn
 INITS = ("published", "equivariant")
 QUIET = 0.3  # of the published size: where weight_in of an F-FC path that is off starts
@@ -103,29 +138,38 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
         path = block.get_submodule(name)
         with torch.no_grad():
             if name in equivariant:
-                for weight in (p for p in path.parameters() if p.dim() > 1):
-                    weight.mul_(scale)
-            elif isinstance(path, (FactoredLinear2d, SparseFactoredLinear2d)):
-                path.weight_out.zero_()
-                path.weight_in.mul_(QUIET)
-            else:
-                path.linear.weight.zero_()
+                [p for p in path.parameters() if p.dim() > 1][-1].mul_(scale)  # the last of filters in a row
+                continue
+            for layer in path.modules():
+                if isinstance(layer, (FactoredLinear2d, SparseFactoredLinear2d)):
+                    layer.weight_out.zero_()
+                    layer.weight_in.mul_(QUIET)
+                elif isinstance(layer, FullyConnected2d):
+                    layer.linear.weight.zero_()
 
 
 class Neyshabur(nn.Module):
     """Eight relaxed equivariance layers and a fully connected head; see :func:`neyshabur`."""
 
     def __init__(
-        self, paths: Mapping[str, Path], in_channels: int, num_classes: int, width: int, image_size: int
+        self,
+        paths: Mapping[str, Path],
+        in_channels: int,
+        num_classes: int,
+        width: int,
+        image_size: int,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.image_size = in_channels, image_size
+        self.lift = nn.Identity() if group is None else GroupLift(group)
         self.blocks = nn.ModuleList()
         channels, size = in_channels, image_size
         for multiple, shrink in STAGES:
             geometry = (channels, multiple * width, size, size // shrink)
             self.blocks.append(RelaxedEquivariance({name: make(*geometry) for name, make in paths.items()}))
             channels, size = multiple * width, size // shrink
+        self.pool = nn.Identity() if group is None else GroupMaxPool(group)
         features = channels * size * size
         hidden = HEAD_CHANNELS * width
         self.head = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
@@ -138,9 +182,10 @@ class Neyshabur(nn.Module):
             raise ValueError(
                 f"x must have shape (N, {self.in_channels}, {self.image_size}, {self.image_size}), got {tuple(x.shape)}."
             )
+        x = self.lift(x)
         for block in self.blocks:
             x = torch.relu(block(x))
-        return self.head(x.flatten(1))
+        return self.head(self.pool(x).flatten(1))
 
 
 def neyshabur(
@@ -152,6 +197,9 @@ def neyshabur(
     init: str = "published",
     basis: str = "interpolating",
     inverse_lengthscale: float = 1.0,
+    group: str | Group = "p4",
+    group_conv: str = "pointwise",
+    frames: str = "own",
 ) -> Neyshabur:
     """The paper's network, after Neyshabur (2020), with every layer a sum of the named paths.
 
@@ -159,17 +207,20 @@ def neyshabur(
     fully connected layers. With ``image_size=32``, ``width=10`` it has 1,771,945 parameters for "f_fc+conv" on 3 channels and 10 classes.
 
     Args:
-        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``, ``s_fc``, ``s_conv``; the names are the paths' in
-            ``model.blocks[i]``.
+        layer: names joined by "+", any sum of ``fc``, ``conv``, ``f_fc``, ``s_fc``, ``s_conv``, ``gconv``; the names are the paths' in
+            ``model.blocks[i]``. With ``gconv`` the image is lifted to a group first, all other paths see its slices as channels,
+            and the head sees their maximum.
         in_channels: channels of the images.
         num_classes: K, the number of outputs.
         width: α, the multiple of all channel counts.
         image_size: height and width of the images, a multiple of 32.
         init: "published", every path as if it were alone; or "equivariant", every layer that has an equivariant path
             strictly equivariant at the start, see :func:`start_equivariant`.
-
         basis: of S-FC and S-CONV paths, "interpolating" or "exponential".
         inverse_lengthscale: ω per pixel of S-FC paths at the start; the 3x3 kernels of S-CONV paths start at 1.
+        group: of GCONV paths: "p4", "p4m" or a :class:`ella_cuda.groups.Group`.
+        group_conv: variant of GCONV paths, see :class:`ella_cuda.nn.GroupConv2d`.
+        frames: of GCONV and, beside them, convolutional paths: "own", as published, or "common", see there.
 
     Returns:
         A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
@@ -201,7 +252,16 @@ def neyshabur(
         makers["s_fc"] = functools.partial(PATHS["s_fc"], basis=basis, inverse_lengthscale=inverse_lengthscale)
     if "s_conv" in makers:
         makers["s_conv"] = functools.partial(PATHS["s_conv"], basis=basis)
-    model = Neyshabur(makers, in_channels, num_classes, width, image_size)
+    chosen = None
+    if GROUP_PATH in makers:
+        chosen = as_group(group)
+        makers = {
+            name: functools.partial(make, variant=group_conv, group=chosen, frames=frames)
+            if name == GROUP_PATH
+            else over_slices(make, chosen, frames if name in EQUIVARIANT_PATHS else "own")
+            for name, make in makers.items()
+        }
+    model = Neyshabur(makers, in_channels, num_classes, width, image_size, chosen)
     if init == "equivariant":
         for block in model.blocks:
             start_equivariant(block)

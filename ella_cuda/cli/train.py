@@ -14,7 +14,10 @@ from ella_cuda import experiments
 from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig
-from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
+from ella_cuda.groups import GROUPS
+from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
+from ella_cuda.nn.group_conv import VARIANTS
+from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import OBJECTIVE_TITLES, network_title, number
@@ -52,6 +55,13 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
     ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
     ("basis", ("interpolating", "exponential"), "of sparsified layers"),
+    ("group", tuple(GROUPS), "of gconv paths: rotations by 90 degrees, or with mirror images"),
+    ("group_conv", VARIANTS, "how filters of gconv paths are factored"),
+    (
+        "frames",
+        FRAMES,
+        "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
+    ),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.
@@ -97,7 +107,9 @@ def add_train(commands: Any) -> None:
         train.add_argument(_flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
     for name, words, text in WORDS:
         train.add_argument(
-            _flag(name), choices=words, help=f"{text} (digits: {getattr(RECIPES['digits'], name, words[0])})"
+            _flag(name),
+            choices=words,
+            help=f"{text} (digits: {getattr(RECIPES['digits'], name, None) or getattr(RunConfig, name)})",
         )
     train.add_argument(
         "--jobs",
@@ -208,6 +220,10 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     if "inverse_lengthscale" in given and not any("s_fc" in c.layer.split("+") for c in configs):
         raise UsageError(
             "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."
+        )
+    if {"group", "group_conv", "frames"} & given.keys() and not any(GROUP_PATH in c.layer.split("+") for c in configs):
+        raise UsageError(
+            f"--group, --group-conv and --frames are those of {GROUP_PATH} paths, of which there are none."
         )
     return configs, options
 

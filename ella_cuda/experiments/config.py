@@ -7,7 +7,10 @@ from typing import Any
 
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments.recipes import RECIPES
+from ella_cuda.groups import GROUPS
 from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
+from ella_cuda.nn.group_conv import VARIANTS
+from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS
 
 OBJECTIVES = ("map", "evidence")
@@ -47,6 +50,9 @@ class RunConfig:
         lr_shape: Adam's learning rate on those; None is lr_hyp.
         basis: of sparsified layers, ``interpolating`` or ``exponential``.
         inverse_lengthscale: of S-FC paths at the start, per pixel.
+        group: of GCONV paths, a name of :data:`ella_cuda.groups.GROUPS`.
+        group_conv: variant of GCONV paths, see :class:`ella_cuda.nn.GroupConv2d`.
+        frames: of GCONV paths and convolutions beside them, ``own`` or ``common``, see there.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
         holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
@@ -80,6 +86,9 @@ class RunConfig:
     lr_shape: float | None = None
     basis: str = "interpolating"
     inverse_lengthscale: float = 1.0
+    group: str = "p4"
+    group_conv: str = "pointwise"
+    frames: str = "own"
     cooldown: float | None = None
     init: str = "published"
     fan_in_limit: int | None = None
@@ -99,6 +108,9 @@ class RunConfig:
             "resolution": ("shared", "per_channel"),
             "prior_structure": ("layerwise", "module", "scalar"),
             "basis": BASIS_KINDS,
+            "group": GROUPS,
+            "group_conv": VARIANTS,
+            "frames": FRAMES,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -106,8 +106,8 @@ def run_one(
     dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
     sizes = (dataset.channels, dataset.num_classes, config.width, config.image_size)
-    shape = {"init": config.init, "basis": config.basis, "inverse_lengthscale": config.inverse_lengthscale}
-    model = neyshabur(config.layer, *sizes, **shape).to(device)
+    words = ("init", "basis", "inverse_lengthscale", "group", "group_conv", "frames")
+    model = neyshabur(config.layer, *sizes, **{word: getattr(config, word) for word in words}).to(device)
     diary = Diary(run_dir / DIARY_FILE, config, model)
     train_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.batch_size, shuffle=True)
     evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV", "s_fc": "S-FC", "s_conv": "S-CONV"}
+PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV", "s_fc": "S-FC", "s_conv": "S-CONV", "gconv": "GCONV"}
 OBJECTIVE_TITLES = {"map": "MAP", "evidence": "evidence"}
 
 

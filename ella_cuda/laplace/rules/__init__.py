@@ -3,11 +3,13 @@
 from ella_cuda.laplace.rules.base import Rule, register, rule_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
+from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import LinearRule
 
 __all__ = [
     "Conv2dRule",
     "FactoredLinear2dRule",
+    "GroupFilter2dRule",
     "LinearRule",
     "Rule",
     "SparseConv2dRule",

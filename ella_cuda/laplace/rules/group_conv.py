@@ -1,0 +1,64 @@
+"""Convolutions over a group and the grid."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.nn import GroupFilter2d
+
+
+@register(GroupFilter2d)
+class GroupFilter2dRule(Rule):
+    """:class:`ella_cuda.nn.GroupFilter2d`, a convolution whose shared positions are slices and pixels (KFAC-expand).
+
+    ``weight``: A = mean over data of the sum over slices g and pixels of a aᵀ, a the patch in the order (channel, element, row, column)
+    of the weight; B = sum over data, mean over slices and pixels of g gᵀ. One block, or one for each channel if depthwise, with block
+    index (patch entry, output channel). ``bias``: B = sum over data of s sᵀ with s the sum of the gradient over slices and pixels, the
+    exact GGN block.
+
+    Source: Grosse and Martens, ICML 2016; van der Ouderaa et al., NeurIPS 2023, appendix.
+    """
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        patch = math.prod(m.weight.shape[1:])
+        blocks = m.in_channels if m.depthwise else 1
+        return {
+            "weight": FactorShape(blocks, patch, m.out_channels // blocks, blocks),
+            "bias": FactorShape.bias(m.out_channels),
+        }
+
+    def inputs(self, x: Tensor) -> None:
+        if "weight" in self.factors:
+            moment, m = self.factors["weight"].input_moment, self.module
+            n, _, order, height, width = x.shape
+            moment.add_patches(self._seen(x), m.kernel_size)
+            moment.count(n * order * height * width)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        """For every output slice the input slices in the order and the frame in which the filter meets them, as channels:
+        ``(N*G, C*U, H, W)``."""
+        m, (height, width) = self.module, x.shape[3:]
+        if not m.mixes_slices:
+            return x.transpose(1, 2).flatten(0, 1)
+        cayley = torch.tensor(m.group.cayley, device=x.device).T  # [g, u]: the slice u g
+        if not m.turns:
+            seen = x[:, :, cayley]  # (N, C, G, U, H, W)
+        else:
+            back = m.group.positions(height, width, x.device)[list(m.group.inverse)]  # (U, P)
+            seen = x.flatten(2)[:, :, cayley[:, :, None] * (height * width) + back].unflatten(4, (height, width))
+        return seen.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+
+    def outputs(self, gradient: Tensor) -> None:
+        slices = gradient.transpose(2, 3).flatten(0, 2)  # (K*N*G, D, H, W)
+        if "weight" in self.factors:
+            moment, (height, width) = self.factors["weight"].output_moment, slices.shape[2:]
+            moment.add_patches(slices, 1, alpha=1 / (gradient.shape[3] * height * width))
+            moment.count(slices.shape[0] * height * width)
+        if "bias" in self.factors:
+            self.factors["bias"].output_moment.add(gradient.sum((3, 4, 5)).flatten(0, 1)[:, None])

@@ -1,0 +1,202 @@
+"""Convolutions over a group and the grid (GCONV)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ella_cuda import ops
+from ella_cuda.groups import Group, as_group
+from ella_cuda.nn._sizes import Size, as_count, as_size
+from ella_cuda.nn.group_layers import as_frames, check_features, turn_slices
+
+VARIANTS = ("full", "separable", "depthwise_separable", "pointwise")
+
+
+class GroupFilter2d(nn.Module):
+    r"""One filter over a group and the grid, on a torus: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
+
+    .. math:: y[n,d,g,p] = \sum_{c,u,r} k[d,c,u,r]\, x[n,c,ug,p+r] + b[d]
+
+    with u over the group or, where the filter does not mix slices, the identity alone. With ``frames="common"`` slice ``u g`` is turned
+    back by the inverse of u before it is summed.
+
+    Parameters:
+        weight: ``(D, C, U, kh, kw)``, or ``(D, 1, U, kh, kw)`` if depthwise; U is the group's order where the filter mixes slices, else
+            1. ``weight[:, :, u]`` belongs to element u. Kaiming-uniform as in torch's convolutions.
+        bias: ``(D,)``, zeros, or None.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        kernel_size: odd height and width, or one odd number for both.
+        mixes_slices: whether an output slice sums over all input slices.
+        depthwise: whether every channel has a filter of its own and none mix; D = C then.
+        group, frames: see :class:`GroupConv2d`.
+        bias: whether the layer has a bias.
+
+    Raises:
+        ValueError: a size is not positive, an even kernel, a depthwise filter with D other than C, a group that does not map the kernel
+            onto itself in common frames; in forward, an input that does not fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        mixes_slices: bool = True,
+        depthwise: bool = False,
+        group: str | Group = "p4",
+        frames: str = "own",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = (
+            as_count("in_channels", in_channels),
+            as_count("out_channels", out_channels),
+        )
+        self.kernel_size = as_size("kernel_size", kernel_size)
+        if any(k % 2 == 0 for k in self.kernel_size):
+            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        if depthwise and in_channels != out_channels:
+            raise ValueError(
+                f"out_channels of a depthwise filter must be in_channels, {in_channels}; got {out_channels}."
+            )
+        self.mixes_slices, self.depthwise = mixes_slices, depthwise
+        self.group, self.frames = as_group(group), as_frames(frames)
+        # A filter that does not mix slices does not care how they are turned against each other.
+        self.turns = mixes_slices and self.frames == "common"
+        depth = self.group.order if mixes_slices else 1
+        shape = (out_channels, 1 if depthwise else in_channels, depth, *self.kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        if self.turns:
+            self._unrolling("cpu")  # says now whether the group fits
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, from torch's global generator."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(N, C, G, H, W) -> (N, D, G, H, W)``."""
+        check_features("GroupFilter2d", x, self.in_channels, self.group)
+        n, order = x.shape[0], self.group.order
+        if not self.mixes_slices and not self.depthwise:
+            slices = x.transpose(1, 2).flatten(0, 1)
+            return _convolve(slices, self.weight[:, :, 0], self.bias).unflatten(0, (n, order)).transpose(1, 2)
+        if self.turns:
+            x = turn_slices(x, self.group, "common")
+        bias = None if self.bias is None else self.bias.repeat_interleave(order)
+        if self.mixes_slices:
+            groups = self.in_channels if self.depthwise else 1
+            y = _convolve(x.flatten(1, 2), self.unrolled(), bias, groups)
+        else:
+            y = _convolve(
+                x.flatten(1, 2), self.weight[:, :, 0].repeat_interleave(order, 0), bias, order * self.in_channels
+            )
+        y = y.unflatten(1, (self.out_channels, order))
+        return turn_slices(y, self.group, "own") if self.turns else y
+
+    def unrolled(self) -> Tensor:
+        """The filter as a convolution of all slices to all slices: ``(D*G, C*G, kh, kw)``, or ``(D*G, G, kh, kw)`` if depthwise."""
+        taps = self.weight.flatten(2)[:, :, self._unrolling(self.weight.device)]  # (D, C, G, G', R)
+        return taps.transpose(1, 2).flatten(0, 1).flatten(1, 2).unflatten(2, self.kernel_size)
+
+    def _unrolling(self, device: torch.device | str) -> Tensor:
+        """Which entry of ``weight[d, c]`` joins slice g' to slice g at each offset: ``(G, G', R)``."""
+
+        def make() -> Tensor:
+            r = math.prod(self.kernel_size)
+            offsets = (
+                self.group.offsets(self.kernel_size) if self.turns else torch.arange(r).expand(self.group.order, r)
+            )
+            return torch.tensor(self.group.relative())[:, :, None] * r + offsets[:, None]
+
+        return self.group.cached(("unrolling", self.kernel_size, self.turns), device, make)
+
+    def extra_repr(self) -> str:
+        what = f"mixes_slices={self.mixes_slices}, depthwise={self.depthwise}, group={self.group.name!r}, frames={self.frames!r}"
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {what}, bias={self.bias is not None}"
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
+    """On a torus, at stride 1."""
+    height, width = weight.shape[2:]
+    if height == width == 1:
+        return F.conv2d(x, weight, bias, groups=groups)
+    if groups == 1:
+        return ops.circular_conv2d(x, weight, bias)
+    wrapped = F.pad(x, (width // 2, width // 2, height // 2, height // 2), mode="circular")
+    return F.conv2d(wrapped, weight, bias, groups=groups)
+
+
+class GroupConv2d(nn.Sequential):
+    r"""A convolution over a finite group and the grid (GCONV), on a torus: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
+
+    It is equivariant to the group: what :class:`ella_cuda.nn.GroupLift` makes of a moved image has its slices in other places
+    (:meth:`ella_cuda.groups.Group.act_on_features`), and so has the output.
+
+    Args:
+        in_channels: C.
+        out_channels: D.
+        kernel_size: odd k, or a pair of odd numbers.
+        variant: how the filter is factored, each factor a :class:`GroupFilter2d` with a bias:
+            "full": ``D*C*G*k*k`` weights;
+            "separable": ``k*k`` for each channel by itself, then ``G`` mixing slices and channels, ``C*k*k + D*C*G``;
+            "depthwise_separable": ``k*k``, then ``G`` for each channel by itself, then channels, ``C*k*k + C*G + D*C``;
+            "pointwise": every slice by itself with one kernel, ``D*C*k*k``.
+        group: "p4" (rotations by 90 degrees), "p4m" (with mirror images), or a :class:`ella_cuda.groups.Group`.
+        frames: how slices are mixed. "own": as they are, each turned by its element, as published. "common": turned back to one frame
+            first. Both are equivariant to the group; where slices are mixed, only the second is equivariant to translations of the
+            image as well (they move the turned slices in different directions). The pointwise variant mixes none and is both in both.
+        bias: whether the factors have biases.
+
+    Raises:
+        ValueError: an unknown variant, frames or group, or what :class:`GroupFilter2d` raises.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Cohen and Welling, ICML 2016; Knigge et al., ICML 2022
+    (separable group convolutions).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        variant: str = "full",
+        group: str | Group = "p4",
+        frames: str = "own",
+        bias: bool = True,
+    ) -> None:
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
+        common = {"group": group, "frames": frames, "bias": bias}
+        c, d, k = in_channels, out_channels, kernel_size
+
+        def spatial(out: int, depthwise: bool) -> GroupFilter2d:
+            return GroupFilter2d(c, out, k, mixes_slices=False, depthwise=depthwise, **common)
+
+        filters: dict[str, GroupFilter2d]
+        if variant == "full":
+            filters = {"full": GroupFilter2d(c, d, k, **common)}
+        elif variant == "pointwise":
+            filters = {"spatial": spatial(d, depthwise=False)}
+        elif variant == "separable":
+            filters = {"spatial": spatial(c, depthwise=True), "mixing": GroupFilter2d(c, d, 1, **common)}
+        else:
+            filters = {
+                "spatial": spatial(c, depthwise=True),
+                "slices": GroupFilter2d(c, c, 1, depthwise=True, **common),
+                "channels": GroupFilter2d(c, d, 1, mixes_slices=False, **common),
+            }
+        super().__init__()
+        self.variant = variant
+        for name, part in filters.items():
+            self.add_module(name, part)

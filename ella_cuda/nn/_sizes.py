@@ -15,6 +15,14 @@ def as_size(name: str, value: Size) -> tuple[int, int]:
     return size
 
 
+def as_kernel_size(value: Size) -> tuple[int, int]:
+    """As :func:`as_size`; ValueError unless both are odd."""
+    size = as_size("kernel_size", value)
+    if any(k % 2 == 0 for k in size):
+        raise ValueError(f"kernel_size must be odd, got {value!r}.")
+    return size
+
+
 def as_count(name: str, value: int) -> int:
     """The value; ValueError unless it is a positive integer."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_size
+from ella_cuda.nn._sizes import Size, as_kernel_size
 
 
 class CircularConv2d(nn.Conv2d):
@@ -26,9 +26,7 @@ class CircularConv2d(nn.Conv2d):
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: Size = 3, bias: bool = True) -> None:
-        size = as_size("kernel_size", kernel_size)
-        if any(k % 2 == 0 for k in size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        size = as_kernel_size(kernel_size)
         super().__init__(in_channels, out_channels, size, padding="same", padding_mode="circular", bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
-from ella_cuda.nn._sizes import Size, as_count, as_size
+from ella_cuda.nn._sizes import Size, as_count, as_kernel_size
 from ella_cuda.nn.group_layers import as_frames, check_features, turn_slices
 
 VARIANTS = ("full", "separable", "depthwise_separable", "pointwise")
@@ -59,9 +59,7 @@ class GroupFilter2d(nn.Module):
             as_count("in_channels", in_channels),
             as_count("out_channels", out_channels),
         )
-        self.kernel_size = as_size("kernel_size", kernel_size)
-        if any(k % 2 == 0 for k in self.kernel_size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        self.kernel_size = as_kernel_size(kernel_size)
         if depthwise and in_channels != out_channels:
             raise ValueError(
                 f"out_channels of a depthwise filter must be in_channels, {in_channels}; got {out_channels}."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_count, as_size, check_image
+from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, as_size, check_image
 from ella_cuda.nn.basis import SpatialBasis
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.factored import FactoredLinear2d
@@ -211,9 +211,7 @@ class SparseConv2d(nn.Module):
             as_count("in_channels", in_channels),
             as_count("out_channels", out_channels),
         )
-        self.kernel_size = as_size("kernel_size", kernel_size)
-        if any(k % 2 == 0 for k in self.kernel_size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}.")
+        self.kernel_size = as_kernel_size(kernel_size)
         self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None

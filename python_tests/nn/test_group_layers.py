@@ -315,6 +315,7 @@ def test_layers_compile_whole_and_pass_through_torch_func(variant, frames):
         GroupLift(), GroupConv2d(2, 3, 3, variant, frames=frames), GroupPolyphasePool2d(frames=frames), GroupMaxPool()
     )
     model, x = randomised(model), images(2, 2, 4, 4)
+    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
     single = torch.func.vmap(lambda one: model(one[None])[0])(x)

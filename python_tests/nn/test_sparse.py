@@ -76,6 +76,7 @@ def test_transforms_and_compilation_see_the_present_basis(kind):
     layer = nn.Sequential(SparseFactoredLinear2d(2, 3, 4, 4, basis=kind), SparseConv2d(3, 2, basis=kind)).double()
     x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
     layer(x)  # the matrices are kept from here on
+    torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     for omega in (1.0, 0.5):
         layer[0].basis_in.inverse_lengthscale.fill_(omega)

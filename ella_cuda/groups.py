@@ -1,4 +1,4 @@
-"""Finite groups that act on images: a Cayley table and a permutation of the grid for every element."""
+"""Finite groups that act on images: a Cayley table and what every element does to the grid."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Action = Callable[[int, int, int], Tensor]
+Action = Callable[[Tensor, int], Tensor]
 
 
 class Group:
     r"""A finite group and how its elements move the pixels of an image.
 
-    Elements are numbered from 0. ``action(g, H, W)`` gives for every position of the moved image, in reading order, the position
-    that its value comes from: ``(g . x).flatten()[p] = x.flatten()[action(g, H, W)[p]]``.
+    Elements are numbered from 0.
 
     Args:
         name: what it is called.
         cayley: ``cayley[g][h]`` is the element that first does h, then g.
-        action: ``(g, height, width) -> (height * width,)`` int64 on the CPU; a ``ValueError`` where the grid does not fit. It must be
-            picklable if a model of the group's layers is to be, so no lambda.
+        action: ``(x, g) -> g . x``, ``(..., H, W)`` tensors: the same pixels in other places. A ``ValueError`` where the grid does not
+            fit. It must be picklable if a model of the group's layers is to be, so no lambda.
 
     Attributes:
         order: the number of elements.
@@ -48,103 +47,114 @@ class Group:
         # Rows are permutations and products associate: there is a left and right identity, and every element has its inverse.
         self.identity = next(e for e in elements if self.cayley[e] == tuple(elements))
         self.inverse = tuple(self.cayley[g].index(self.identity) for g in elements)
-        self._tables: dict[tuple[object, ...], Tensor] = {}
+        self._checked: set[tuple[int, int]] = set()
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, order {self.order})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and (self.name, self.cayley) == (other.name, other.cayley)
+        return isinstance(other, Group) and (self.name, self.cayley, self.action) == (
+            other.name,
+            other.cayley,
+            other.action,
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.cayley))
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_tables": {}}
-
-    def positions(self, height: int, width: int, device: torch.device | str = "cpu") -> Tensor:
-        """The action of every element on a grid, ``(order, height * width)`` int64.
+    def act(self, x: Tensor, element: int) -> Tensor:
+        """The image moved by an element: ``(..., H, W) -> (..., H, W)``.
 
         Raises:
-            ValueError: the action does not fit the grid, or is no action of this group on it: ``gh`` does not move pixels as h and then
-                g do.
+            ValueError: the action does not fit the grid, or is no action of this group on it.
         """
-        return self.cached(("positions", height, width), device, lambda: self._checked_action(height, width))
+        if not torch.compiler.is_compiling():  # tracing cannot compare tensors
+            self.check(*x.shape[-2:])
+        return self.action(x, element)
 
-    def _checked_action(self, height: int, width: int) -> Tensor:
-        table = torch.stack([self.action(g, height, width) for g in range(self.order)])
-        if table.dtype != torch.int64 or table.shape[1:] != (height * width,):
-            raise ValueError(
-                f"{self}: action must give int64 tensors of shape ({height * width},) on a {height}x{width} grid, got {table.dtype} "
-                f"{tuple(table.shape[1:])}."
-            )
+    def check(self, height: int, width: int) -> None:
+        """ValueError unless the group acts on such a grid: ``g h`` moves pixels as h and then g do. Checked once for every size."""
+        if (height, width) in self._checked:
+            return
+        grid = torch.arange(height * width, device="cpu").view(height, width)
+        moved = [self.action(grid, g) for g in range(self.order)]
+        if any(m.shape != grid.shape or not torch.equal(m.flatten().sort().values, grid.flatten()) for m in moved):
+            raise ValueError(f"{self}: action must move the pixels of a {height}x{width} grid, each to one place.")
         for g, h in itertools.product(range(self.order), repeat=2):
-            if not torch.equal(table[self.cayley[g][h]], table[h][table[g]]):
+            if not torch.equal(moved[self.cayley[g][h]], self.action(moved[h], g)):
                 raise ValueError(
                     f"{self}: action of {self.cayley[g][h]} on a {height}x{width} grid is not that of {h} and then {g}, as its Cayley "
                     "table says."
                 )
-        return table
+        self._checked.add((height, width))
 
-    def relative(self) -> list[list[int]]:
-        """``relative[g][g']`` is the element u with ``u g = g'``."""
-        return [[self.cayley[h][self.inverse[g]] for h in range(self.order)] for g in range(self.order)]
+    def relative(self, g: int, h: int) -> int:
+        """The element u with ``u g = h``."""
+        return self.cayley[h][self.inverse[g]]
 
-    def offsets(self, kernel_size: tuple[int, int]) -> Tensor:
-        """How every element turns a kernel: ``(order, kh * kw)`` int64, the entry of the kernel that each entry of the turned one is.
+    def turn_kernel(self, kernel: Tensor, element: int) -> Tensor:
+        """The kernel ``(..., k, k)`` that sees an image as the given one sees the moved image.
 
-        With it, ``correlate(k, g . x) = g . correlate(k.flatten()[offsets[g]], x)`` on a torus.
+        ``correlate(kernel, g . x) = g . correlate(turn_kernel(kernel, g), x)`` on a torus. Shifts leave kernels as they are.
+        """
+        transposed, flips = self._linear[element]
+        kernel = kernel.flip(flips) if flips else kernel
+        return kernel.transpose(-2, -1) if transposed else kernel
+
+    def require_kernel(self, kernel_size: tuple[int, int]) -> None:
+        """ValueError unless every element turns such a kernel onto its own rectangle; what turns are is known from then on."""
+        if any(transposed for transposed, _ in self._linear) and kernel_size[0] != kernel_size[1]:
+            raise ValueError(
+                f"{self} does not map a {kernel_size[0]}x{kernel_size[1]} kernel onto itself; use a square one."
+            )
+
+    @property
+    def _linear(self) -> tuple[tuple[bool, tuple[int, ...]], ...]:
+        """For every element how it turns a kernel: flipped along these axes, then transposed.
 
         Raises:
-            ValueError: an element is no symmetry of the torus, or takes the kernel out of its rectangle.
+            ValueError: an element is no symmetry of the torus.
         """
-        # Large enough that no two entries of the kernel meet, and divisible by what the group may divide the grid by.
-        size = self.order * -(-2 * max(kernel_size) // self.order)
-        table = self.positions(size, size)
-        kh, kw = kernel_size
-        out = torch.full((self.order, kh * kw), -1, dtype=torch.int64)
-        row, column = torch.arange(size)[:, None], torch.arange(size)[None, :]
-        for g, (i, j) in itertools.product(range(self.order), itertools.product(range(kh), range(kw))):
-            r, s = i - kh // 2, j - kw // 2
-            moved = table[g].view(size, size)
-            shifted = moved[(row + r) % size, (column + s) % size]
-            down, right = (shifted // size - moved // size) % size, (shifted % size - moved % size) % size
-            if not ((down == down[0, 0]).all() and (right == right[0, 0]).all()):
-                raise ValueError(
-                    f"{self}: element {g} moves neighbouring pixels apart; it is no symmetry of the torus."
-                )
-            at = [int(d + k // 2) % size for d, k in ((down[0, 0], kh), (right[0, 0], kw))]
-            if at[0] >= kh or at[1] >= kw:
-                raise ValueError(f"{self}: element {g} does not map a {kh}x{kw} kernel onto itself; use a square one.")
-            out[g, at[0] * kw + at[1]] = i * kw + j
-        return out
+        if not hasattr(self, "_turns"):
+            self._turns = tuple(self._linear_part(g) for g in range(self.order))
+        return self._turns
 
-    def act(self, x: Tensor, element: int) -> Tensor:
-        """The image moved by an element: ``(..., H, W) -> (..., H, W)``."""
-        return x.flatten(-2)[..., self.positions(*x.shape[-2:], x.device)[element]].unflatten(-1, x.shape[-2:])
+    def _linear_part(self, element: int) -> tuple[bool, tuple[int, ...]]:
+        size = (
+            4 * self.order
+        )  # so large that neighbours are told apart; divisible by what a group may divide the grid by
+        grid = torch.arange(size * size, device="cpu").view(size, size)
+        moved = self.action(grid, element)
+        steps = []
+        for axis in (0, 1):
+            ahead = moved.roll(-1, axis)
+            down, right = (ahead // size - moved // size) % size, (ahead % size - moved % size) % size
+            steps.append((down.unique().tolist(), right.unique().tolist()))
+        # One step along each axis is one step along an axis of the image, forwards or backwards, everywhere.
+        for transposed in (False, True):
+            for flips in ((), (-2,), (-1,), (-2, -1)):
+                signs = [[size - 1 if axis in flips else 1] for axis in (-2, -1)]
+                expected = [(signs[0], [0]), ([0], signs[1])]
+                if transposed:
+                    expected = [([0], signs[0]), (signs[1], [0])]
+                if steps == expected:
+                    return transposed, flips
+        raise ValueError(f"{self}: element {element} moves neighbouring pixels apart; it is no symmetry of the torus.")
 
     def act_on_features(self, x: Tensor, element: int) -> Tensor:
         """What :class:`ella_cuda.nn.GroupLift` makes of the image moved by an element, from what it makes of the image: slice g is what
         slice ``g * element`` was. ``(N, C, G, H, W) -> (N, C, G, H, W)``."""
-        return x[:, :, [self.cayley[g][element] for g in range(self.order)]]
-
-    def cached(self, key: tuple[object, ...], device: torch.device | str, make: Callable[[], Tensor]) -> Tensor:
-        """``make()`` on the device, made once for every key and device: tables of indices that belong to this group."""
-        full = (*key, str(device))
-        if full not in self._tables:
-            self._tables[full] = make().to(device)
-        return self._tables[full]
+        return torch.stack([x[:, :, self.cayley[g][element]] for g in range(self.order)], 2)
 
 
 @dataclass(frozen=True)
 class _Rotations:
     """Quarter turns, after a mirror for the elements from 4 on."""
 
-    def __call__(self, element: int, height: int, width: int) -> Tensor:
-        if height != width:
-            raise ValueError(f"rotations by 90 degrees need square images, got {height}x{width}.")
-        grid = torch.arange(height * width).view(height, width)
-        return torch.rot90(grid.flip(1) if element >= 4 else grid, element % 4).flatten()
+    def __call__(self, x: Tensor, element: int) -> Tensor:
+        if x.shape[-2] != x.shape[-1]:
+            raise ValueError(f"rotations by 90 degrees need square images, got {x.shape[-2]}x{x.shape[-1]}.")
+        return torch.rot90(x.flip(-1) if element >= 4 else x, element % 4, (-2, -1))
 
 
 @dataclass(frozen=True)
@@ -153,12 +163,12 @@ class _Shifts:
 
     parts: int
 
-    def __call__(self, element: int, height: int, width: int) -> Tensor:
-        if width % self.parts:
+    def __call__(self, x: Tensor, element: int) -> Tensor:
+        if x.shape[-1] % self.parts:
             raise ValueError(
-                f"shifts by 1/{self.parts} of the width need a width divisible by {self.parts}, got {width}."
+                f"shifts by 1/{self.parts} of the width need a width divisible by {self.parts}, got {x.shape[-1]}."
             )
-        return torch.arange(height * width).view(height, width).roll(element * width // self.parts, 1).flatten()
+        return x.roll(element * (x.shape[-1] // self.parts), -1)
 
 
 def cyclic(order: int) -> list[list[int]]:

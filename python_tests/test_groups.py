@@ -43,22 +43,20 @@ def test_p4m_does_not_commute():
 
 @pytest.mark.parametrize("group", ALL, ids=NAMES)
 def test_relative_elements(group):
-    relative = group.relative()
     for g, h in itertools.product(range(group.order), repeat=2):
-        assert group.cayley[relative[g][h]][g] == h
+        assert group.cayley[group.relative(g, h)][g] == h
 
 
 @pytest.mark.parametrize("group", ALL, ids=NAMES)
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_a_kernel_turned_by_offsets_sees_a_moved_image_as_the_kernel_sees_the_image(group, size):
+def test_a_turned_kernel_sees_a_moved_image_as_the_kernel_sees_the_image(group, size):
     def correlate(kernel: Tensor, x: Tensor) -> Tensor:
         half = kernel.shape[0] // 2
         return F.conv2d(F.pad(x[None, None], (half,) * 4, mode="circular"), kernel[None, None])[0, 0]
 
     kernel, x = torch.randn(size, size, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
-    offsets = group.offsets((size, size))
     for g in range(group.order):
-        turned = kernel.flatten()[offsets[g]].view(size, size)
+        turned = group.turn_kernel(kernel, g)
         torch.testing.assert_close(correlate(kernel, moved(group, x, g)), moved(group, correlate(turned, x), g))
 
 
@@ -69,15 +67,17 @@ def test_wrong_tables_and_actions_are_refused():
     with pytest.raises(ValueError, match="not associative"):
         Group("no", [[(g - h) % 3 for h in range(3)] for g in range(3)], p4.action)
     with pytest.raises(ValueError, match="not that of"):
-        Group("no", cyclic(8), GROUPS["p4m"].action).positions(4, 4)
-    with pytest.raises(ValueError, match=r"int64 tensors of shape \(16,\)"):
-        Group("no", cyclic(1), lambda g, h, w: torch.arange(3)).positions(4, 4)
+        Group("no", cyclic(8), GROUPS["p4m"].action).act(torch.zeros(4, 4), 0)
+    with pytest.raises(ValueError, match="each to one place"):
+        Group("no", cyclic(1), lambda x, g: x.clamp(max=3)).act(torch.zeros(4, 4), 0)
+    with pytest.raises(ValueError, match="each to one place"):
+        Group("no", cyclic(1), lambda x, g: x[1:]).act(torch.zeros(4, 4), 0)
     with pytest.raises(ValueError, match="square images, got 4x6"):
         p4.act(torch.zeros(1, 4, 6), 1)
     with pytest.raises(ValueError, match="divisible by 4, got 6"):
         cyclic_shifts(4).act(torch.zeros(1, 6, 6), 1)
     with pytest.raises(ValueError, match="3x1 kernel onto itself"):
-        p4.offsets((3, 1))
+        p4.require_kernel((3, 1))
     with pytest.raises(ValueError, match="parts must be a positive integer"):
         cyclic_shifts(0)
     with pytest.raises(ValueError, match="group must be one of p4, p4m"):
@@ -86,23 +86,23 @@ def test_wrong_tables_and_actions_are_refused():
         as_group(4)
 
 
-def swap_halves(element: int, height: int, width: int) -> Tensor:
-    """Swaps the pixels of every other column with those beside them: an involution, but no symmetry of the torus."""
-    index = torch.arange(height * width).view(height, width // 2, 2)
-    return (index.flip(2) if element else index).flatten()
+def swap_pairs(x: Tensor, element: int) -> Tensor:
+    """Every other column with the one beside it: an involution, but no symmetry of the torus."""
+    return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if element else x
 
 
 def test_an_action_that_tears_neighbours_apart_cannot_turn_kernels():
-    torn = Group("torn", cyclic(2), swap_halves)
-    torn.positions(4, 4)
+    torn = Group("torn", cyclic(2), swap_pairs)
+    torn.check(4, 4)
     with pytest.raises(ValueError, match="no symmetry of the torus"):
-        torn.offsets((3, 3))
+        torn.turn_kernel(torch.zeros(3, 3), 1)
 
 
 def test_groups_compare_by_what_they_are_and_survive_pickling():
     p4 = GROUPS["p4"]
-    p4.positions(4, 4)
+    p4.check(4, 4)
     copy = pickle.loads(pickle.dumps(p4))
     assert copy == p4 and hash(copy) == hash(p4) and copy != GROUPS["p4m"] and p4 != "p4"
-    assert torch.equal(copy.positions(4, 4), p4.positions(4, 4))
+    x = torch.randn(4, 4)
+    assert torch.equal(copy.act(x, 1), p4.act(x, 1))
     assert as_group("p4") is p4 and as_group(copy) is copy

@@ -73,7 +73,7 @@ class GroupFilter2d(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
         if self.turns:
-            self._unrolling("cpu")  # says now whether the group fits
+            self.group.require_kernel(self.kernel_size)  # says now whether the group fits
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -104,20 +104,15 @@ class GroupFilter2d(nn.Module):
 
     def unrolled(self) -> Tensor:
         """The filter as a convolution of all slices to all slices: ``(D*G, C*G, kh, kw)``, or ``(D*G, G, kh, kw)`` if depthwise."""
-        taps = self.weight.flatten(2)[:, :, self._unrolling(self.weight.device)]  # (D, C, G, G', R)
-        return taps.transpose(1, 2).flatten(0, 1).flatten(1, 2).unflatten(2, self.kernel_size)
-
-    def _unrolling(self, device: torch.device | str) -> Tensor:
-        """Which entry of ``weight[d, c]`` joins slice g' to slice g at each offset: ``(G, G', R)``."""
-
-        def make() -> Tensor:
-            r = math.prod(self.kernel_size)
-            offsets = (
-                self.group.offsets(self.kernel_size) if self.turns else torch.arange(r).expand(self.group.order, r)
-            )
-            return torch.tensor(self.group.relative())[:, :, None] * r + offsets[:, None]
-
-        return self.group.cached(("unrolling", self.kernel_size, self.turns), device, make)
+        elements, slices = range(self.group.order), self.weight.unbind(2)
+        taps = [slices[self.group.relative(g, h)] for g in elements for h in elements]
+        if self.turns:
+            taps = [
+                self.group.turn_kernel(tap, g)
+                for tap, g in zip(taps, (g for g in elements for _ in elements), strict=True)
+            ]
+        whole = torch.stack(taps, 2).unflatten(2, (len(elements), len(elements)))  # (D, C, G, G', kh, kw)
+        return whole.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def extra_repr(self) -> str:
         what = f"mixes_slices={self.mixes_slices}, depthwise={self.depthwise}, group={self.group.name!r}, frames={self.frames!r}"

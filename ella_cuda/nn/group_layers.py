@@ -38,14 +38,8 @@ def turn_slices(x: Tensor, group: Group, to: str) -> Tensor:
         group: of G elements.
         to: "own", slice g is moved by g; "common", by its inverse.
     """
-    height, width = x.shape[-2:]
-
-    def make() -> Tensor:
-        moves = group.positions(height, width)
-        moves = moves if to == "own" else moves[list(group.inverse)]
-        return (moves + torch.arange(group.order)[:, None] * (height * width)).flatten()
-
-    return x.flatten(2)[:, :, group.cached(("turn", to, height, width), x.device, make)].view_as(x)
+    elements = range(group.order) if to == "own" else group.inverse
+    return torch.stack([group.act(s, g) for s, g in zip(x.unbind(2), elements, strict=True)], 2)
 
 
 class _GroupModule(nn.Module):
@@ -81,8 +75,7 @@ class GroupLift(_GroupModule):
         """``(N, C, H, W) -> (N, C, G, H, W)``."""
         if x.dim() != 4:
             raise ValueError(f"GroupLift: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
-        table = self.group.positions(*x.shape[2:], x.device)
-        return x.flatten(2)[:, :, table].unflatten(3, x.shape[2:])
+        return torch.stack([self.group.act(x, g) for g in range(self.group.order)], 2)
 
 
 class GroupMaxPool(_GroupModule):

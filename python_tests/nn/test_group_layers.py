@@ -317,7 +317,9 @@ def test_layers_compile_whole_and_pass_through_torch_func(variant, frames):
     model, x = randomised(model), images(2, 2, 4, 4)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), model(x))
+    for size in (4, 8):
+        other = images(3, 2, size, size)
+        torch.testing.assert_close(compiled(other), model(other))
     single = torch.func.vmap(lambda one: model(one[None])[0])(x)
     torch.testing.assert_close(single, model(x))
     tangent = torch.randn_like(x)

@@ -43,16 +43,14 @@ class GroupFilter2dRule(Rule):
     def _seen(self, x: Tensor) -> Tensor:
         """For every output slice the input slices in the order and the frame in which the filter meets them, as channels:
         ``(N*G, C*U, H, W)``."""
-        m, (height, width) = self.module, x.shape[3:]
+        m, group = self.module, self.module.group
         if not m.mixes_slices:
             return x.transpose(1, 2).flatten(0, 1)
-        cayley = torch.tensor(m.group.cayley, device=x.device).T  # [g, u]: the slice u g
-        if not m.turns:
-            seen = x[:, :, cayley]  # (N, C, G, U, H, W)
-        else:
-            back = m.group.positions(height, width, x.device)[list(m.group.inverse)]  # (U, P)
-            seen = x.flatten(2)[:, :, cayley[:, :, None] * (height * width) + back].unflatten(4, (height, width))
-        return seen.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+        slices, elements = x.unbind(2), range(group.order)
+        seen = [[slices[group.cayley[u][g]] for u in elements] for g in elements]
+        if m.turns:
+            seen = [[group.act(part, group.inverse[u]) for u, part in enumerate(parts)] for parts in seen]
+        return torch.stack([torch.stack(parts, 2) for parts in seen], 1).flatten(0, 1).flatten(1, 2)
 
     def outputs(self, gradient: Tensor) -> None:
         slices = gradient.transpose(2, 3).flatten(0, 2)  # (K*N*G, D, H, W)

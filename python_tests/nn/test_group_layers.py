@@ -308,25 +308,32 @@ def test_errors_say_what_is_wrong(make, message):
         make()
 
 
+def small_network(variant: str, frames: str) -> nn.Module:
+    pool = GroupPolyphasePool2d(frames=frames)
+    return randomised(nn.Sequential(GroupLift(), GroupConv2d(2, 3, 3, variant, frames=frames), pool, GroupMaxPool()))
+
+
+@pytest.mark.parametrize(("variant", "frames"), [("full", "common"), ("separable", "own")])
+def test_layers_compile_whole(variant, frames):
+    torch._dynamo.reset()
+    model = small_network(variant, frames)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for size in (4, 6):
+        x = images(3, 2, size, size)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
 @each_variant
 @each_frame
-def test_layers_compile_whole_and_pass_through_torch_func(variant, frames):
-    model = nn.Sequential(
-        GroupLift(), GroupConv2d(2, 3, 3, variant, frames=frames), GroupPolyphasePool2d(frames=frames), GroupMaxPool()
-    )
-    model, x = randomised(model), images(2, 2, 4, 4)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for size in (4, 8):
-        other = images(3, 2, size, size)
-        torch.testing.assert_close(compiled(other), model(other))
+def test_layers_pass_through_torch_func(variant, frames):
+    model, x = small_network(variant, frames), images(2, 2, 4, 4)
     single = torch.func.vmap(lambda one: model(one[None])[0])(x)
     torch.testing.assert_close(single, model(x))
     tangent = torch.randn_like(x)
     _, forward = torch.func.jvp(model, (x,), (tangent,))
     step = 1e-6 * tangent
     torch.testing.assert_close(forward, (model(x + step) - model(x - step)) / 2e-6, rtol=1e-6, atol=1e-6)
-    assert torch.autograd.gradcheck(model[1], GroupLift()(x).requires_grad_())
+    assert torch.autograd.gradcheck(model[1], GroupLift()(x[:1, :, :2, :2]).requires_grad_())
 
 
 def test_layers_hold_weights_only_and_can_be_copied_and_pickled():

@@ -30,11 +30,16 @@ def as_count(name: str, value: int) -> int:
     return value
 
 
-def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int], weight: Tensor) -> None:
-    """ValueError unless x is ``(N, channels, *size)`` and of the weight's dtype."""
+def check_dtype(layer: str, x: Tensor, weight: Tensor) -> None:
+    """ValueError unless x is of the weight's dtype."""
     if x.dtype != weight.dtype:
         raise ValueError(
             f"{layer}: x is {x.dtype}, the layer's parameters are {weight.dtype}; convert one with .to(), for example x.to({weight.dtype})."
         )
+
+
+def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int], weight: Tensor) -> None:
+    """ValueError unless x is ``(N, channels, *size)`` and of the weight's dtype."""
+    check_dtype(layer, x, weight)
     if x.dim() != 4 or tuple(x.shape[1:]) != (channels, *size):
         raise ValueError(f"{layer}: x must have shape (N, {channels}, {size[0]}, {size[1]}), got {tuple(x.shape)}.")

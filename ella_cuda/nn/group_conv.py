@@ -84,7 +84,7 @@ class GroupFilter2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, D, G, H, W)``."""
-        check_features("GroupFilter2d", x, self.in_channels, self.group)
+        check_features("GroupFilter2d", x, self.in_channels, self.group, self.weight)
         n, order = x.shape[0], self.group.order
         if not self.mixes_slices and not self.depthwise:
             slices = x.transpose(1, 2).flatten(0, 1)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
-from ella_cuda.nn._sizes import Size, as_size
+from ella_cuda.nn._sizes import Size, as_size, check_dtype
 from ella_cuda.nn.factored import FactoredLinear2d
 
 FRAMES = ("own", "common")
@@ -20,8 +20,10 @@ def as_frames(frames: str) -> str:
     return frames
 
 
-def check_features(layer: str, x: Tensor, channels: int | None, group: Group) -> None:
-    """ValueError unless x is ``(N, channels, order, H, W)``; None channels are any number."""
+def check_features(layer: str, x: Tensor, channels: int | None, group: Group, weight: Tensor | None = None) -> None:
+    """ValueError unless x is ``(N, channels, order, H, W)``, and of the weight's dtype; None channels are any number."""
+    if weight is not None:
+        check_dtype(layer, x, weight)
     if x.dim() != 5 or x.shape[2] != group.order or channels not in (None, x.shape[1]):
         wanted = "C" if channels is None else channels
         raise ValueError(

@@ -294,6 +294,7 @@ def test_an_equivariant_start_has_its_other_paths_off():
         (lambda: GroupFilter2d(2, 3, depthwise=True), "must be in_channels, 2; got 3"),
         (lambda: GroupConv2d(3, 1)(images(2, 3, 8, 4, 4).float()), r"\(N, 3, 4, H, W\), with a slice for each element of p4"),
         (lambda: GroupConv2d(3, 1)(images(2, 2, 4, 4, 4).float()), r"\(N, 3, 4, H, W\)"),
+        (lambda: GroupConv2d(3, 1)(images(2, 3, 4, 4, 4)), "x is torch.float64, the layer's parameters are torch.float32"),
         (lambda: GroupLift()(images(3, 4, 4)), r"\(N, C, H, W\), got \(3, 4, 4\)"),
         (lambda: GroupLift()(images(1, 3, 4, 6)), "square images, got 4x6"),
         (lambda: GroupMaxPool()(images(2, 3, 4, 4)), "GroupLift makes such features"),

@@ -42,6 +42,12 @@ def integers(ids: Tensor, seed: int, purpose: str, high: int) -> Tensor:
     return torch.from_numpy((bits(ids, seed, purpose) % np.uint64(high)).astype(np.int64))
 
 
+def uniform(ids: Tensor, seed: int, purpose: str, low: float, high: float) -> Tensor:
+    """For every id a uniform number in ``low .. high``, of 53 random bits, ``(N,)`` float64."""
+    fraction = (bits(ids, seed, purpose) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return torch.from_numpy(low + (high - low) * fraction)
+
+
 def stratified_order(labels: Tensor, ids: Tensor, seed: int, purpose: str) -> Tensor:
     """A random order of the images in which every beginning has the classes in proportion.
 

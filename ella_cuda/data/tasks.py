@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ella_cuda.data.dataset import Dataset
-from ella_cuda.data.draws import integers
+from ella_cuda.data.draws import integers, uniform
 from ella_cuda.data.preprocess import resize
+from ella_cuda.data.warp import warp
 
 QUADRANTS = 4
+MAX_TRANSLATION = 8 / 32  # of the image's size, each way
+MAX_MAGNIFICATION = 2.0  # and its inverse
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,13 @@ class Task:
         transform: ``(images, labels, ids, num_classes, image_size, seed) -> (images, labels)``; whatever it draws for
             an image, it draws from the image's id (:mod:`ella_cuda.data.draws`).
         classes_per_class: the task's number of classes over the data set's.
+        halved: whether images are made of halves, so that their size must be even.
     """
 
     description: str
     transform: Callable[[Tensor, Tensor, Tensor, int, int, int], tuple[Tensor, Tensor]]
     classes_per_class: int = 1
+    halved: bool = False
 
 
 def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) -> Dataset:
@@ -38,13 +45,22 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     num_classes * quadrant``; quadrants are numbered in reading order (0 upper left, 1 upper right, 2 lower left, 3
     lower right).
 
-    An image's quadrant depends on ``seed`` and on its id only.
+    ``rotated``, ``translated``, ``scaled``: each image resized, then turned about its centre by a uniform angle in
+    ±180°, moved right and down by two uniform real numbers in ±8 pixels of 32 (in proportion at other sizes), or
+    magnified about its centre by a factor whose logarithm is uniform in ±log 2, so 1/2 to 2. Interpolation is bilinear.
+    What comes from outside the image is 0, black, as around a digit, and what leaves it is lost: of an MNIST digit,
+    which fills 20 of 28 pixels, that begins at magnification 1.4. Ranges, interpolation and border are those of the
+    published experiments. Translation is not around a torus, though that would be a convolution's exact symmetry here:
+    invariance would then hold by construction, and a photograph would get a seam. The two agree while nothing but
+    black crosses the edge.
+
+    Whatever is drawn for an image depends on ``seed`` and on its id only, not on which other images there are.
 
     Args:
         dataset: images in 0..1, of any size.
-        task: ``plain``, ``digit`` or ``quadrant``.
-        image_size: height and width of the new images, in pixels; even for the quadrant tasks.
-        seed: chooses the quadrants.
+        task: a name of :data:`TASKS`.
+        image_size: height and width of the new images, in pixels, at least 2; even for the quadrant tasks.
+        seed: chooses the quadrants, angles, shifts and factors.
 
     Returns:
         A :class:`Dataset` of ``(N, C, image_size, image_size)`` images, not normalised.
@@ -52,13 +68,16 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     Raises:
         ValueError: an unknown task or an image size that does not fit.
 
-    Source: the toy problem of van der Ouderaa et al., NeurIPS 2023, section 6.1.
+    Source: the toy problem of van der Ouderaa et al., NeurIPS 2023, section 6.1; the transformed data sets are those
+    of its experiments on several groups, and of Immer et al., "Invariance learning in deep neural networks with
+    differentiable Laplace approximations", NeurIPS 2022.
     """
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-    if image_size < 2 or (image_size % 2 and task != "plain"):
-        raise ValueError(f"image_size must be a positive even number of pixels, got {image_size}.")
     chosen = TASKS[task]
+    if image_size < 2 or (image_size % 2 and chosen.halved):
+        even = ", and even" if chosen.halved else ""
+        raise ValueError(f"image_size must be at least 2 pixels{even} for the task {task}, got {image_size}.")
 
     def made(images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return chosen.transform(images, labels, ids, dataset.num_classes, image_size, seed)
@@ -102,8 +121,40 @@ def _quadrant(
     return canvas, labels + num_classes * quadrant
 
 
+def _rotated(
+    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Each image turned counter-clockwise, as it is looked at, by its angle."""
+    angle = uniform(ids, seed, "angle", -math.pi, math.pi)
+    cos, sin = angle.cos(), angle.sin()
+    # The way back, from the result to the image. Clockwise with the second coordinate down.
+    back = torch.stack([torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)], dim=-2)
+    return warp(resize(images, size), back, torch.zeros(len(ids), 2, dtype=torch.float64)), labels
+
+
+def _translated(
+    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    most = MAX_TRANSLATION * size
+    moved = torch.stack([uniform(ids, seed, f"shift {way}", -most, most) for way in ("right", "down")], dim=-1)
+    return warp(resize(images, size), torch.eye(2, dtype=torch.float64).expand(len(ids), 2, 2), -moved), labels
+
+
+def _scaled(
+    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    most = math.log(MAX_MAGNIFICATION)
+    back = torch.eye(2, dtype=torch.float64) / uniform(ids, seed, "log scale", -most, most).exp()[:, None, None]
+    return warp(resize(images, size), back, torch.zeros(len(ids), 2, dtype=torch.float64)), labels
+
+
 TASKS: dict[str, Task] = {
     "plain": Task("the images as they are, resized", _plain),
-    "digit": Task("each image in one of four quadrants; which class?", _digit),
-    "quadrant": Task("each image in one of four quadrants; which class, and which quadrant?", _quadrant, QUADRANTS),
+    "digit": Task("each image in one of four quadrants; which class?", _digit, halved=True),
+    "quadrant": Task(
+        "each image in one of four quadrants; which class, and which quadrant?", _quadrant, QUADRANTS, halved=True
+    ),
+    "rotated": Task("each image turned by up to 180° either way", _rotated),
+    "translated": Task("each image moved by up to 8 of 32 pixels in each direction", _translated),
+    "scaled": Task("each image at 1/2 to 2 times its size", _scaled),
 }

@@ -56,7 +56,7 @@ class RunConfig:
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
         holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
-        data_seed: of the quadrants, the subsample and the hold-out split; runs of a table share it.
+        data_seed: of what the task draws for each image, the subsample and the hold-out split; runs of a table share it.
         image_size: height and width of the images, in pixels.
 
     Raises:

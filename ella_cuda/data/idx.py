@@ -35,12 +35,22 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Source: Y. LeCun, C. Cortes, "The MNIST database of handwritten digits", section "File formats".
     """
     path = Path(path)
+    return parse_idx(idx_content(path), path)
+
+
+def idx_content(path: Path) -> bytes:
+    """The bytes of a file, uncompressed; raises as :func:`read_idx` does."""
     raw = path.read_bytes()
-    if raw[:2] == GZIP_MAGIC:
-        try:
-            raw = gzip.decompress(raw)
-        except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is a damaged or truncated gzip file ({error}); fetch it again.") from error
+    if raw[:2] != GZIP_MAGIC:
+        return raw
+    try:
+        return gzip.decompress(raw)
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path} is a damaged or truncated gzip file ({error}); fetch it again.") from error
+
+
+def parse_idx(raw: bytes, path: Path) -> np.ndarray:
+    """The array in an IDX file's bytes; ``path`` is for the messages of what :func:`read_idx` raises."""
     if len(raw) < 4 or raw[:2] != b"\0\0":
         raise ValueError(
             f"{path} is not an IDX file: it must begin with two zero bytes, got {raw[:4].hex(' ') or 'an empty file'}."

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ella_cuda.data.cifar import read_cifar_batch
+from ella_cuda.data.checksums import compare, md5
+from ella_cuda.data.cifar import parse_cifar_batch, read_archive
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import read_idx
+from ella_cuda.data.idx import idx_content, parse_idx
 
 DEFAULT_ROOT = Path("data")
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -28,15 +29,20 @@ def load(name: str, root: str | os.PathLike[str] | None = None, download: bool =
             proportion), ``mnist``, ``fashion-mnist``, ``cifar10`` or ``cifar100``.
         root: the folder with the data, laid out as torchvision does (``root/MNIST/raw``, ``root/FashionMNIST/raw``,
             ``root/cifar-10-batches-py``, ``root/cifar-100-python``), or holding an IDX data set's four files itself,
-            plain or ``.gz``. Default ``data``. Fashion-MNIST is also found where Debian's package
-            ``dataset-fashion-mnist`` puts it.
+            plain or ``.gz``, or CIFAR's archive as published (``root/cifar-10-python.tar.gz``,
+            ``root/cifar-100-python.tar.gz``), which is read without unpacking it. Default ``data``. Fashion-MNIST is
+            also found where Debian's package ``dataset-fashion-mnist`` puts it.
         download: fetch what is missing into ``root``, through torchvision.
 
     Returns:
         A :class:`Dataset` with pixels in 0..1.
 
+    Warns:
+        UserWarning: a file's content is not the published one, by its MD5. Files of your own in the same format load;
+            the warning is for those that are not.
+
     Raises:
-        ValueError: an unknown name, or a damaged file.
+        ValueError: an unknown name, a file that is damaged or truncated, or one that is another data set's.
         FileNotFoundError: the files are not there; the message lists where they were looked for and how to get them.
         RuntimeError: a download failed.
     """
@@ -70,7 +76,7 @@ def _digits(root: Path, download: bool) -> Dataset:
 
 
 def _idx_source(
-    title: str, torchvision_name: str, system_folders: tuple[Path, ...], advice: str
+    name: str, title: str, torchvision_name: str, system_folders: tuple[Path, ...], advice: str
 ) -> Callable[[Path, bool], Dataset]:
     def source(root: Path, download: bool) -> Dataset:
         folders = (root, root / torchvision_name / "raw", *system_folders)
@@ -83,7 +89,8 @@ def _idx_source(
                 f"{title}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in "
                 f"{', '.join(str(f) for f in folders)}. {advice}"
             )
-        train_images, train_labels, test_images, test_labels = (read_idx(f) for f in files)
+        contents = [idx_content(f) for f in files]
+        train_images, train_labels, test_images, test_labels = map(parse_idx, contents, files)
         for file, array, ndim in zip(
             files, (train_images, train_labels, test_images, test_labels), (3, 1, 3, 1), strict=True
         ):
@@ -94,6 +101,7 @@ def _idx_source(
                 raise ValueError(
                     f"{pair[0]} has {len(images)} images and {pair[1]} has {len(labels)} labels; they must agree."
                 )
+        compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
         return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)
 
     return source
@@ -109,29 +117,44 @@ def _find_idx(folders: tuple[Path, ...]) -> list[Path] | None:
 
 
 def _cifar_source(
+    name: str,
     title: str,
     torchvision_name: str,
+    archive: str,
     folder: str,
     files: tuple[tuple[str, ...], tuple[str, ...]],
     label_key: bytes,
     num_classes: int,
 ) -> Callable[[Path, bool], Dataset]:
     def source(root: Path, download: bool) -> Dataset:
-        paths = [[root / folder / name for name in part] for part in files]
-        missing = [p for part in paths for p in part if not p.is_file()]
-        if missing and download:
+        names = [f for part in files for f in part]
+        read = _cifar_contents(root, archive, folder, names)
+        if read is None and download:
             _download(torchvision_name, root)
-            missing = [p for p in missing if not p.is_file()]
-        if missing:
+            read = _cifar_contents(root, archive, folder, names)
+        if read is None:
+            missing = [str(root / folder / f) for f in names if not (root / folder / f).is_file()]
             raise FileNotFoundError(
-                f"{title}: {', '.join(str(p) for p in missing)} not found. Name the folder that holds {folder}/ (the "
-                "python version, unpacked) with --data-dir, or let --download fetch it."
+                f"{title}: {root / archive} not found, nor {', '.join(missing)}. Name the folder that holds {archive} "
+                f"(the python version) or {folder}/ (what is in it) with --data-dir, or let --download fetch it."
             )
-        train, test = ([read_cifar_batch(p, label_key) for p in part] for part in paths)
+        train, test = ([parse_cifar_batch(read[f][1], read[f][0], label_key) for f in part] for part in files)
+        compare(name, [(where, f, md5(raw)) for f, (where, raw) in read.items()])
         joined = [tuple(np.concatenate(arrays) for arrays in zip(*part, strict=True)) for part in (train, test)]
         return _tensors(*joined, num_classes)
 
     return source
+
+
+def _cifar_contents(root: Path, archive: str, folder: str, names: list[str]) -> dict[str, tuple[str, bytes]] | None:
+    """Each file's place, for messages, and content, from the folder if it has them all or else from the archive."""
+    paths = {n: root / folder / n for n in names}
+    if all(p.is_file() for p in paths.values()):
+        return {n: (str(p), p.read_bytes()) for n, p in paths.items()}
+    if not (root / archive).is_file():
+        return None
+    contents = read_archive(root / archive, [f"{folder}/{n}" for n in names])
+    return {n: (f"{root / archive}: {folder}/{n}", contents[f"{folder}/{n}"]) for n in names}
 
 
 def _download(torchvision_name: str, root: Path) -> None:
@@ -152,9 +175,10 @@ def _download(torchvision_name: str, root: Path) -> None:
 SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
     "digits": _digits,
     "mnist": _idx_source(
-        "MNIST", "MNIST", (), "Name the folder that holds them with --data-dir, or let --download fetch them."
+        "mnist", "MNIST", "MNIST", (), "Name the folder that holds them with --data-dir, or let --download fetch them."
     ),
     "fashion-mnist": _idx_source(
+        "fashion-mnist",
         "Fashion-MNIST",
         "FashionMNIST",
         (DEBIAN_FASHION_MNIST,),
@@ -162,14 +186,23 @@ SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
         "them with --data-dir, or let --download fetch them.",
     ),
     "cifar10": _cifar_source(
+        "cifar10",
         "CIFAR-10",
         "CIFAR10",
+        "cifar-10-python.tar.gz",
         "cifar-10-batches-py",
         (tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",)),
         b"labels",
         10,
     ),
     "cifar100": _cifar_source(
-        "CIFAR-100", "CIFAR100", "cifar-100-python", (("train",), ("test",)), b"fine_labels", 100
+        "cifar100",
+        "CIFAR-100",
+        "CIFAR100",
+        "cifar-100-python.tar.gz",
+        "cifar-100-python",
+        (("train",), ("test",)),
+        b"fine_labels",
+        100,
     ),
 }

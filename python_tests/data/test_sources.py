@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
 import struct
+import tarfile
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from ella_cuda.data import load, sources
+from ella_cuda.data import Dataset, load, make_task, sources, subsample
+from ella_cuda.data.checksums import PUBLISHED
 
+# Most files here are generated, which `load` says; what it says has tests of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*not as published")
 DIGITS_TEST_BEGINNING = [11, 15, 17, 20, 21, 28, 29, 31]
 DIGITS_TEST_SUM = 321119
 
@@ -87,12 +94,16 @@ def test_missing_files_say_where_and_how(tmp_path, monkeypatch):
     (tmp_path / "t10k-images-idx3-ubyte.gz").unlink()
     with pytest.raises(FileNotFoundError):
         load("mnist", tmp_path)
-    with pytest.raises(FileNotFoundError, match="cifar-10-batches-py"):
+    with pytest.raises(
+        FileNotFoundError, match=r"cifar-10-python\.tar\.gz not found, nor .*cifar-10-batches-py/data_batch_1"
+    ):
         load("cifar10", tmp_path)
 
 
 def test_fashion_mnist_names_its_debian_package(tmp_path, monkeypatch):
-    missing = sources._idx_source("Fashion-MNIST", "FashionMNIST", (tmp_path / "none",), "apt-get install x")
+    missing = sources._idx_source(
+        "fashion-mnist", "Fashion-MNIST", "FashionMNIST", (tmp_path / "none",), "apt-get install x"
+    )
     with pytest.raises(FileNotFoundError, match=r"none\. apt-get install x"):
         missing(tmp_path, False)
     if not sources.DEBIAN_FASHION_MNIST.exists():
@@ -100,9 +111,21 @@ def test_fashion_mnist_names_its_debian_package(tmp_path, monkeypatch):
             load("fashion-mnist", tmp_path)
 
 
-@pytest.mark.skipif(not sources.DEBIAN_FASHION_MNIST.exists(), reason="Debian's dataset-fashion-mnist is not installed")
-def test_the_real_fashion_mnist(tmp_path):
-    data = load("fashion-mnist", tmp_path)
+needs_fashion_mnist = pytest.mark.skipif(
+    not sources.DEBIAN_FASHION_MNIST.exists(), reason="Debian's dataset-fashion-mnist is not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def fashion_mnist() -> Dataset:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is as published, though Debian compressed it anew
+        return load("fashion-mnist", "there-is-no-such-folder")
+
+
+@needs_fashion_mnist
+def test_the_real_fashion_mnist(fashion_mnist):
+    data = fashion_mnist
     assert data.train_images.shape == (60000, 1, 28, 28)
     assert data.test_images.shape == (10000, 1, 28, 28)
     assert data.train_labels.bincount().tolist() == [6000] * 10
@@ -110,6 +133,26 @@ def test_the_real_fashion_mnist(tmp_path):
     # The mean and standard deviation that everyone normalises Fashion-MNIST with.
     assert abs(float(data.train_images.double().mean()) - 0.2860) < 5e-5
     assert abs(float(data.train_images.double().std()) - 0.3530) < 5e-5
+
+
+@needs_fashion_mnist
+@pytest.mark.parametrize("task", ["quadrant", "rotated", "translated", "scaled"])
+def test_the_real_fashion_mnist_in_parts_is_part_of_the_whole(fashion_mnist, task):
+    data = subsample(fashion_mnist, 1000)
+    data = replace(data, test_images=data.test_images[:9], test_labels=data.test_labels[:9], test_ids=data.test_ids[:9])
+    part = subsample(data, 100, seed=1)
+    whole, made = make_task(data, task), make_task(part, task)
+    place = {int(i): k for k, i in enumerate(whole.train_ids)}
+    index = torch.tensor([place[int(i)] for i in made.train_ids])
+    assert torch.equal(made.train_images, whole.train_images[index])
+    assert torch.equal(made.train_labels, whole.train_labels[index])
+    assert 0 <= float(made.train_images.min()) < float(made.train_images.max()) <= 1 + 1e-6
+
+
+@needs_fashion_mnist
+def test_fashion_mnist_is_not_taken_for_mnist():
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte.gz is fashion-mnist's file, not mnist's"):
+        load("mnist", sources.DEBIAN_FASHION_MNIST)
 
 
 def test_digits_are_scikit_learns(tmp_path):
@@ -219,6 +262,157 @@ def test_a_damaged_cifar_file_is_named(tmp_path, damage):
     path.write_bytes(raw[: len(raw) // 2] if damage == "truncated" else raw)
     with pytest.raises(ValueError, match=r"test_batch .*fetch it again"):
         load("cifar10", tmp_path)
+
+
+FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
+ARCHIVES = {"cifar10": "cifar-10-python.tar.gz", "cifar100": "cifar-100-python.tar.gz"}
+
+
+def pack(root: Path, name: str, prefix: str = "") -> Path:
+    """The archive in place of the folder."""
+    folder, archive = root / FOLDERS[name], root / ARCHIVES[name]
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, prefix + folder.name)
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    return archive
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_an_archive_is_its_folder_and_is_not_unpacked(tmp_path, name, prefix):
+    write_cifar(tmp_path, name == "cifar100", 2)
+    unpacked = load(name, tmp_path)
+    pack(tmp_path, name, prefix)
+    packed = load(name, tmp_path)
+    for part in ("train_images", "train_labels", "test_images", "test_labels"):
+        assert torch.equal(getattr(packed, part), getattr(unpacked, part))
+    assert [p.name for p in tmp_path.iterdir()] == [ARCHIVES[name]]
+
+
+@pytest.mark.parametrize("kept", ["half", "all but the checksum", "a bit changed", "another format"])
+def test_a_damaged_archive_is_named(tmp_path, kept):
+    write_cifar(tmp_path, False, 2)
+    archive = pack(tmp_path, "cifar10")
+    raw = bytearray(archive.read_bytes())
+    raw[len(raw) // 2] ^= kept == "a bit changed"
+    cut = {"half": raw[: len(raw) // 2], "all but the checksum": raw[:-6], "another format": b"<html>not here</html>"}
+    archive.write_bytes(cut.get(kept, raw))
+    with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz is a damaged or truncated"):
+        load("cifar10", tmp_path)
+
+
+def test_an_archive_without_a_batch_names_it(tmp_path):
+    write_cifar(tmp_path, False, 2)
+    (tmp_path / FOLDERS["cifar10"] / "data_batch_4").unlink()
+    pack(tmp_path, "cifar10")
+    with pytest.raises(ValueError, match=r"cifar-10-python\.tar\.gz has no cifar-10-batches-py/data_batch_4"):
+        load("cifar10", tmp_path)
+
+
+def test_an_archive_can_neither_write_nor_run_nor_point_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_cifar(tmp_path, True, 2)
+    outside = tmp_path / "outside"
+    outside.write_bytes((tmp_path / FOLDERS["cifar100"] / "train").read_bytes())
+    with tarfile.open(tmp_path / ARCHIVES["cifar100"], "w:gz") as tar:
+        tar.add(outside, "../should-not-exist")
+        tar.add(tmp_path / FOLDERS["cifar100"] / "test", "cifar-100-python/test")
+        link = tarfile.TarInfo("cifar-100-python/train")
+        link.type, link.linkname = tarfile.SYMTYPE, str(outside)
+        tar.addfile(link)
+    (tmp_path / FOLDERS["cifar100"] / "train").unlink()
+    with pytest.raises(ValueError, match=r"has no cifar-100-python/train"):
+        load("cifar100", tmp_path)
+    (tmp_path / FOLDERS["cifar100"] / "train").write_bytes(pickle.dumps({b"data": Hostile(), b"fine_labels": [1]}))
+    pack(tmp_path, "cifar100")
+    with pytest.raises(ValueError, match=r"tar\.gz: cifar-100-python/train.*system"):
+        load("cifar100", tmp_path)
+    assert not [p for p in (*tmp_path.rglob("should-not-exist"), *tmp_path.parent.glob("should-not-exist"))]
+
+
+def test_a_file_too_large_for_cifar_is_not_read(tmp_path, monkeypatch):
+    write_cifar(tmp_path, True, 2)
+    pack(tmp_path, "cifar100")
+    monkeypatch.setattr("ella_cuda.data.cifar.MAX_MEMBER_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"cifar-100-python/(train|test) has \d+ bytes, more than the 1000"):
+        load("cifar100", tmp_path)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The MD5 of every file's content, compressed or not, by its name without .gz."""
+    contents = {p.name.removesuffix(".gz"): p for p in folder.iterdir()}
+    return {
+        name: hashlib.md5(gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes()).hexdigest()
+        for name, p in contents.items()
+    }
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_files_as_published_are_silent_and_others_named_once(tmp_path, monkeypatch, compress):
+    write_mnist(tmp_path, compress)
+    monkeypatch.setitem(PUBLISHED, "mnist", digests(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load("mnist", tmp_path)
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.arange(5), compress)
+    with pytest.warns(UserWarning, match="mnist: not as published") as caught:
+        data = load("mnist", tmp_path)
+    assert data.test_labels.tolist() == [0, 1, 2, 3, 4]
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    message = str(caught[0].message)
+    assert digests(tmp_path)["t10k-labels-idx1-ubyte"] in message
+    assert PUBLISHED["mnist"]["t10k-labels-idx1-ubyte"] in message
+    assert message.count("ubyte") == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cifar_as_published_is_silent_and_a_changed_pixel_is_not(tmp_path, monkeypatch, packed):
+    written = write_cifar(tmp_path, False, 2)
+    monkeypatch.setitem(PUBLISHED, "cifar10", digests(tmp_path / FOLDERS["cifar10"]))
+    path = tmp_path / FOLDERS["cifar10"] / "data_batch_2"
+    raw, pixels = path.read_bytes(), written["data_batch_2"][0].tobytes()
+    at = raw.find(pixels[:40]) + 20
+    changed = raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :]
+    files = {p: p.read_bytes() for p in path.parent.iterdir()}
+    for content, expected in ((raw, 0), (changed, 1)):
+        path.parent.mkdir(exist_ok=True)
+        for file, as_written in files.items():
+            file.write_bytes(content if file == path else as_written)
+        if packed:
+            pack(tmp_path, "cifar10")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load("cifar10", tmp_path)
+        assert len(caught) == expected
+    assert "data_batch_2" in str(caught[0].message) and "data_batch_1" not in str(caught[0].message)
+
+
+def test_another_data_sets_file_is_refused(tmp_path, monkeypatch):
+    write_mnist(tmp_path)
+    monkeypatch.setitem(PUBLISHED, "fashion-mnist", digests(tmp_path))
+    with pytest.raises(ValueError, match="is fashion-mnist's file, not mnist's"):
+        load("mnist", tmp_path)
+    assert len(load("fashion-mnist", tmp_path).train_images) == 12
+
+
+def test_every_checksum_names_one_file():
+    names = {(data, file) for data, files in PUBLISHED.items() for file in files}
+    assert len({d for files in PUBLISHED.values() for d in files.values()}) == len(names) == 16
+    assert all(set(PUBLISHED[d]) == set(sources.IDX_FILES) for d in ("mnist", "fashion-mnist"))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifars_checksums_are_torchvisions(name):
+    try:
+        from torchvision import datasets
+    except Exception as error:
+        pytest.skip(f"torchvision does not import: {error}")
+    kind = getattr(datasets, name.upper())
+    assert PUBLISHED[name] == {file: digest for file, digest in [*kind.train_list, *kind.test_list]}
+    assert (kind.filename, kind.base_folder) == (ARCHIVES[name], FOLDERS[name])
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])

@@ -98,7 +98,8 @@ def marglik_training(
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
         resolution: "shared" or "per_channel" output factors of F-FC.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
-        marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``.
+        marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
+            :class:`ella_cuda.data.TensorLoader` that augments.
         checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it; on the
             CPU a resumed run gives the numbers of an uninterrupted one bit for bit.
         on_evaluation: called with an :class:`Evaluation` after every evaluation.
@@ -181,6 +182,11 @@ def marglik_training(
         "scheduler_kwargs": _plain(scheduler_kwargs),
         "n_data": _dataset_size(train_loader),
     }
+    if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
+        raise ValueError(
+            "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
+            "as they are. Pass a TensorLoader of the same data without augment."
+        )
     evidence_loader = train_loader if marglik_loader is None else marglik_loader
     loaders = [train_loader, evidence_loader]
     margliks: list[float] = []

@@ -76,6 +76,7 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"cooldown": 0.0}, "cooldown must be above 0"),
         ({"cooldown": 1.5}, "cooldown must be above 0"),
         ({"fisher": "empirical"}, "fisher must be one of"),
+        ({"augment": "mixup"}, "augment must be one of none, flips-shifts"),
         ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
         ({"lr_shape": 0.0}, "lr_shape must be positive"),
         ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
@@ -235,6 +236,37 @@ def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):
     assert max(g["initial_lr"] for g in groups) == 0.01
 
 
+def test_weights_learn_from_augmented_images_and_the_evidence_from_the_images_as_they_are(tmp_path, monkeypatch):
+    config = dataclasses.replace(small(epochs=1), task="digit", augment="flips-shifts")
+    real, seen = experiments.run.marglik_training, []
+
+    def train(model, train_loader, *args, **kwargs):
+        seen.append((train_loader, kwargs["marglik_loader"]))
+        return real(model, train_loader, *args, **kwargs)
+
+    monkeypatch.setattr(experiments.run, "marglik_training", train)
+    run_one(config, tmp_path / "augmented", progress=False)
+    run_one(dataclasses.replace(config, augment="none"), tmp_path / "plain", progress=False)
+    data = prepare_for(config)
+    for train_loader, evidence_loader in seen:
+        assert torch.equal(torch.cat([x for x, _ in evidence_loader]), data.train_images)
+        images = sorted(x.sum().item() for batch, _ in train_loader for x in batch)
+        same = images == pytest.approx(sorted(x.sum().item() for x in data.train_images), abs=1e-2)
+        assert same == (train_loader is seen[1][0])
+    assert torch.equal(seen[0][0].augment.fill, data.black) and float(data.black) < 0
+
+
+def test_augmentation_is_cifars_as_published_and_never_changes_labels():
+    for data in SOURCES:
+        expected = "flips-shifts" if data.startswith("cifar") else "none"
+        assert configure(data, "plain", "conv", "map").augment == expected
+        assert configure(data, "quadrant", "conv", "map").augment == "none"
+    assert configure("cifar10", "plain", "conv", "map", augment="none").augment == "none"
+    assert configure("digits", "rotated", "conv", "map", augment="flips-shifts").augment == "flips-shifts"
+    with pytest.raises(ValueError, match="augment must be none for the task quadrant"):
+        configure("cifar10", "quadrant", "conv", "map", augment="flips-shifts")
+
+
 def test_seeds_differ_and_repeat(tmp_path):
     rows = [
         run_one(small(objective="map", epochs=1, seed=s), tmp_path / str(i), progress=False)
@@ -244,9 +276,12 @@ def test_seeds_differ_and_repeat(tmp_path):
     assert rows[0]["nll"] != rows[2]["nll"]
 
 
-@pytest.mark.parametrize(("objective", "cooldown"), [("map", 0.5), ("evidence", None)])
-def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective, cooldown):
-    config = small(objective=objective, epochs=4, cooldown=cooldown)
+@pytest.mark.parametrize(
+    ("objective", "change"),
+    [("map", {"cooldown": 0.5}), ("evidence", {}), ("evidence", {"task": "digit", "augment": "flips-shifts"})],
+)
+def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, objective, change):
+    config = dataclasses.replace(small(objective=objective, epochs=4), **change)
     whole = run_one(config, tmp_path / "whole", progress=False)
     record = Diary.record
 

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRand
 
 from ella_cuda import marglik_training, training
 from ella_cuda.checkpoint import read_checkpoint
-from ella_cuda.data import TensorLoader
+from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
 from python_tests.ops.checks import assert_same
@@ -396,6 +396,15 @@ def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, fisher, shuf
     for _ in range(2):  # the second time the run is finished, and only refitted
         same_results(run(tmp_path / "run.pt"), whole)
         assert torch.equal(torch.rand(3), after)
+
+
+def test_evidence_of_augmented_images_is_refused():
+    x, y = images()
+    augmenting = TensorLoader(x, y, 10, augment=FlipsShifts(torch.zeros(x.shape[1]), 1))
+    with pytest.raises(ValueError, match="marglik_loader must be given"):
+        marglik_training(Network(), augmenting, n_epochs=2, progress_bar=False)
+    marglik_training(Network(), augmenting, n_epochs=1, objective="map", progress_bar=False)
+    marglik_training(Network(), augmenting, n_epochs=1, marglik_loader=TensorLoader(x, y, 10), progress_bar=False)
 
 
 def test_killed_process_resumes(tmp_path, beside_the_tests):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ella_cuda import experiments
 from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
-from ella_cuda.data import SOURCES, TASKS
+from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
@@ -62,6 +62,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         FRAMES,
         "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
     ),
+    ("augment", AUGMENTATIONS, "of the images that weights learn from; cifar10, cifar100: flips-shifts"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.

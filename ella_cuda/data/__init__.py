@@ -1,5 +1,6 @@
 """Image data sets as tensors, the tasks made from them, and a loader that keeps them on one device."""
 
+from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts, augmentation
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.idx import read_idx
 from ella_cuda.data.loader import TensorLoader
@@ -8,10 +9,13 @@ from ella_cuda.data.sources import SOURCES, load
 from ella_cuda.data.tasks import TASKS, make_task
 
 __all__ = [
+    "AUGMENTATIONS",
     "SOURCES",
     "TASKS",
     "Dataset",
+    "FlipsShifts",
     "TensorLoader",
+    "augmentation",
     "holdout",
     "load",
     "make_task",

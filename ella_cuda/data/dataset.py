@@ -22,6 +22,7 @@ class Dataset:
             Whatever is drawn per image is drawn from this number, so an image keeps its draw when the data are
             reordered, subsampled or split again.
         test_ids: ``(M,)`` int64, disjoint from ``train_ids``.
+        black: ``(C,)`` float32, the value of a pixel that was 0 when loaded: 0 until the images are normalised.
 
     Raises:
         ValueError: shapes that do not fit together, labels outside the classes, ids used twice.
@@ -35,6 +36,7 @@ class Dataset:
     num_classes: int
     train_ids: Tensor = field(default=None)  # type: ignore[assignment]
     test_ids: Tensor = field(default=None)  # type: ignore[assignment]
+    black: Tensor = field(default=None)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         n = len(self.train_images)
@@ -48,6 +50,12 @@ class Dataset:
             raise ValueError(
                 f"train_images and test_images must agree in (C, h, w), got {tuple(self.train_images.shape[1:])} and "
                 f"{tuple(self.test_images.shape[1:])}."
+            )
+        if self.black is None:
+            object.__setattr__(self, "black", self.train_images.new_zeros(self.channels))
+        if self.black.shape != (self.channels,):
+            raise ValueError(
+                f"black must have shape ({self.channels},), one value for each channel, got {tuple(self.black.shape)}."
             )
         ids = torch.cat([self.train_ids, self.test_ids])
         if len(ids.unique()) != len(ids):
@@ -80,4 +88,4 @@ class Dataset:
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on another device."""
         names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels", "ids")]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device) for name in [*names, "black"]})

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ella_cuda.data.augment import FlipsShifts
+
 
 class TensorLoader:
     """Iterates over minibatches ``(images, labels)`` of data that stay where they are; only the minibatch is copied.
 
-    Every iteration is one epoch. With ``shuffle`` its permutation is drawn on the CPU when the iteration starts, from
-    ``generator`` or else torch's global CPU generator: restoring that generator's state at an epoch boundary repeats
-    the epochs after it, on any device.
+    Every iteration is one epoch. Its permutation and the augmentation's draws are drawn on the CPU when the iteration
+    starts, from ``generator`` or else torch's global CPU generator: restoring that generator's state at an epoch
+    boundary repeats the epochs after it, on any device. They go to the data's device together, once an epoch; nothing
+    else does.
 
     Args:
         images: ``(N, ...)``, N at least 1.
@@ -21,6 +24,8 @@ class TensorLoader:
         batch_size: images in a minibatch, at least 1; the last one may be smaller.
         shuffle: whether each epoch has an order of its own.
         generator: a CPU generator.
+        augment: what is done to the images of each minibatch, see :func:`ella_cuda.data.augmentation`; None is nothing.
+            Curvature and evidence want the images as they are: give them a loader without it.
 
     Attributes:
         dataset_size: N.
@@ -36,6 +41,7 @@ class TensorLoader:
         batch_size: int,
         shuffle: bool = False,
         generator: torch.Generator | None = None,
+        augment: FlipsShifts | None = None,
     ) -> None:
         if len(images) == 0:
             raise ValueError("images must hold at least one image, got none.")
@@ -48,7 +54,7 @@ class TensorLoader:
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got one on {generator.device}.")
         self.images, self.labels, self.batch_size = images, labels, batch_size
-        self.shuffle, self.generator = shuffle, generator
+        self.shuffle, self.generator, self.augment = shuffle, generator, augment
         self.dataset_size = len(images)
 
     def __len__(self) -> int:
@@ -56,9 +62,13 @@ class TensorLoader:
         return -(-self.dataset_size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if not self.shuffle:
+        if not self.shuffle and self.augment is None:
             yield from zip(self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True)
             return
-        order = torch.randperm(self.dataset_size, generator=self.generator).to(self.images.device)
-        for index in order.split(self.batch_size):
-            yield self.images[index], self.labels[index]
+        n = self.dataset_size
+        plan = (torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n))[:, None]
+        if self.augment is not None:
+            plan = torch.cat([plan, self.augment.draw(n, self.generator)], dim=1)
+        for part in plan.to(self.images.device).split(self.batch_size):
+            index, images = part[:, 0], self.images[part[:, 0]]
+            yield images if self.augment is None else self.augment(images, part[:, 1:]), self.labels[index]

@@ -55,7 +55,10 @@ def normalize(dataset: Dataset) -> Dataset:
             f"nothing to learn."
         )
     return replace(
-        dataset, train_images=(dataset.train_images - mean) / std, test_images=(dataset.test_images - mean) / std
+        dataset,
+        train_images=(dataset.train_images - mean) / std,
+        test_images=(dataset.test_images - mean) / std,
+        black=(dataset.black - mean.flatten()) / std.flatten(),
     )
 
 

@@ -29,12 +29,14 @@ class Task:
             an image, it draws from the image's id (:mod:`ella_cuda.data.draws`).
         classes_per_class: the task's number of classes over the data set's.
         halved: whether images are made of halves, so that their size must be even.
+        positional: whether labels say where something is, so that flips and shifts would change them.
     """
 
     description: str
     transform: Callable[[Tensor, Tensor, Tensor, int, int, int], tuple[Tensor, Tensor]]
     classes_per_class: int = 1
     halved: bool = False
+    positional: bool = False
 
 
 def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) -> Dataset:
@@ -57,7 +59,7 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     Whatever is drawn for an image depends on ``seed`` and on its id only, not on which other images there are.
 
     Args:
-        dataset: images in 0..1, of any size.
+        dataset: images in 0..1, of any size, not normalised: what comes from outside an image is 0.
         task: a name of :data:`TASKS`.
         image_size: height and width of the new images, in pixels, at least 2; even for the quadrant tasks.
         seed: chooses the quadrants, angles, shifts and factors.
@@ -66,7 +68,7 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
         A :class:`Dataset` of ``(N, C, image_size, image_size)`` images, not normalised.
 
     Raises:
-        ValueError: an unknown task or an image size that does not fit.
+        ValueError: an unknown task, an image size that does not fit, or images that are normalised already.
 
     Source: the toy problem of van der Ouderaa et al., NeurIPS 2023, section 6.1; the transformed data sets are those
     of its experiments on several groups, and of Immer et al., "Invariance learning in deep neural networks with
@@ -78,6 +80,11 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     if image_size < 2 or (image_size % 2 and chosen.halved):
         even = ", and even" if chosen.halved else ""
         raise ValueError(f"image_size must be at least 2 pixels{even} for the task {task}, got {image_size}.")
+
+    if dataset.black.any():
+        raise ValueError(
+            "dataset must not be normalised yet, or black would not be 0; call normalize on what this returns."
+        )
 
     def made(images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return chosen.transform(images, labels, ids, dataset.num_classes, image_size, seed)
@@ -152,7 +159,11 @@ TASKS: dict[str, Task] = {
     "plain": Task("the images as they are, resized", _plain),
     "digit": Task("each image in one of four quadrants; which class?", _digit, halved=True),
     "quadrant": Task(
-        "each image in one of four quadrants; which class, and which quadrant?", _quadrant, QUADRANTS, halved=True
+        "each image in one of four quadrants; which class, and which quadrant?",
+        _quadrant,
+        QUADRANTS,
+        halved=True,
+        positional=True,
     ),
     "rotated": Task("each image turned by up to 180° either way", _rotated),
     "translated": Task("each image moved by up to 8 of 32 pixels in each direction", _translated),

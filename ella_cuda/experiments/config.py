@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ella_cuda.data import SOURCES, TASKS
+from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments.recipes import RECIPES
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
@@ -53,6 +53,8 @@ class RunConfig:
         group: of GCONV paths, a name of :data:`ella_cuda.groups.GROUPS`.
         group_conv: variant of GCONV paths, see :class:`ella_cuda.nn.GroupConv2d`.
         frames: of GCONV paths and convolutions beside them, ``own`` or ``common``, see there.
+        augment: what the weights' training images go through, a name of :data:`ella_cuda.data.AUGMENTATIONS`; the
+            evidence always gets the images as they are.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``.
         train_size: how many training images to use; None for all.
         holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
@@ -92,6 +94,7 @@ class RunConfig:
     cooldown: float | None = None
     init: str = "published"
     fan_in_limit: int | None = None
+    augment: str = "none"
     device: str = "cpu"
     train_size: int | None = None
     holdout: float | None = None
@@ -108,6 +111,7 @@ class RunConfig:
             "resolution": ("shared", "per_channel"),
             "prior_structure": ("layerwise", "module", "scalar"),
             "basis": BASIS_KINDS,
+            "augment": AUGMENTATIONS,
             "group": GROUPS,
             "group_conv": VARIANTS,
             "frames": FRAMES,
@@ -115,6 +119,10 @@ class RunConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if TASKS[self.task].positional and self.augment != "none":
+            raise ValueError(
+                f"augment must be none for the task {self.task}, whose labels say where things are; got {self.augment!r}."
+            )
         paths = self.layer.split("+")
         if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
             raise ValueError(
@@ -174,4 +182,6 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     map_prior_prec = numbers.pop("map_prior_prec")
     if objective == "map":
         numbers["prior_prec_init"] = map_prior_prec
+    if task in TASKS and TASKS[task].positional:
+        numbers["augment"] = "none"
     return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})

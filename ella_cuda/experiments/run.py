@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ella_cuda.data import Dataset, TensorLoader, holdout, load, make_task, normalize, subsample
+from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
@@ -109,7 +109,13 @@ def run_one(
     words = ("init", "basis", "inverse_lengthscale", "group", "group_conv", "frames")
     model = neyshabur(config.layer, *sizes, **{word: getattr(config, word) for word in words}).to(device)
     diary = Diary(run_dir / DIARY_FILE, config, model)
-    train_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.batch_size, shuffle=True)
+    train_loader = TensorLoader(
+        dataset.train_images,
+        dataset.train_labels,
+        config.batch_size,
+        shuffle=True,
+        augment=augmentation(config.augment, dataset),
+    )
     evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
     la, model, _, losses = marglik_training(
         model,

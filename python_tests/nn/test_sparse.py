@@ -251,6 +251,9 @@ def test_conversion_to_given_anchors_and_lengthscales(kind, dtype, device):
     same = SparseConv2d.from_dense(conv.to_dense(), basis=kind, **found)
     assert same.residuals["weight"] < (1e-4 if dtype == torch.float32 else 1e-9)
     assert_same(same.weight, conv.weight, rtol=1e-3, atol=1e-4)
+    places, omega = spread(4, (3, 3)).to(device), torch.tensor(0.7, dtype=torch.float64, device=device)
+    other = SparseConv2d.from_dense(conv.to_dense(), None, kind, omega, places).basis
+    assert torch.equal(other.anchors, places.to(dtype)) and torch.equal(other.inverse_lengthscale, omega.to(dtype))
     found["anchors"].add_(1)
     assert not torch.equal(same.basis.anchors, found["anchors"])  # a copy
 

@@ -92,7 +92,8 @@ def marglik_training(
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
             evidence step but one at the last epoch, which no training would follow, they make one Adam step at rate ``lr_shape`` along the
             evidence's gradient; one, because the data fit's part is a gradient at the present values. With ``objective="map"`` they stay.
-        lr_shape: Adam's learning rate on those: on log ω, and in pixels on anchors. None is ``lr_hyp``.
+        lr_shape: Adam's learning rate on those: on log ω, and in pixels on anchors. None is ``lr_hyp``, which is too much for anchors that
+            nearly coincide: the interpolating basis changes wholly over a fraction of their distance, and the network with it.
         progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.

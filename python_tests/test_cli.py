@@ -16,6 +16,7 @@ import torch
 
 from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.kernels import KernelCheck
+from python_tests.reports import rows as made
 
 CODE = "import sys; from ella_cuda.cli import main; sys.exit(main())"
 SMALL = [
@@ -325,6 +326,31 @@ def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(a
         ("s_fc", "evidence", "lengthscales"),
     ]
     assert {c.learn for c in asked[1]} == {""}
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_network_is_drawn_where_effective_parameters_are_known(counted, tmp_path, monkeypatch, capsys):
+    """A first layer without a type, because it does next to nothing, does not hide the others."""
+    one = made.row()
+    one["layers"][0]["type"] = None
+    for entry in (e for layer in one["layers"] for e in layer["paths"].values()):
+        entry |= {} if counted else {"effective_parameters": None, "relative_effective_parameters": None}
+    monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
+    monkeypatch.setattr(experiments, "read_summary", lambda folder: [one])
+    monkeypatch.setattr(experiments, "read_running", lambda folder: [])
+    picture = tmp_path / "layers.png"
+    assert cli.main(["inspect", str(tmp_path), "--picture", str(picture)]) == (0 if counted else 1)
+    assert picture.exists() == counted
+    if not counted:
+        assert "known effective parameters" in capsys.readouterr().err
+
+
+def test_the_order_of_what_is_learned_does_not_matter(asked, capsys):
+    command = ["train", "--layer", "s_fc", "--objective", "evidence", "--task", "digit", "--learn"]
+    assert cli.main([*command, "lengthscales+anchors", "anchors+lengthscales"]) == 0
+    assert [c.learn for c in asked[0]] == ["anchors+lengthscales"]  # one run, not the same one twice
+    assert cli.main([*command, "anchors+anchors"]) == 2
+    assert "invalid choice: 'anchors+anchors'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"fisher": "empirical"}, "fisher must be one of"),
         ({"augment": "mixup"}, "augment must be one of none, flips-shifts"),
         ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
+        ({"layer": "s_fc", "learn": "anchors+anchors"}, r"learn must be one of.*got 'anchors\+anchors'"),
+        ({"layer": "s_fc", "learn": ("anchors",)}, "learn must be one of"),
         ({"lr_shape": 0.0}, "lr_shape must be positive"),
         ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
         ({"layer": "s_fc", "learn": "anchors", "objective": "map"}, "needs evidence"),
@@ -174,6 +176,11 @@ def test_learning_rates_of_a_run():
     assert rates(1.0, 4) == pytest.approx([2.0, 1.5, 1.0, 0.5])
     assert rates(0.01, 3) == pytest.approx([2.0] * 3)
     assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
+
+
+def test_the_order_of_what_a_run_learns_does_not_matter():
+    one, other = (small("s_fc", learn=words) for words in ("anchors+lengthscales", "lengthscales+anchors"))
+    assert one == other and one.name == other.name and one.learn == "anchors+lengthscales"
 
 
 def test_a_run_that_learns_lengthscales_says_so(tmp_path):

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ella_cuda import laplace
+from ella_cuda import experiments, laplace
 
 BLOCKS = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"), re.S
 )
 
 
-def test_every_block_runs():
-    assert len(BLOCKS) == 3
+def test_every_block_runs(tmp_path, monkeypatch):
     names: dict[str, object] = {}
-    training, groups, hyperparameters = BLOCKS
+    loading = next(b for b in BLOCKS if "load_run" in b)
+    training, groups, hyperparameters = (b for b in BLOCKS if b != loading)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -28,3 +28,12 @@ def test_every_block_runs():
     exec(compile(hyperparameters, "README.md", "exec"), names)
     with pytest.raises(RuntimeError, match="call fit again"):
         names["la"].log_marginal_likelihood()
+    # The folder that the page names, from a run as its name says, at a size for tests.
+    (folder,) = re.findall(r'load_run\("(.*?)"\)', loading)
+    sizes = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 1, "train_size": 40}
+    config = experiments.configure("digits", "digit", "s_fc+s_conv", "evidence", learn="lengthscales", **sizes)
+    assert Path(folder).name == config.name
+    monkeypatch.chdir(tmp_path)
+    experiments.run_one(config, folder, progress=False)
+    exec(compile(loading, "README.md", "exec"), names)
+    assert names["config"] == config and names["la"].n_data == 40

@@ -28,6 +28,11 @@ def add_inspect(commands: Any) -> None:
     inspect.set_defaults(command=_inspect)
 
 
+def _counted(row: dict[str, Any]) -> bool:
+    """Whether the row knows effective parameters, as it does from the first evidence step on."""
+    return all(p["effective_parameters"] is not None for layer in row["layers"] for p in layer["paths"].values())
+
+
 def _inspect(args: argparse.Namespace) -> int:
     folder = Path(args.dir)
     configs, _ = experiments.read_grid(folder)
@@ -48,7 +53,7 @@ def _inspect(args: argparse.Namespace) -> int:
     rows = [*finished, *running]
     if rows:
         print("\n" + layer_table(rows))
-    drawn = [r for r in rows if "+" in r["layer"] and r["layers"][0]["type"] is not None]
+    drawn = [r for r in rows if "+" in r["layer"] and _counted(r)]
     if drawn:
         path = args.picture or str(Path(tempfile.mkdtemp(prefix="ella-cuda-")) / "layers.png")
         draw_layers(drawn, path)

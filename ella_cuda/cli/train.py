@@ -13,7 +13,7 @@ from typing import Any
 from ella_cuda import experiments
 from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
-from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig
+from ella_cuda.experiments import LEARN, OBJECTIVES, RECIPES, RunConfig, as_learn
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
@@ -97,6 +97,7 @@ def add_train(commands: Any) -> None:
     train.add_argument(
         "--learn",
         nargs="+",
+        type=as_learn,
         choices=[learn or NOTHING for learn in LEARN],
         help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; of several words each is a run of its "
         "own (none)",

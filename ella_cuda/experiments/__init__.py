@@ -1,10 +1,11 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
-from ella_cuda.experiments.config import LEARN, OBJECTIVES, RunConfig, configure
+from ella_cuda.experiments.config import LEARN, OBJECTIVES, RunConfig, as_learn, configure
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
 from ella_cuda.experiments.grid import run_grid
+from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.recipes import RECIPES, Recipe
 from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
@@ -14,12 +15,15 @@ __all__ = [
     "LEARN",
     "OBJECTIVES",
     "RECIPES",
+    "LoadedRun",
     "Recipe",
     "RunConfig",
     "adam_for",
+    "as_learn",
     "configure",
     "evaluate",
     "learning_rate_schedule",
+    "load_run",
     "prepare",
     "prepare_for",
     "read_grid",

@@ -18,6 +18,11 @@ OBJECTIVES = ("map", "evidence")
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 
 
+def as_learn(words: str) -> str:
+    """The words in :data:`LEARN`'s order: what is learned does not depend on it, and a run has one name."""
+    return "+".join(sorted(words.split("+")))
+
+
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """One run: everything that its numbers depend on.
@@ -46,7 +51,7 @@ class RunConfig:
         resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
-        learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`.
+        learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`, its words in any order.
         lr_shape: Adam's learning rate on those; None is lr_hyp.
         basis: of sparsified layers, ``interpolating`` or ``exponential``.
         inverse_lengthscale: of S-FC paths at the start, per pixel.
@@ -128,6 +133,8 @@ class RunConfig:
             raise ValueError(
                 f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {self.layer!r}."
             )
+        if isinstance(self.learn, str):
+            object.__setattr__(self, "learn", as_learn(self.learn))
         if self.learn not in LEARN:
             raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {self.learn!r}.")
         if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & set(paths)):

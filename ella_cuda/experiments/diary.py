@@ -16,13 +16,13 @@ from ella_cuda.training import Evaluation
 
 
 class Diary:
-    """A run's seconds and evaluations so far, in a file: what a resumed run adds to, and what `inspect` shows of a
-    running one."""
+    """A run's seconds and evaluations so far, in a file: what a resumed run adds to, what `inspect` shows of a running one, and
+    what `load_run` rebuilds the network from: ``network`` is its numbers that follow from the data, see :func:`build_network`."""
 
-    def __init__(self, path: Path, config: RunConfig, model: nn.Module) -> None:
+    def __init__(self, path: Path, config: RunConfig, network: dict[str, int], model: nn.Module) -> None:
         self.path, self.start = path, time.monotonic()
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
-        self.fixed = {"config": dataclasses.asdict(config), "layout": layout(model)}
+        self.fixed = {"config": dataclasses.asdict(config), "network": network, "layout": layout(model)}
         self.before, self.evaluations = 0.0, []
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
-from ella_cuda.models import neyshabur
+from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.reports.files import write_file
@@ -72,6 +72,13 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
     return 100 * correct / len(labels), nll / len(labels)
 
 
+def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neyshabur:
+    """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers."""
+    words = ("init", "basis", "inverse_lengthscale", "group", "group_conv", "frames")
+    sizes = (in_channels, num_classes, config.width, config.image_size)
+    return neyshabur(config.layer, *sizes, **{word: getattr(config, word) for word in words})
+
+
 def run_one(
     config: RunConfig,
     run_dir: str | os.PathLike[str],
@@ -105,10 +112,9 @@ def run_one(
     device = resolve_device(config.device)
     dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
-    sizes = (dataset.channels, dataset.num_classes, config.width, config.image_size)
-    words = ("init", "basis", "inverse_lengthscale", "group", "group_conv", "frames")
-    model = neyshabur(config.layer, *sizes, **{word: getattr(config, word) for word in words}).to(device)
-    diary = Diary(run_dir / DIARY_FILE, config, model)
+    network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
+    model = build_network(config, **network).to(device)
+    diary = Diary(run_dir / DIARY_FILE, config, network, model)
     train_loader = TensorLoader(
         dataset.train_images,
         dataset.train_labels,

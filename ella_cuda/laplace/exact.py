@@ -54,8 +54,8 @@ def exact_log_marginal_likelihood(
 
     Args:
         la: of the model; neither needs a fit nor changes. Its column tolerance and ``fisher`` are not used: all columns are.
-        x: ``(N, ...)``, all data.
-        y: targets, as for ``la.fit``.
+        x: ``(N, ...)``, all data; moved to the model's device, as ``la.fit`` does.
+        y: targets, as for ``la.fit``, moved likewise.
         prior_precision: a number, or one value per parameter tensor; None is la's.
         sigma_noise: None is la's.
 
@@ -63,17 +63,32 @@ def exact_log_marginal_likelihood(
         0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
 
     Raises:
-        ValueError: no data, targets that do not fit, or a layer that was called twice or never.
+        TypeError: la is no :class:`KronLaplace`, x or y no tensor, or y of a wrong dtype.
+        ValueError: no data, an x that the model cannot be evaluated at, targets that do not fit, or a layer that was called twice or
+            never.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
     differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
     """
+    if not isinstance(la, KronLaplace):
+        raise TypeError(
+            f"exact_log_marginal_likelihood: la must be a KronLaplace, got {type(la).__name__}; pass KronLaplace(model), fitted or not."
+        )
+    for name, value in (("x", x), ("y", y)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"exact_log_marginal_likelihood: {name} must be a tensor with all data along its first axis, got "
+                f"{type(value).__name__}; concatenate a loader's batches with torch.cat."
+            )
     precision, sigma = la.resolve(prior_precision, sigma_noise)
     rules = rules_for(la.model, la.resolution)
     for rule in rules:
         rule.allocate(_GraphMoment)
-    if not x.shape[0]:
-        raise ValueError("exact_log_marginal_likelihood: x has no data points.")
+    if not x.dim() or not x.shape[0]:
+        raise ValueError(
+            f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {tuple(x.shape)}."
+        )
+    x, y = x.to(precision.device), y.to(precision.device)
     outputs, tapped = _forward(la.model, rules, x)
     for rule in rules:
         if rule not in tapped:
@@ -107,7 +122,8 @@ def exact_log_marginal_likelihood(
 def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, dict[Rule, Tensor]]:
     """The outputs in evaluation mode at constant parameters, and every rule's layer's output in their graph."""
     tapped: dict[Rule, Tensor] = {}
-    anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    anchor = torch.zeros((), dtype=parameters[0].dtype, device=x.device, requires_grad=True)
 
     def tap(rule: Rule) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
@@ -119,6 +135,13 @@ def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, di
 
         return hook
 
-    parameters = [p for p in model.parameters() if p.requires_grad]
     with hooked(model, {rule: tap(rule) for rule in rules}, parameters), torch.enable_grad():
-        return model(x), tapped
+        try:
+            return model(x), tapped
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError) as error:  # torch's own words, which name no argument
+            raise ValueError(
+                f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
+                f"model takes, all data along the first axis (the parameters are {parameters[0].dtype}). It failed with: {error}"
+            ) from error

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.rules import Rule, rule_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
@@ -383,28 +384,31 @@ class KronLaplace:
 
         Shares sum to 1. Where no path has any (dead layer), all shares are nan.
         """
+        result = {}
+        for layer, sums in self._effective_by_path().items():
+            total = math.fsum(sums.values())
+            result[layer] = {path: value / total if total > 0 else math.nan for path, value in sums.items()}
+        return result
+
+    def _effective_by_path(self) -> dict[str, dict[str, float]]:
         gammas = self.effective_parameters()
         result = {}
         for layer, module in self.model.named_modules():
             if isinstance(module, RelaxedEquivariance):
                 prefix = f"{layer}." if layer else ""
-                sums = {
+                result[layer] = {
                     path: math.fsum(g for name, g in gammas.items() if name.startswith(f"{prefix}{path}."))
                     for path in module.path_names
                 }
-                total = math.fsum(sums.values())
-                result[layer] = {path: value / total if total > 0 else math.nan for path, value in sums.items()}
         return result
 
     def layer_types(self) -> dict[str, str]:
         """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, its type.
 
-        The first of equals; "none" where no path has any effective parameters.
+        The first of equals; "none" where all paths together have fewer than one effective parameter: of such a layer the data determine
+        nothing that its type could name, however the rest is shared.
         """
-        return {
-            layer: "none" if any(map(math.isnan, shares.values())) else max(shares, key=lambda path: shares[path])
-            for layer, shares in self.relative_effective_parameters().items()
-        }
+        return {layer: layer_type(sums) or "none" for layer, sums in self._effective_by_path().items()}
 
     # saving ----------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ Size = int | tuple[int, int]
 
 def as_size(name: str, value: Size) -> tuple[int, int]:
     """``(H, W)`` from one number or a pair; ValueError unless both are positive integers."""
-    size = (value, value) if isinstance(value, int) else tuple(value)
-    if len(size) != 2 or any(not isinstance(s, int) or s < 1 for s in size):
+    size = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(size) != 2 or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in size):
         raise ValueError(f"{name} must be a positive integer or a pair (height, width) of them, got {value!r}.")
     return size
 
@@ -38,8 +38,14 @@ def check_dtype(layer: str, x: Tensor, weight: Tensor) -> None:
         )
 
 
-def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int], weight: Tensor) -> None:
-    """ValueError unless x is ``(N, channels, *size)`` and of the weight's dtype."""
+def check_image(layer: str, x: Tensor, channels: int, size: tuple[int | str, int | str], weight: Tensor) -> None:
+    """ValueError unless x is ``(N, channels, *size)``, of the weight's dtype and on its device; TypeError where it is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{layer}: x must be a tensor (N, {channels}, {size[0]}, {size[1]}), got {type(x).__name__}.")
+    if x.device != weight.device:
+        raise ValueError(
+            f"{layer}: x is on {x.device}, the layer's parameters are on {weight.device}; move one with .to()."
+        )
     check_dtype(layer, x, weight)
     if x.dim() != 4 or tuple(x.shape[1:]) != (channels, *size):
         raise ValueError(f"{layer}: x must have shape (N, {channels}, {size[0]}, {size[1]}), got {tuple(x.shape)}.")

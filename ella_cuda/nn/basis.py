@@ -15,6 +15,7 @@ from ella_cuda.nn._sizes import Size, as_count, as_size
 from ella_cuda.ops.basis import BASIS_KINDS
 
 LEAST_SQUARES_CUTOFF = 1e-2  # singular values of the basis below this share of the largest are not fitted with
+Scale = float | Tensor
 
 
 class SpatialBasis(nn.Module):
@@ -25,17 +26,20 @@ class SpatialBasis(nn.Module):
 
     Buffers, to be changed by assignment or in place (not through ``.data``, which leaves no trace):
         points: ``(X, 2)``, the grid's rows and columns in pixels, centred: ``-(H-1)/2 ... (H-1)/2``.
-        anchors: ``(A, 2)``, in the same units, drawn uniformly over the grid's extent.
+        anchors: ``(A, 2)``, in the same units, drawn uniformly over the grid's extent if not given.
         inverse_lengthscale: 0-dim, :math:`\omega` per pixel; at 0 every function is constant.
 
     Args:
         size: H and W, or one number for both.
-        num_anchors: A; None is half the positions, rounded up.
+        num_anchors: A; None is that of ``anchors`` or, where they are not given either, half the positions, rounded up.
         kind: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
-        inverse_lengthscale: :math:`\omega` at the start, at least 0.
+        inverse_lengthscale: :math:`\omega` at the start, at least 0, a number or a tensor of one element.
+        anchors: where they are at the start, ``(A, 2)``, copied; None draws them.
 
     Raises:
-        ValueError: a size or num_anchors is not positive; kind is unknown; inverse_lengthscale is negative or not finite.
+        TypeError: anchors are no real tensor, or inverse_lengthscale is neither a number nor a tensor.
+        ValueError: a size or num_anchors is not positive; kind is unknown; inverse_lengthscale is negative or not finite; anchors
+            are of another shape or not finite.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2 and eq. 6.
     """
@@ -49,23 +53,24 @@ class SpatialBasis(nn.Module):
         size: Size,
         num_anchors: int | None = None,
         kind: str = "interpolating",
-        inverse_lengthscale: float = 1.0,
+        inverse_lengthscale: Scale = 1.0,
+        anchors: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.size, self.kind = as_size("size", size), kind
-        positions = math.prod(self.size)
-        count = -(-positions // 2) if num_anchors is None else num_anchors
-        as_count("num_anchors", count)
-        if kind not in BASIS_KINDS:
+        if not isinstance(kind, str) or kind not in BASIS_KINDS:
             raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
-        if not isinstance(inverse_lengthscale, (int, float)) or not 0 <= inverse_lengthscale < math.inf:
-            raise ValueError(f"inverse_lengthscale must be at least 0 and finite, got {inverse_lengthscale!r}.")
+        count = _count(num_anchors, anchors, math.prod(self.size))
+        scale = as_scale("inverse_lengthscale", inverse_lengthscale)
         self.register_buffer("points", _grid(*self.size))
         self.register_buffer("anchors", torch.empty(count, 2))
-        self.register_buffer("inverse_lengthscale", torch.full((), float(inverse_lengthscale)))
+        self.register_buffer("inverse_lengthscale", torch.full((), scale))
         self._kept: tuple[Versions, Tensor] | None = None
         self._held: Tensor | None = None
-        self.reset_anchors()
+        if anchors is None:
+            self.reset_anchors()
+        else:
+            self._assign(scale, anchors)
 
     @property
     def num_anchors(self) -> int:
@@ -80,6 +85,13 @@ class SpatialBasis(nn.Module):
         with torch.no_grad():
             half = (self.anchors.new_tensor(self.size) - 1) / 2
             self.anchors.uniform_(-1, 1).mul_(half)
+
+    def _assign(self, inverse_lengthscale: float, anchors: Tensor | None) -> None:
+        """Set what is given, in the buffers' dtype: a basis is made in torch's default one, which may be less exact than the values."""
+        with torch.no_grad():
+            self.inverse_lengthscale.fill_(inverse_lengthscale)
+            if anchors is not None:
+                self.anchors.copy_(anchors)
 
     def matrix(self) -> Tensor:
         r""":math:`\Psi`, ``(A, X)``, differentiable in the anchors and the inverse lengthscale.
@@ -119,13 +131,16 @@ class SpatialBasis(nn.Module):
         return {**self.__dict__, "_kept": None, "_held": None}  # copies and files do without
 
     def project(self, x: Tensor) -> Tensor:
-        """``x @ matrix().T``: ``(..., X) -> (..., A)``."""
+        """``x @ matrix().T``: ``(..., X) -> (..., A)``; TypeError or ValueError where x is not that, of the anchors' dtype."""
+        self._check("project", "x", x, self.num_points)
         if self.kind == "exponential" and self._held is None:  # evaluated on the fly
             return ops.basis_project(x, self.points, self.anchors, self.inverse_lengthscale, self.kind)
         return x @ self.matrix().T
 
     def expand(self, values: Tensor) -> Tensor:
-        """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``."""
+        """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``; TypeError or ValueError where
+        values are not that, of the anchors' dtype."""
+        self._check("expand", "values", values, self.num_anchors)
         if self.kind == "exponential" and self._held is None:  # symmetric in points and anchors
             return ops.basis_project(values, self.anchors, self.points, self.inverse_lengthscale, self.kind)
         return values @ self.matrix()
@@ -133,9 +148,13 @@ class SpatialBasis(nn.Module):
     def fit(self, functions: Tensor) -> Tensor:
         """Values whose expansion is nearest to the given functions, by least squares in float64: ``(..., X) -> (..., A)``.
 
-        Directions in which the basis is weaker than :data:`LEAST_SQUARES_CUTOFF` of its strongest are left out: between anchors that
-        nearly coincide they would take values of any size.
+        Directions in which the basis is weaker than 0.01 of its strongest (singular values) are left out: between anchors that nearly
+        coincide they would take values of any size.
+
+        Raises:
+            TypeError, ValueError: functions are no real tensor of that shape.
         """
+        self._check("fit", "functions", functions, self.num_points, any_dtype=True)
         with torch.no_grad():
             psi = self.matrix().double()
             squares, directions = torch.linalg.eigh(psi @ psi.T)
@@ -144,11 +163,36 @@ class SpatialBasis(nn.Module):
             return (functions.detach().double() @ psi.T @ inverse).to(functions.dtype)
 
     def residual(self, functions: Tensor, values: Tensor) -> float:
-        """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero."""
+        """``|functions - expand(values)| / |functions|`` in the Euclidean norm over all entries; 0 where both are zero. TypeError or
+        ValueError where functions ``(..., X)`` and values ``(..., A)`` do not fit."""
+        self._check("residual", "functions", functions, self.num_points, any_dtype=True)
+        self._check("residual", "values", values, self.num_anchors)
+        if functions.shape[:-1] != values.shape[:-1]:
+            raise ValueError(
+                f"SpatialBasis.residual: functions and values must have the same axes but the last, got {tuple(functions.shape)} and "
+                f"{tuple(values.shape)}."
+            )
         with torch.no_grad():
             difference = (functions - self.expand(values)).double().norm()
             norm = functions.double().norm()
             return float(difference / norm) if norm > 0 else float(difference)
+
+    def _check(self, method: str, name: str, rows: Tensor, count: int, any_dtype: bool = False) -> None:
+        where = f"SpatialBasis.{method}: {name} must"
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{where} be a tensor (..., {count}), got {type(rows).__name__}; use torch.as_tensor().")
+        if not rows.dim() or rows.shape[-1] != count:
+            raise ValueError(f"{where} have shape (..., {count}), got {tuple(rows.shape)}.")
+        if not rows.is_floating_point():
+            raise TypeError(f"{where} be floating point, got {rows.dtype}; convert with .float().")
+        if not any_dtype and rows.dtype != self.anchors.dtype:
+            raise ValueError(
+                f"{where} be {self.anchors.dtype} as the anchors are, got {rows.dtype}; convert one with .to()."
+            )
+        if rows.device != self.anchors.device:
+            raise ValueError(
+                f"{where} be on {self.anchors.device} as the anchors are, got {rows.device}; move one with .to()."
+            )
 
     def extra_repr(self) -> str:
         return f"{self.size}, num_anchors={self.num_anchors}, kind={self.kind!r}"
@@ -167,6 +211,48 @@ class Versions:
         return same and self.writes == other.writes
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def as_scale(name: str, value: Scale) -> float:
+    """An inverse lengthscale as a float.
+
+    Raises:
+        TypeError: neither a number nor a tensor. ValueError: a tensor of several elements; negative or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}.")
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ValueError(
+            f"{name} must be a number or a real tensor of one element, got {value.dtype} of shape {tuple(value.shape)}."
+        )
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {float(value)!r}.")
+    return float(value)
+
+
+def _count(num_anchors: int | None, anchors: Tensor | None, positions: int) -> int:
+    """The number of anchors, once what is given of it and of them is found to fit."""
+    if num_anchors is not None:
+        as_count("num_anchors", num_anchors)
+    if anchors is None:
+        return -(-positions // 2) if num_anchors is None else num_anchors
+    if not isinstance(anchors, Tensor):
+        raise TypeError(
+            f"anchors must be a tensor (A, 2) of rows and columns in centred pixels, got {type(anchors).__name__}; use torch.tensor()."
+        )
+    if anchors.dim() != 2 or anchors.shape[1] != 2 or not anchors.shape[0]:
+        raise ValueError(
+            f"anchors must have shape (A, 2), a row and a column in centred pixels for each, got {tuple(anchors.shape)}."
+        )
+    if not anchors.is_floating_point():
+        raise TypeError(f"anchors must be floating point, got {anchors.dtype}; convert with .float().")
+    if num_anchors not in (None, anchors.shape[0]):
+        raise ValueError(
+            f"anchors must be num_anchors = {num_anchors} rows, got {anchors.shape[0]}; leave num_anchors out."
+        )
+    if not anchors.isfinite().all():
+        raise ValueError("anchors must be finite, got inf or nan among them.")
+    return anchors.shape[0]
 
 
 def _may_be_kept(buffers: Sequence[Tensor]) -> bool:

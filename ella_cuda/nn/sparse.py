@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, as_size, check_image
-from ella_cuda.nn.basis import SpatialBasis
+from ella_cuda.nn.basis import Scale, SpatialBasis, as_scale
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.factored import FactoredLinear2d
+
+Anchors = tuple[Tensor | None, Tensor | None]
 
 
 class SparseFactoredLinear2d(nn.Module):
@@ -36,10 +38,14 @@ class SparseFactoredLinear2d(nn.Module):
         num_anchors: A and A', a pair or one number for both; None is half the positions of each side, rounded up.
         basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         bias: whether the layer has a bias.
-        inverse_lengthscale: :math:`\omega` per pixel at the start.
+        inverse_lengthscale: :math:`\omega` per pixel at the start, a pair or one for both sides.
+        anchors: a pair of ``(A, 2)`` and ``(A', 2)``, rows and columns in centred pixels at the start, each None to draw them; None
+            draws both.
 
     Raises:
-        ValueError: a size is not positive, or the basis unknown, or inverse_lengthscale negative; in forward, the input does not fit.
+        TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
+        ValueError: a size is not positive, or the basis unknown, or inverse_lengthscale negative, or anchors do not fit; in forward,
+            the input does not fit.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
     """
@@ -53,7 +59,8 @@ class SparseFactoredLinear2d(nn.Module):
         num_anchors: int | tuple[int, int] | None = None,
         basis: str = "interpolating",
         bias: bool = True,
-        inverse_lengthscale: float = 1.0,
+        inverse_lengthscale: Scale | tuple[Scale, Scale] = 1.0,
+        anchors: Anchors | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = (
@@ -61,14 +68,14 @@ class SparseFactoredLinear2d(nn.Module):
             as_count("out_channels", out_channels),
         )
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
-        anchors = num_anchors if isinstance(num_anchors, tuple) else (num_anchors, num_anchors)
-        if len(anchors) != 2:
-            raise ValueError(
-                f"num_anchors must be one number or a pair, of the input's and the output's side, got {num_anchors!r}."
-            )
-        anchors_in, anchors_out = anchors
-        self.basis_in = SpatialBasis(self.in_size, anchors_in, basis, inverse_lengthscale)
-        self.basis_out = SpatialBasis(self.out_size, anchors_out, basis, inverse_lengthscale)
+        sides = zip(*_pairs(num_anchors, inverse_lengthscale, anchors), strict=True)
+        made = []
+        for side, size, (count, scale, places) in zip(("in", "out"), (self.in_size, self.out_size), sides, strict=True):
+            try:
+                made.append(SpatialBasis(size, count, basis, scale, places))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"SparseFactoredLinear2d, basis_{side}: {error}") from None
+        self.basis_in, self.basis_out = made
         self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors))
         self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors))
         self.bias_in = nn.Parameter(torch.empty(out_channels)) if bias else None
@@ -117,12 +124,14 @@ class SparseFactoredLinear2d(nn.Module):
         dense: FactoredLinear2d,
         num_anchors: int | tuple[int, int] | None = None,
         basis: str = "interpolating",
-        inverse_lengthscale: float = 1.0,
+        inverse_lengthscale: Scale | tuple[Scale, Scale] = 1.0,
+        anchors: Anchors | None = None,
     ) -> SparseFactoredLinear2d:
-        """The layer whose weights are nearest to an F-FC layer's, at anchors drawn anew.
+        """The layer whose weights are nearest to an F-FC layer's, at given anchors or at ones drawn anew.
 
         Args:
-            dense: the layer to convert. num_anchors, basis, inverse_lengthscale: of the new layer.
+            dense: the layer to convert. num_anchors, basis, inverse_lengthscale, anchors: of the new layer; those of another one are
+                ``(other.basis_in.anchors, other.basis_out.anchors)``, and its lengthscales likewise.
 
         Returns:
             The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
@@ -130,14 +139,18 @@ class SparseFactoredLinear2d(nn.Module):
             here: where ``bias_out`` is not zero its residual is 1.
 
         Raises:
-            TypeError: dense is no F-FC layer.
+            TypeError, ValueError: dense is no F-FC layer; what the layer itself raises.
         """
         if not isinstance(dense, FactoredLinear2d):
             raise TypeError(
                 f"SparseFactoredLinear2d.from_dense: expected a FactoredLinear2d, got {type(dense).__name__}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.in_size, dense.out_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None, inverse_lengthscale).to(dense.weight_in)
+        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None, inverse_lengthscale, anchors)
+        layer = layer.to(dense.weight_in)
+        _, scales, places = _pairs(num_anchors, inverse_lengthscale, anchors)
+        for side, scale, place in zip((layer.basis_in, layer.basis_out), scales, places, strict=True):
+            side._assign(as_scale("inverse_lengthscale", scale), place)
         layer._fit(dense)
         layer.residuals = {
             "weight_in": layer.basis_in.residual(dense.weight_in.flatten(2), layer.weight_in),
@@ -167,6 +180,29 @@ class SparseFactoredLinear2d(nn.Module):
         return f"{self.in_channels}, {self.out_channels}, in_size={self.in_size}, out_size={self.out_size}, bias={self.bias_in is not None}"
 
 
+def _pairs(
+    num_anchors: int | tuple[int, int] | None, inverse_lengthscale: Scale | tuple[Scale, Scale], anchors: Anchors | None
+) -> tuple[tuple, tuple, tuple]:
+    """What is given of the two bases, as pairs of the input's and the output's."""
+    pairs = []
+    for name, value in (("num_anchors", num_anchors), ("inverse_lengthscale", inverse_lengthscale)):
+        pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+        if len(pair) != 2:
+            raise ValueError(
+                f"{name} must be one number or a pair, of the input's and the output's side, got {value!r}."
+            )
+        pairs.append(pair)
+    if anchors is None:
+        return *pairs, (None, None)
+    if not isinstance(anchors, (tuple, list)):
+        raise TypeError(
+            f"anchors must be a pair, of the input's and the output's side, each a tensor or None, got {type(anchors).__name__}."
+        )
+    if len(anchors) != 2:
+        raise ValueError(f"anchors must be a pair, of the input's and the output's side, got {len(anchors)} of them.")
+    return *pairs, tuple(anchors)
+
+
 class SparseConv2d(nn.Module):
     r"""A convolution on a torus whose kernel is given at anchors: ``(N, C, H, W) -> (N, D, H, W)``.
 
@@ -188,10 +224,12 @@ class SparseConv2d(nn.Module):
         basis: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         bias: whether the layer has a bias.
         inverse_lengthscale: :math:`\omega` per pixel at the start.
+        anchors: ``(A, 2)``, rows and columns in centred pixels at the start; None draws them.
 
     Raises:
-        ValueError: kernel_size is not positive or even, the basis unknown, or inverse_lengthscale negative; in forward, the input
-            does not fit.
+        TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
+        ValueError: kernel_size is not positive or even, the basis unknown, or inverse_lengthscale negative, or anchors do not fit; in
+            forward, the input does not fit.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.2.
     """
@@ -204,7 +242,8 @@ class SparseConv2d(nn.Module):
         num_anchors: int | None = None,
         basis: str = "interpolating",
         bias: bool = True,
-        inverse_lengthscale: float = 1.0,
+        inverse_lengthscale: Scale = 1.0,
+        anchors: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = (
@@ -212,7 +251,7 @@ class SparseConv2d(nn.Module):
             as_count("out_channels", out_channels),
         )
         self.kernel_size = as_kernel_size(kernel_size)
-        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale)
+        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale, anchors)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
         self.residuals: dict[str, float] | None = None
@@ -233,9 +272,8 @@ class SparseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
-        if x.dim() != 4:
-            raise ValueError(f"SparseConv2d: x must have shape (N, {self.in_channels}, H, W), got {tuple(x.shape)}.")
-        check_image("SparseConv2d", x, self.in_channels, tuple(x.shape[2:]), self.weight)
+        shape = x.shape[2:] if isinstance(x, Tensor) and x.dim() == 4 else ("H", "W")
+        check_image("SparseConv2d", x, self.in_channels, shape, self.weight)
         if not self.projects_input(x.shape[0], math.prod(x.shape[2:])):
             return ops.circular_conv2d(x, self.kernel(), self.bias)
         # Correlating with function a gives the anchors' projections of every patch: (N*C, 1, H, W) -> (N*C, A, H, W).
@@ -256,21 +294,22 @@ class SparseConv2d(nn.Module):
         dense: nn.Conv2d,
         num_anchors: int | None = None,
         basis: str = "interpolating",
-        inverse_lengthscale: float = 1.0,
+        inverse_lengthscale: Scale = 1.0,
+        anchors: Tensor | None = None,
     ) -> SparseConv2d:
-        """The layer whose kernel is nearest to a convolution's, at anchors drawn anew.
+        """The layer whose kernel is nearest to a convolution's, at given anchors or at ones drawn anew.
 
         Args:
-            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis, inverse_lengthscale: of the new
-                layer.
+            dense: a :class:`CircularConv2d`, or a torch.nn.Conv2d of the same map. num_anchors, basis, inverse_lengthscale, anchors:
+                of the new layer.
 
         Returns:
             The layer. Its attribute ``residuals`` says what was lost: for each of the dense layer's tensors ``|old - new| / |old|``
             (Euclidean norm).
 
         Raises:
-            TypeError: dense is no convolution.
-            ValueError: the convolution is strided, dilated, grouped, or does not keep the size on a torus.
+            TypeError: dense is no convolution; what the layer itself raises.
+            ValueError: the convolution is strided, dilated, grouped, or does not keep the size on a torus; what the layer itself raises.
         """
         if not isinstance(dense, nn.Conv2d):
             raise TypeError(f"SparseConv2d.from_dense: expected a torch.nn.Conv2d, got {type(dense).__name__}.")
@@ -282,7 +321,8 @@ class SparseConv2d(nn.Module):
                 f"stride, dilation and groups 1), got {dense}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias is not None, inverse_lengthscale).to(dense.weight)
+        layer = cls(*sizes, num_anchors, basis, dense.bias is not None, inverse_lengthscale, anchors).to(dense.weight)
+        layer.basis._assign(as_scale("inverse_lengthscale", inverse_lengthscale), anchors)
         with torch.no_grad():
             layer.weight.copy_(layer.basis.fit(dense.weight.flatten(2)))
             if layer.bias is not None:

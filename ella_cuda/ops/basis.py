@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ella_cuda.ops.gaussian_project import gaussian_matrix, gaussian_project
 
-INTERPOLATION_NOISE = 0.01  # s: standard deviation of the noise on the values at the anchors
+INTERPOLATION_NOISE = 0.01  # sigma of basis_matrix
 # Larger ones count as this one: exp(-w^2 r^2 / 2) is 0 for every distance r above 1e-28, and w r still is a float32.
 LARGEST_INVERSE_LENGTHSCALE = 1e30
 
@@ -24,8 +24,8 @@ def basis_matrix(
     .. math:: K_{ax} = \exp(-\tfrac12 \omega^2 \lVert p_x - q_a \rVert^2), \qquad
         \Psi = K_{ax} \text{ (exponential)}, \quad \Psi = (K_{aa} + \sigma^2 I)^{-1} K_{ax} \text{ (interpolating)}
 
-    The second is the mean of a Gaussian process through the values at the anchors with noise :math:`\sigma` =
-    :data:`INTERPOLATION_NOISE`: its row a is what a value of one at anchor a adds to every position. Computed in float64
+    The second is the mean of a Gaussian process through the values at the anchors with noise of standard deviation
+    :math:`\sigma = 0.01`, as published: its row a is what a value of one at anchor a adds to every position. Computed in float64
     whatever the dtype: :math:`K_{aa} + \sigma^2 I` has a condition number of up to :math:`A / \sigma^2`, anchors on one spot
     and :math:`\omega = 0` (where :math:`\Psi = 1 / (A + \sigma^2)` everywhere) included. Differentiable to any order in all
     three tensors.
@@ -34,14 +34,16 @@ def basis_matrix(
         points: ``(X, P)``, coordinates of the positions; P is 2 for images.
         anchors: ``(A, P)``, of the points' dtype (float32 or float64).
         inverse_lengthscale: :math:`\omega \ge 0`, a number or a floating-point tensor of one element, in units of one over
-            those of the coordinates. A value so large that all of K between different places underflows gives zeros there.
+            those of the coordinates. A value so large that all of K between different places underflows gives zeros there; above
+            1e30 it counts as that.
         kind: ``"exponential"`` or ``"interpolating"``.
 
     Returns:
         ``(A, X)``, of the points' dtype.
 
     Raises:
-        TypeError: points or anchors are not float32 or float64, or inverse_lengthscale is no number or floating-point tensor.
+        TypeError: points or anchors are no tensors of float32 or float64, or inverse_lengthscale is no number or floating-point
+            tensor.
         ValueError: a shape, dtype, device or the kind does not fit, or inverse_lengthscale is negative or not finite. A tensor
             on a GPU is not looked at, as that would wait for the GPU: there a negative value counts as positive, infinity as
             very large, and NaN gives NaN.
@@ -50,7 +52,7 @@ def basis_matrix(
     2023, eq. 6 (exponential) and the published code's default (interpolating).
     """
     scale = _check("basis_matrix", points, anchors, inverse_lengthscale, kind)
-    return _KINDS[kind](scale * points.double(), scale * anchors.double()).to(points.dtype)
+    return _matrix(scale, points, anchors, kind)
 
 
 def basis_project(
@@ -82,9 +84,9 @@ def basis_project(
     2023, section 3.2.
     """
     _check_signal(x, points)
-    if kind != "exponential":
-        return basis_project_torch(x, points, anchors, inverse_lengthscale, kind)
     scale = _check("basis_project", points, anchors, inverse_lengthscale, kind)
+    if kind != "exponential":
+        return x @ _matrix(scale, points, anchors, kind).mT
     u, v = scale * points.double(), scale * anchors.double()
     if x.dim() == 2:
         return gaussian_project(x, u, v)
@@ -97,6 +99,10 @@ def basis_project_torch(
 ) -> Tensor:
     """Plain-torch twin of :func:`basis_project`; stores the ``(A, X)`` basis matrix."""
     return x @ basis_matrix(points, anchors, inverse_lengthscale, kind).mT
+
+
+def _matrix(scale: Tensor | float, points: Tensor, anchors: Tensor, kind: str) -> Tensor:
+    return _KINDS[kind](scale * points.double(), scale * anchors.double()).to(points.dtype)
 
 
 # the two kinds, of scaled coordinates u (X, P) and v (A, P), float64 -----------------------------------------------------------
@@ -121,14 +127,14 @@ BASIS_KINDS = tuple(_KINDS)
 
 def _check(op: str, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor | float, kind: str) -> Tensor | float:
     """The inverse lengthscale to scale coordinates with, in float64, once all arguments are found to fit."""
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(map(repr, _KINDS))}, got {kind!r}.")
+    _check_real(op, "points", points, "(X, P)")
     if points.dim() != 2:
         raise ValueError(
             f"{op}: points must have shape (X, P), got {tuple(points.shape)}; pass a row for each position."
         )
-    if points.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{op}: points must be float32 or float64, got {points.dtype}; convert with .float().")
+    _check_tensor(op, "anchors", anchors, "(A, P)")
     if anchors.dim() != 2 or anchors.shape[1] != points.shape[1]:
         raise ValueError(
             f"{op}: anchors must have shape (A, P) with the P = {points.shape[1]} of points, got {tuple(anchors.shape)}; "
@@ -144,6 +150,11 @@ def _check(op: str, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor
         return min(float(inverse_lengthscale), LARGEST_INVERSE_LENGTHSCALE)
     if not inverse_lengthscale.is_floating_point():
         raise TypeError(f"{op}: inverse_lengthscale must be floating point, got {inverse_lengthscale.dtype}.")
+    if inverse_lengthscale.device != points.device and inverse_lengthscale.device.type != "cpu":
+        raise ValueError(
+            f"{op}: inverse_lengthscale must be on the CPU or on the device of points ({points.device}), got "
+            f"{inverse_lengthscale.device}; move with inverse_lengthscale.to(points.device)."
+        )
     if inverse_lengthscale.numel() != 1:
         raise ValueError(
             f"{op}: inverse_lengthscale must have one element, got shape {tuple(inverse_lengthscale.shape)}; "
@@ -162,12 +173,25 @@ def _check(op: str, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor
 
 def _check_signal(x: Tensor, points: Tensor) -> None:
     op = "basis_project"
+    _check_real(op, "x", x, "(..., X)")
+    _check_tensor(op, "points", points, "(X, P)")
     if points.dim() == 2 and (x.dim() == 0 or x.shape[-1] != points.shape[0]):
         raise ValueError(
             f"{op}: x must have shape (..., X) with the X = {points.shape[0]} of points, got {tuple(x.shape)}; flatten the "
             "positions into the last axis, in the order of points."
         )
     _check_same(op, "points", points, "x", x)
+
+
+def _check_tensor(op: str, name: str, tensor: Tensor, shape: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor {shape}, got {type(tensor).__name__}; use torch.as_tensor().")
+
+
+def _check_real(op: str, name: str, tensor: Tensor, shape: str) -> None:
+    _check_tensor(op, name, tensor, shape)
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: {name} must be float32 or float64, got {tensor.dtype}; convert with .float().")
 
 
 def _check_same(op: str, name: str, tensor: Tensor, reference_name: str, reference: Tensor) -> None:

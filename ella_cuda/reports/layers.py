@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.reports.text import PATH_TITLES, columns, network_title, number
 
@@ -43,7 +44,7 @@ def describe_layers(
     r"""Precisions and effective parameters by layer and path.
 
     A path's share is its part of the layer's :math:`\sum_l \gamma_l` over paths; the path with the largest names the
-    layer's type.
+    layer's type, which is None where that sum is below one: there the data determine less than a single parameter.
 
     Args:
         model_layout: of :func:`layout`.
@@ -76,12 +77,12 @@ def describe_layers(
             }
             if bases:
                 paths[path]["inverse_lengthscale"] = {n.removeprefix(prefix): v for n, v in bases.items()}
-        total = None if gamma is None else sum(p["effective_parameters"] for p in paths.values())
+        by_path = {} if gamma is None else {path: entry["effective_parameters"] for path, entry in paths.items()}
+        total = sum(by_path.values())
         if total:
             for entry in paths.values():
                 entry["relative_effective_parameters"] = entry["effective_parameters"] / total
-        largest = max(paths, key=lambda p: paths[p]["effective_parameters"]) if total else None
-        layers.append({"name": layer["name"], "type": largest, "paths": paths})
+        layers.append({"name": layer["name"], "type": layer_type(by_path), "paths": paths})
     others = {
         n: {
             "prior_precision": prior_precision[n],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 
 
 @pytest.fixture
@@ -117,6 +117,67 @@ def test_precisions_of_the_evidence(model, data):
         la.log_marginal_likelihood(1.0, 0.5)
     with pytest.raises(ValueError, match="prior_precision"):
         la.prior_precision = -1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda la, x, y: (la.model, x, y),
+            TypeError,
+            r"la must be a KronLaplace, got Sequential; pass KronLaplace\(model\)",
+        ),
+        (lambda la, x, y: (la, x.numpy(), y), TypeError, "x must be a tensor.*got ndarray"),
+        (
+            lambda la, x, y: (la, [(x, y)], y),
+            TypeError,
+            r"x must be a tensor.*got list; concatenate a loader's batches",
+        ),
+        (lambda la, x, y: (la, x, y.tolist()), TypeError, "y must be a tensor.*got list"),
+        (
+            lambda la, x, y: (la, x[0, 0], y),
+            ValueError,
+            r"x has no data points; it must have shape \(N, \.\.\.\), got \(\)",
+        ),
+        (
+            lambda la, x, y: (la, x[:, :2], y),
+            ValueError,
+            r"cannot be evaluated at x of shape \(4, 2\), torch\.float32; .*failed with: mat1",
+        ),
+        (
+            lambda la, x, y: (la, x.double(), y),
+            ValueError,
+            r"x of shape \(4, 3\), torch\.float64; .*the parameters are torch\.float32",
+        ),
+        (
+            lambda la, x, y: (la, x, y[:3]),
+            ValueError,
+            r"targets: expected class indices of shape \(4,\), got shape \(3,\)",
+        ),
+        (
+            lambda la, x, y: (la, x, y.float()),
+            TypeError,
+            r"targets: expected integer class indices, got dtype torch\.float32",
+        ),
+        (lambda la, x, y: (la, x, y, "1"), TypeError, "prior_precision: expected a number or a tensor, got str"),
+    ],
+)
+def test_arguments_of_the_exact_evidence(model, data, change, error, message):
+    la = KronLaplace(model)
+    assert exact_log_marginal_likelihood(la, *data).isfinite()
+    with pytest.raises(error, match=message):
+        exact_log_marginal_likelihood(*change(la, *data))
+
+
+@pytest.mark.parametrize("error", [ValueError("not this"), torch.OutOfMemoryError("no memory")])
+def test_errors_that_are_not_of_the_data_are_left_alone(data, error):
+    class Refusing(nn.Module):
+        def forward(self, x):
+            raise error
+
+    la = KronLaplace(nn.Sequential(Refusing(), nn.Linear(3, 2)))
+    with pytest.raises(type(error), match=f"^{error}$"):
+        exact_log_marginal_likelihood(la, *data)
 
 
 def test_outputs_that_do_not_depend_on_the_layers(data):

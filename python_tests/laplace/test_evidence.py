@@ -174,3 +174,28 @@ def test_a_dead_layer_has_no_type():
     la = KronLaplace(model).fit([(torch.randn(5, 3, dtype=torch.float64), torch.randint(3, (5,)))])
     assert la.layer_types() == {"0": "none"}
     assert all(math.isnan(share) for share in la.relative_effective_parameters()["0"].values())
+
+
+def test_a_type_needs_one_effective_parameter_in_all():
+    """However the paths share what is left of a layer: below one in all it has no type."""
+    paths = {"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)}
+    model = nn.Sequential(RelaxedEquivariance(paths), nn.Linear(3, 3)).double()
+    la = KronLaplace(model).fit([(torch.randn(40, 3, dtype=torch.float64), torch.randint(3, (40,)))])
+    names = la.parameter_names
+
+    def precisions(of_a: float, of_b: float) -> torch.Tensor:
+        return torch.tensor([{"0.a.weight": of_a, "0.b.weight": of_b}.get(n, 1.0) for n in names])
+
+    def sums() -> list[float]:
+        return [la.effective_parameters()[f"0.{path}.weight"] for path in "ab"]
+
+    of_a = 1.0
+    la.prior_precision = precisions(of_a, 1e12)  # b off, a above one
+    assert sums()[0] > 1 > 1e-6 > sums()[1] and la.layer_types() == {"0": "a"}
+    while sums()[0] >= 1:
+        of_a *= 1.1
+        la.prior_precision = precisions(of_a, 1e12)
+    assert sums()[0] > 0.8 and la.layer_types() == {"0": "none"}
+    assert la.relative_effective_parameters()["0"]["a"] > 0.999  # shares of next to nothing
+    la.prior_precision = precisions(of_a, of_a / 1.01)
+    assert sums()[0] < sums()[1] and sum(sums()) > 1 and la.layer_types() == {"0": "b"}  # the sum counts, not each

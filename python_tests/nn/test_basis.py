@@ -186,11 +186,65 @@ def test_a_held_matrix_collects_its_gradient(kind):
     [
         (lambda: SpatialBasis(0), "size"),
         (lambda: SpatialBasis(3, 0), "num_anchors"),
-        (lambda: SpatialBasis(3, inverse_lengthscale="1"), "inverse_lengthscale"),
         (lambda: SpatialBasis(3, inverse_lengthscale=-1.0), "inverse_lengthscale"),
         (lambda: SpatialBasis(3, kind="linear"), "exponential, interpolating"),
+        (lambda: SpatialBasis(3, 2, anchors=torch.zeros(3, 2)), "anchors must be num_anchors = 2 rows, got 3"),
+        (
+            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 8)),
+            r"project: x must have shape \(\.\.\., 9\), got \(4, 8\)",
+        ),
+        (
+            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9).double()),
+            r"x must be torch\.float32 as the anchors are, got torch\.float64",
+        ),
+        (
+            lambda: SpatialBasis(3, 2).project(torch.zeros(4, 9, device="meta")),
+            "x must be on cpu as the anchors are, got meta",
+        ),
+        (
+            lambda: SpatialBasis(3, 2).expand(torch.tensor(1.0)),
+            r"expand: values must have shape \(\.\.\., 2\), got \(\)",
+        ),
+        (
+            lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 2)),
+            r"fit: functions must have shape \(\.\.\., 9\), got \(4, 2\)",
+        ),
+        (
+            lambda: SpatialBasis(3, 2).residual(torch.zeros(4, 9), torch.zeros(3, 2)),
+            "residual: functions and values must have the same axes",
+        ),
     ],
 )
 def test_errors(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: SpatialBasis(3, inverse_lengthscale="1"),
+            "inverse_lengthscale must be a number or a tensor of one element, got str",
+        ),
+        (lambda: SpatialBasis(3, anchors=[[0, 0]]), r"anchors must be a tensor \(A, 2\).*got list"),
+        (lambda: SpatialBasis(3, 2).project([1.0]), "project: x must be a tensor.*got list"),
+        (
+            lambda: SpatialBasis(3, 2).fit(torch.zeros(4, 9).long()),
+            r"fit: functions must be floating point, got torch\.int64",
+        ),
+    ],
+)
+def test_wrong_types(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_the_documented_cutoff_is_the_one():
+    """Two anchors of which one's function is almost the other's: the direction between them counts from 0.01 on."""
+    for distance, kept in ((0.01, False), (0.05, True)):
+        basis = SpatialBasis((1, 9), kind="exponential", anchors=torch.tensor([[0.0, 0.0], [0.0, distance]])).double()
+        difference = basis.matrix()[1] - basis.matrix()[0]
+        singular = torch.linalg.svdvals(basis.matrix())
+        assert (float(singular[1] / singular[0]) > 0.01) == kept
+        assert (float(basis.fit(difference).abs().max()) > 0.5) == kept

@@ -12,6 +12,7 @@ from ella_cuda.nn import CircularConv2d, FactoredLinear2d, SparseConv2d, SparseF
 from python_tests.ops.checks import assert_same
 
 KINDS = ("interpolating", "exponential")
+ANCHORS = torch.tensor([[0.0, 1.0], [1.0, 0.0], [-1.0, 0.5], [0.5, -1.0]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,6 +211,62 @@ def test_conversion_there_and_back(kind, device):
     assert SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular", bias=False)).bias is None
 
 
+def spread(count: int, size: tuple[int, int]) -> torch.Tensor:
+    """So many anchors at different places of the grid, nowhere near another: (row, column) in centred pixels, float64."""
+    rows, columns = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) - (n - 1) / 2 for n in size), indexing="ij")
+    places = torch.stack([rows.flatten(), columns.flatten()], 1)
+    return places[torch.linspace(0, len(places) - 1, count).round().long()] + 0.1 * torch.rand(count, 2).double()
+
+
+def least_squares(functions: torch.Tensor, psi: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.lstsq(psi.T, functions.flatten(0, 1).T).solution.T.unflatten(0, functions.shape[:2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_conversion_to_given_anchors_and_lengthscales(kind, dtype, device):
+    places = (spread(5, (4, 4)).to(device), spread(3, (2, 3)).to(device))
+    omegas = (1.1, torch.tensor(0.9, dtype=torch.float64, device=device))
+    dense = FactoredLinear2d(2, 3, 4, (2, 3)).to(device, dtype)
+    layer = SparseFactoredLinear2d.from_dense(dense, basis=kind, inverse_lengthscale=omegas, anchors=places)
+    sides = ((layer.basis_in, layer.weight_in, dense.weight_in), (layer.basis_out, layer.weight_out, dense.weight_out))
+    for (basis, values, weight), anchors, omega in zip(sides, places, (1.1, 0.9), strict=True):
+        assert torch.equal(basis.anchors, anchors.to(dtype))  # in full precision
+        assert torch.equal(basis.inverse_lengthscale, torch.tensor(omega, dtype=dtype, device=device))
+        distances = (anchors[:, None] - basis.points.double()).square().sum(2)
+        psi = torch.exp(-0.5 * omega**2 * distances)
+        if kind == "interpolating":
+            gram = torch.exp(-0.5 * omega**2 * (anchors[:, None] - anchors).square().sum(2))
+            psi = torch.linalg.solve(gram + 1e-4 * torch.eye(len(anchors), dtype=gram.dtype, device=device), psi)
+        expected = least_squares(weight.detach().double().flatten(2), psi).to(dtype)
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+        assert_same(values.detach(), expected, rtol=tolerance, atol=tolerance)
+    # What is smooth at these anchors already comes back whole.
+    back = SparseFactoredLinear2d.from_dense(layer.to_dense(), None, kind, omegas, places)
+    assert max(back.residuals.values()) < (1e-4 if dtype == torch.float32 else 1e-9)
+    assert_same(back.weight_in, layer.weight_in, rtol=1e-3, atol=1e-4)
+
+    conv = SparseConv2d(2, 3, basis=kind, anchors=spread(5, (3, 3)), inverse_lengthscale=0.8).to(device, dtype)
+    found = {"anchors": conv.basis.anchors, "inverse_lengthscale": conv.basis.inverse_lengthscale}
+    same = SparseConv2d.from_dense(conv.to_dense(), basis=kind, **found)
+    assert same.residuals["weight"] < (1e-4 if dtype == torch.float32 else 1e-9)
+    assert_same(same.weight, conv.weight, rtol=1e-3, atol=1e-4)
+    places, omega = spread(4, (3, 3)).to(device), torch.tensor(0.7, dtype=torch.float64, device=device)
+    other = SparseConv2d.from_dense(conv.to_dense(), None, kind, omega, places).basis
+    assert torch.equal(other.anchors, places.to(dtype)) and torch.equal(other.inverse_lengthscale, omega.to(dtype))
+    found["anchors"].add_(1)
+    assert not torch.equal(same.basis.anchors, found["anchors"])  # a copy
+
+
+def test_anchors_of_one_side_only_are_given():
+    places = torch.tensor([[0.5, -1.5], [-1.0, 1.0]])
+    torch.manual_seed(1)
+    layer = SparseFactoredLinear2d(1, 2, 4, 2, (None, 3), inverse_lengthscale=(0.5, 2.0), anchors=(places, None))
+    assert torch.equal(layer.basis_in.anchors, places) and layer.weight_in.shape == (2, 1, 2)
+    assert layer.weight_out.shape == (2, 1, 3) and layer.basis_out.anchors.unique().numel() == 6
+    assert (float(layer.basis_in.inverse_lengthscale), float(layer.basis_out.inverse_lengthscale)) == (0.5, 2.0)
+
+
 def test_anchors_and_lengthscales_are_no_parameters_but_saved():
     layer = SparseFactoredLinear2d(2, 3, 4, 2)
     assert {n for n, _ in layer.named_parameters()} == {"weight_in", "weight_out", "bias_in"}
@@ -239,8 +296,71 @@ def test_anchors_and_lengthscales_are_no_parameters_but_saved():
         (lambda: SparseConv2d(2, 3, basis="cubic"), "cubic"),
         (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1)), "padding_mode='circular'"),
         (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, 2, padding=1, padding_mode="circular")), "stride"),
+        (lambda: SparseFactoredLinear2d(2, 3, None, 4), "in_size must be a positive integer or a pair.*got None"),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4.0), r"out_size must be.*got 4\.0"),
+        (lambda: SparseFactoredLinear2d(2, 3, True, 4), "in_size must be.*got True"),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, basis=["exponential"]),
+            r"basis must be one of.*got \['exponential'\]",
+        ),
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4, anchors=(ANCHORS,)), "anchors must be a pair.*got 1"),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, (3, 3), anchors=(ANCHORS, None)),
+            "basis_in: anchors must be num_anchors = 3",
+        ),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, anchors=(None, ANCHORS.T[:1])),
+            r"basis_out: anchors must have shape \(A, 2\).*got \(1, 4\)",
+        ),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, inverse_lengthscale=(1.0,)),
+            r"inverse_lengthscale must be one number or a pair.*got \(1\.0,\)",
+        ),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 4, device="meta")),
+            "x is on meta, the layer's parameters are on cpu",
+        ),
+        (lambda: SparseConv2d(2, 3, anchors=ANCHORS / 0), "anchors must be finite"),
+        (lambda: SparseConv2d(2, 3, anchors=ANCHORS[:0]), r"anchors must have shape \(A, 2\).*got \(0, 2\)"),
+        (
+            lambda: SparseConv2d(2, 3, inverse_lengthscale=torch.ones(2)),
+            r"real tensor of one element, got torch\.float32 of shape \(2,\)",
+        ),
+        (
+            lambda: SparseConv2d(2, 3)(torch.zeros(1, 2, 4)),
+            r"SparseConv2d: x must have shape \(N, 2, H, W\), got \(1, 2, 4\)",
+        ),
     ],
 )
 def test_errors(make, words):
     with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SparseFactoredLinear2d(2, 3, 4, 4, anchors=ANCHORS), "anchors must be a pair.*got Tensor"),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, anchors=(ANCHORS, [[0, 0]])),
+            r"basis_out: anchors must be a tensor \(A, 2\).*got list",
+        ),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4, inverse_lengthscale="1"),
+            "basis_in: inverse_lengthscale must be a number.*got str",
+        ),
+        (
+            lambda: SparseFactoredLinear2d(2, 3, 4, 4)(None),
+            r"SparseFactoredLinear2d: x must be a tensor \(N, 2, 4, 4\), got NoneType",
+        ),
+        (lambda: SparseConv2d(2, 3, anchors=ANCHORS.long()), r"anchors must be floating point, got torch\.int64"),
+        (lambda: SparseConv2d(2, 3, inverse_lengthscale=True), "inverse_lengthscale must be a number.*got bool"),
+        (
+            lambda: SparseConv2d(2, 3)(torch.zeros(1, 2, 4, 4).numpy()),
+            r"SparseConv2d: x must be a tensor \(N, 2, H, W\), got ndarray",
+        ),
+    ],
+)
+def test_wrong_types(make, words):
+    with pytest.raises(TypeError, match=words):
         make()

@@ -243,6 +243,23 @@ def test_errors(device):
             call(points, anchors, torch.tensor(1, device=device))
         with pytest.raises(TypeError, match="inverse_lengthscale must be a number or a tensor, got str"):
             call(points, anchors, "1")
+        with pytest.raises(ValueError, match=r"kind must be one of.*got \['exponential'\]"):
+            call(points, anchors, w, ["exponential"])
+        with pytest.raises(TypeError, match=r"anchors must be a tensor \(A, P\), got list"):
+            call(points, anchors.tolist(), w)
+        with pytest.raises(TypeError, match=r"points must be a tensor \(X, P\), got NoneType"):
+            call(None, anchors, w)
+        with pytest.raises(
+            ValueError, match=r"inverse_lengthscale must be on the CPU or on the device of points \(c.*got meta"
+        ):
+            call(points, anchors, torch.ones((), device="meta"))
+    for kind in KINDS:  # whatever it is computed with, the message speaks of what was called
+        with pytest.raises(ValueError, match=r"^basis_project: anchors must have shape"):
+            ops.basis_project(x, points, anchors[:, :1], w, kind)
+        with pytest.raises(TypeError, match=r"^basis_project: x must be a tensor \(\.\.\., X\), got ndarray"):
+            ops.basis_project(x.cpu().numpy(), points, anchors, w, kind)
+        with pytest.raises(TypeError, match=r"^basis_project: x must be float32 or float64, got torch\.int64"):
+            ops.basis_project(x.long(), points, anchors, w, kind)
     with pytest.raises(TypeError, match=r"points must be float32 or float64, got torch\.int64"):
         ops.basis_matrix(points.long(), anchors.long(), w)
     with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., X\) with the X = 6 of points, got \(3, 5\)"):

@@ -45,6 +45,14 @@ def test_a_layer_without_any_effective_parameter_has_no_type():
     assert layer["paths"]["a"]["relative_effective_parameters"] is None
 
 
+@pytest.mark.parametrize(("of_b", "kind"), [(0.49, None), (0.5, "a"), (0.51, "b")])
+def test_a_type_needs_one_effective_parameter_in_all(of_b, kind):
+    gamma = {"l.a.weight": 0.3, "l.a.bias": 0.2, "l.b.weight": of_b, "head.weight": 2.0}
+    (layer,), _ = describe_layers(TWO_PATHS, PRECISION, gamma)
+    assert layer["type"] == kind
+    assert layer["paths"]["b"]["relative_effective_parameters"] == pytest.approx(of_b / (0.5 + of_b))
+
+
 def test_every_parameter_is_in_the_layout_once():
     model = neyshabur("f_fc+conv", 1, 4, width=1)
     found = layout(model)
@@ -64,7 +72,7 @@ def test_shares_and_types_are_kron_laplaces():
     shares, types = la.relative_effective_parameters(), la.layer_types()
     assert len(layers) == len(shares) == 8
     for layer in layers:
-        assert layer["type"] == types[layer["name"]]
+        assert (layer["type"] or "none") == types[layer["name"]]
         for path, entry in layer["paths"].items():
             assert entry["relative_effective_parameters"] == pytest.approx(shares[layer["name"]][path])
 

@@ -1,0 +1,88 @@
+"""A trained network, back from its run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ella_cuda.checkpoint import load_checkpoint
+from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.files import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE
+from ella_cuda.experiments.run import build_network
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.models import Neyshabur
+
+LAPLACE_SETTINGS = ("likelihood", "fisher", "resolution", "column_tolerance")
+
+
+class LoadedRun(NamedTuple):
+    """What :func:`load_run` gives."""
+
+    model: Neyshabur  # in evaluation mode
+    la: KronLaplace  # of the model, with the run's prior precisions; not fitted
+    config: RunConfig
+    epoch: int  # epochs done: config.epochs in a finished run
+
+
+def load_run(run_dir: str | os.PathLike[str], device: str = "cpu") -> LoadedRun:
+    """The network of a run, finished or not, as of its last checkpoint; bases of sparsified layers as they were learned.
+
+    Factors are not kept in a folder: for the evidence and effective parameters call ``la.fit`` with the training data, which
+    :func:`prepare_for` gives. Nothing is written, no data are read, and torch's random generators stay as they are. Loading
+    executes no code from the files.
+
+    Args:
+        run_dir: the run's own folder, which holds ``checkpoint.pt``: a folder of ``ella-cuda train`` has one for each run.
+        device: ``cpu``, ``cuda`` or ``cuda:<index>``, whatever the run was on; ``auto`` is the GPU if there is one.
+
+    Returns:
+        ``(model, la, config, epoch)``.
+
+    Raises:
+        ValueError: the folder is not that of a run, or has no checkpoint yet, or a file in it is damaged or of another version.
+        RuntimeError: the device is not there.
+    """
+    run_dir = Path(run_dir)
+    target = resolve_device(device)
+    config, network = _described(run_dir)
+    path = run_dir / CHECKPOINT_FILE
+    with torch.random.fork_rng(devices=[]):
+        model = build_network(config, **network)
+    try:
+        state = load_checkpoint(path, {}, model)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{run_dir} has no {CHECKPOINT_FILE}: its run has not come to its first evaluation; go on with it."
+        ) from error
+    model.load_state_dict(state["model"])
+    model.to(target).eval()
+    last = state["history"][-1]
+    la = KronLaplace(
+        model,
+        prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
+        sigma_noise=last["sigma_noise"],
+        **{name: state["settings"][name] for name in LAPLACE_SETTINGS},
+    )
+    return LoadedRun(model, la, config, state["epoch"])
+
+
+def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """The run's configuration and its network's numbers, out of its diary."""
+    path = run_dir / DIARY_FILE
+    try:
+        diary = json.loads(path.read_text(encoding="utf-8"))
+        return RunConfig(**diary["config"]), {
+            name: int(diary["network"][name]) for name in ("in_channels", "num_classes")
+        }
+    except (FileNotFoundError, NotADirectoryError) as error:
+        runs = sorted(p.parent.name for p in run_dir.glob(f"*/{CHECKPOINT_FILE}"))
+        if (run_dir / CONFIG_FILE).exists() and runs:
+            raise ValueError(f"{run_dir} holds several runs; name the folder of one: {', '.join(runs)}.") from error
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no {DIARY_FILE}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or of another version ({error!r}); do the run again.") from error

@@ -1,0 +1,125 @@
+"""A network back from its run's folder is the one whose numbers are in the row."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+
+from ella_cuda.data import TensorLoader
+from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, load_run, prepare_for, run_grid, run_one
+from ella_cuda.experiments.diary import Diary
+from ella_cuda.models import PATHS
+from ella_cuda.nn import SpatialBasis
+
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+
+
+def small(layer: str = "conv", objective: str = "evidence", **changes) -> RunConfig:
+    return configure("digits", "quadrant", layer, objective, 0, **{**SMALL, **changes})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(small(path, "map", epochs=1) for path in PATHS),
+        small("f_fc+conv", prior_structure="module"),
+        small("s_fc+s_conv", learn="anchors+lengthscales", basis="exponential", inverse_lengthscale=0.3),
+        small("s_fc", learn="anchors", column_tolerance=0.05, resolution="per_channel"),
+    ],
+    ids=lambda c: f"{c.layer}-{c.objective}",
+)
+def test_a_loaded_network_gives_the_numbers_of_its_row(config, tmp_path):
+    row = run_one(config, tmp_path, progress=False)
+    before = torch.random.get_rng_state()
+    loaded = load_run(tmp_path)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    model, la, found, epoch = loaded
+    assert isinstance(loaded, LoadedRun) and found == config and epoch == config.epochs and not model.training
+    data = prepare_for(found)
+    assert evaluate(model, data.test_images, data.test_labels) == (row["accuracy"], row["nll"])
+    for name, delta in zip(la.parameter_names, la.prior_precision.tolist(), strict=True):
+        path = next((layer for layer in row["layers"] if name.startswith(f"{layer['name']}.")), None)
+        if path is not None:
+            kind, _, tensor = name.removeprefix(f"{path['name']}.").partition(".")
+            assert path["paths"][kind]["prior_precision"][tensor] == delta
+    if row["neg_log_marginal_likelihood"] is not None:
+        la.fit(TensorLoader(data.train_images, data.train_labels, 150))
+        evidence = float(la.log_marginal_likelihood()) / la.n_data
+        assert evidence == pytest.approx(-row["neg_log_marginal_likelihood"], rel=1e-9)
+        assert {n: t for n, t in la.layer_types().items() if t != "none"} == {
+            layer["name"]: layer["type"] for layer in row["layers"] if layer["type"]
+        }
+    if config.learn:
+        fresh = [m for m in run_start(config).modules() if isinstance(m, SpatialBasis)]
+        learned = [m for m in model.modules() if isinstance(m, SpatialBasis)]
+        assert not any(
+            torch.equal(a.anchors, b.anchors) for a, b in zip(fresh, learned, strict=True) if len(b.points) > 1
+        )
+
+
+def run_start(config: RunConfig) -> torch.nn.Module:
+    from ella_cuda.experiments.run import build_network
+
+    torch.manual_seed(config.seed)
+    return build_network(config, 1, 40)
+
+
+def test_a_run_that_is_not_finished_loads_as_of_its_checkpoint(tmp_path, monkeypatch):
+    record = Diary.record
+
+    def stop(self, evaluation):
+        if evaluation.epoch == 2:
+            raise KeyboardInterrupt
+        record(self, evaluation)
+
+    monkeypatch.setattr(Diary, "record", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_one(small(objective="map"), tmp_path, progress=False)
+    assert load_run(tmp_path).epoch == 1
+
+
+def test_folders_that_cannot_be_loaded(tmp_path):
+    config = small(objective="map", epochs=1)
+    run_grid([config], tmp_path / "grid", progress=False)
+    with pytest.raises(ValueError, match=f"grid holds several runs; name the folder of one: {config.name}"):
+        load_run(tmp_path / "grid")
+    with pytest.raises(ValueError, match=r"nowhere is not the folder of a run: it has no progress\.json"):
+        load_run(tmp_path / "nowhere")
+    folder = tmp_path / "grid" / config.name
+    with pytest.raises(ValueError, match="is not the folder of a run"):
+        load_run(folder / "checkpoint.pt")
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:<index>, got 'tpu'"):
+        load_run(folder, "tpu")
+    whole, checkpoint = (folder / "progress.json").read_text(), (folder / "checkpoint.pt").read_bytes()
+    other = json.loads(whole)
+    other["network"]["num_classes"] = 3
+    for text, words in (
+        (whole[:-20], r"progress\.json is damaged or of another version"),
+        ("[]", "damaged or of another version"),
+        (json.dumps({"config": {}}), "damaged or of another version"),
+        (json.dumps(other), r"checkpoint\.pt has head\.2\.weight of shape"),
+    ):
+        (folder / "progress.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            load_run(folder)
+    (folder / "progress.json").write_text(whole)
+    (folder / "checkpoint.pt").write_bytes(checkpoint[:-100])
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        load_run(folder)
+    (folder / "checkpoint.pt").unlink()
+    with pytest.raises(ValueError, match="has not come to its first evaluation"):
+        load_run(folder)
+
+
+def test_code_in_a_checkpoint_is_not_executed(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (pytest.fail, ("the checkpoint executed code",))
+
+    run_one(small(objective="map", epochs=1), tmp_path, progress=False)
+    torch.save({"format": 3, "model": Evil()}, tmp_path / "checkpoint.pt", pickle_module=pickle)
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        load_run(tmp_path)

@@ -16,6 +16,7 @@ from ella_cuda.ops.basis import BASIS_KINDS
 OBJECTIVES = ("map", "evidence")
 # Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
+DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,9 +142,7 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
         raise UsageError(
             "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."
         )
-    if {"group", "group_conv", "frames"} & options.keys() and not any(
-        GROUP_PATH in c.layer.split("+") for c in configs
-    ):
+    if {"group", "group_conv", "frames"} & options.keys() and not any(c.over_group for c in configs):
         raise UsageError(
             f"--group, --group-conv and --frames are those of {GROUP_PATH} paths, of which there are none."
         )
@@ -260,7 +258,9 @@ def say_written(out_dir: Path) -> None:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    name = f"{row['task']}, {network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
+    name = (
+        f"{row['data']}, {row['task']}, {network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
+    )
     print(
         f"{name}: accuracy {row['accuracy']:.2f} %, NLL {row['nll']:.3f}, "
         f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",

@@ -131,7 +131,7 @@ def comparison_table(plan: Plan, found: Sequence[Entry]) -> str:
             blocks[0].append(title)
             blocks[1].append("ours")
             lines = [[*line, o] for line, o in zip(lines, ours, strict=True)]
-    return "\n".join([*_header(plan, found), "", columns([*blocks, *lines], left=2), *_notes(found)])
+    return "\n".join([*_header(plan, found), "", columns([*blocks, *lines], left=2), *_notes(plan, found)])
 
 
 def _columns(found: Sequence[Entry]) -> Iterable[tuple[str, list[str], list[str]]]:
@@ -202,13 +202,19 @@ def _listed(values: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-def _notes(found: Sequence[Entry]) -> list[str]:
-    """Why rows are not run, and what there is to say about some."""
-    reasons: dict[str, list[str]] = {}
+def _notes(plan: Plan, found: Sequence[Entry]) -> list[str]:
+    """Which rows are not here, why some are not run, and what there is to say about others."""
+    reasons: dict[str, dict[str, list[str]]] = {}
     for e in found:
         if e.reason:
-            reasons.setdefault(e.reason, []).append(f"{e.row.title} ({OBJECTIVE_TITLES[e.objective]})")
-    notes = [f"not run: {'; '.join(which)}: {reason}." for reason, which in reasons.items()]
+            reasons.setdefault(e.reason, {}).setdefault(e.row.title, []).append(OBJECTIVE_TITLES[e.objective])
+    all_of = {e.row.title: len(e.row.printed) for e in found}
+    notes = []
+    for reason, which in reasons.items():
+        titles = (t if len(o) == all_of[t] else f"{t} ({', '.join(o)})" for t, o in which.items())
+        notes.append(f"not run: {'; '.join(titles)}: {reason}.")
+    if others := len(TABLES[plan.table].rows) - len(all_of):
+        notes.append(f"{others} other rows of the table were not asked for.")
     notes += [f"{note}." for note in dict.fromkeys(e.row.note for e in found if e.row.note)]
     return ["", *notes] if notes else []
 

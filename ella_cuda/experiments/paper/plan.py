@@ -39,7 +39,7 @@ class Plan:
         table: a name of :data:`ella_cuda.experiments.paper.TABLES`.
         scale: share of the training images and of the epochs.
         images: by data set, how many training images it has at full scale.
-        cells: every row of the table under every objective that it has.
+        cells: every row that is asked for, under every objective that it has.
     """
 
     table: str
@@ -136,7 +136,8 @@ def plan_table(
     _check_scale(scale)
     table = TABLES[name]
     keys = [row.key for row in table.rows]
-    if unknown := [key for key in rows or () if key not in keys]:
+    rows = keys if rows is None else rows
+    if unknown := [key for key in rows if key not in keys]:
         raise ValueError(f"the rows of {name} are {', '.join(keys)}; got {', '.join(unknown)}.")
     data = table.data if data is None else data
     if data is not None and data not in RECIPES:
@@ -148,10 +149,10 @@ def plan_table(
     runs: dict[tuple[str, str], list[str]] = {}
     reasons: dict[tuple[str, str], str] = {}
     for seed in seeds:
-        for row in table.rows:
+        for row in (row for row in table.rows if row.key in rows):
             for objective in row.printed:
                 cell = runs.setdefault((row.key, objective), [])
-                reason = _why_not(row, objective, rows, answered, dense)
+                reason = _why_not(row, objective, answered, dense)
                 if reason:
                     reasons[row.key, objective] = reason
                     continue
@@ -182,9 +183,7 @@ def _answered(table: Table, data: str | None) -> set[str]:
     return {data if data in own else STANDS_FOR[data]}
 
 
-def _why_not(row: Row, objective: str, rows: Collection[str] | None, answered: set[str], dense: bool) -> str:
-    if rows is not None and row.key not in rows:
-        return "not among the rows asked for"
+def _why_not(row: Row, objective: str, answered: set[str], dense: bool) -> str:
     if row.data not in answered:
         return f"needs {row.data}, for which the chosen data set does not stand in"
     if objective == "evidence" and DENSE_PATH in row.layer.split("+") and not dense:
@@ -198,7 +197,7 @@ def _configure(
     width = changes.get("width", table.width or RECIPES[data].width)
     own = {
         "learn": row.learn if objective == "evidence" else "",
-        "width": max(1, _whole(row.width_share * width)),
+        "width": max(min(1, width), _whole(row.width_share * width)),
         **row.changes,
     }
     return configure(data, row.task, row.layer, objective, seed, **{**numbers, **changes, **own})

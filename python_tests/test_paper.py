@@ -177,11 +177,12 @@ def test_whose_rows_a_data_set_answers(table, data, answered):
         ("digits", 1.0, None, (None, 45, 10, 5)),
         ("digits", 0.2, None, (287, 9, 2, 1)),
         ("digits", 0.5, None, (719, 23, 5, 3)),
-        ("digits", 0.02, None, (29, 1, 0, 1)),
-        ("fashion-mnist", 0.05, None, (3000, 1, 0, 1)),
+        ("digits", 0.02, None, (29, 2, 0, 1)),
+        ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)),
         ("fashion-mnist", 0.05, 30, (3000, 30, 2, 2)),
         ("fashion-mnist", 0.05, 5, (3000, 5, 1, 1)),
         ("digits", 1.0, 9, (None, 9, 2, 1)),
+        ("digits", 1.0, 1, (None, 1, 0, 1)),
     ],
 )
 def test_what_follows_the_scale(data, scale, epochs, expected):
@@ -200,7 +201,11 @@ def test_the_scale_keeps_the_number_of_evidence_steps_where_it_can():
     assert full == 7
     for scale in (0.9, 0.8, 0.6, 0.4, 0.2):
         assert abs(steps(**scaled("digits", 1437, scale)) - full) <= 1
-    assert steps(**scaled("digits", 1437, 0.001)) == 1
+    assert steps(**scaled("digits", 1437, 0.001)) == 2
+    for data in RECIPES:  # what bases learn, they learn before the last step
+        for percent in range(1, 101):
+            found = scaled(data, IMAGES[data], percent / 100)
+            assert any(e % found["frequency"] == 0 for e in range(found["burn_in"] + 1, found["epochs"]))
 
 
 def test_everything_else_is_the_recipes_or_what_was_asked_for():

@@ -16,6 +16,7 @@ from python_tests.test_cli import command, environment, one_line, rows_of, run, 
 SMALL = ["--scale", "0.03", "--epochs", "2", "--burn-in", "1", "--width", "1", "--row", "digit-conv", "quadrant-conv"]
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "toy", *SMALL, "--hypersteps", "3", "--out", "table", "--device", "cpu"]) == 0

@@ -43,7 +43,7 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),
     ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
-    ("data_seed", int, "of the quadrants, the subsample and the hold-out split"),
+    ("data_seed", int, "of what the task draws for each image, the subsample and the hold-out split"),
 )
 WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("init", INITS, "initial weights: as published, or with only the equivariant paths on"),

@@ -138,6 +138,11 @@ class RunConfig:
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
                 f"{self.burn_in} and epochs {self.epochs}."
             )
+        if self.learn and not any(e % self.frequency == 0 for e in range(self.burn_in + 1, self.epochs)):
+            raise ValueError(
+                f"learn={self.learn!r} needs an evidence step after burn_in and before the last epoch, of which there is none: got burn_in "
+                f"{self.burn_in}, frequency {self.frequency} and epochs {self.epochs}."
+            )
         for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")

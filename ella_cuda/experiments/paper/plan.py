@@ -74,7 +74,8 @@ def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> d
 
     The training images are a share ``scale`` of all, and so are the recipe's epochs. Burn-in and frequency shrink as the epochs do, so
     that a run has as many evidence steps as at full scale, or one every epoch where that is fewer. All are rounded to the next whole
-    number; epochs and frequency are at least 1, burn-in leaves at least one epoch. Nothing else changes.
+    number. There are at least 2 epochs, frequency is at least 1, and burn-in leaves time for an evidence step before that of the last
+    epoch where there is any. Nothing else changes.
 
     Args:
         data: a name of :data:`ella_cuda.experiments.RECIPES`.
@@ -91,12 +92,13 @@ def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> d
     if train_size < 1:
         raise ValueError(f"scale {scale} leaves none of the {images} training images of {data}; raise it.")
     share = scale if epochs is None else min(1.0, epochs / recipe.epochs)
-    epochs = max(1, _whole(scale * recipe.epochs)) if epochs is None else epochs
+    epochs = max(2, _whole(scale * recipe.epochs)) if epochs is None else epochs
+    frequency = max(1, _whole(share * recipe.frequency))
     return {
         "train_size": None if train_size == images else train_size,
         "epochs": epochs,
-        "burn_in": max(0, min(_whole(share * recipe.burn_in), epochs - 1)),
-        "frequency": max(1, _whole(share * recipe.frequency)),
+        "burn_in": max(0, min(_whole(share * recipe.burn_in), epochs - 1 - frequency)),
+        "frequency": frequency,
     }
 
 

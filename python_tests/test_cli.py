@@ -285,7 +285,7 @@ def asked(tmp_path, monkeypatch) -> list[list[experiments.RunConfig]]:
 @pytest.mark.parametrize(("jobs", "prepared"), [("1", 1), ("2", 0)])
 def test_runs_in_this_process_have_the_settings_of_workers(asked, monkeypatch, jobs, prepared):
     calls = []
-    monkeypatch.setattr("ella_cuda.cli.train.prepare_process", lambda: calls.append(None))
+    monkeypatch.setattr("ella_cuda.cli.grid.prepare_process", lambda: calls.append(None))
     assert cli.main(["train", "--device", "cpu", "--jobs", jobs]) == 0
     assert len(calls) == prepared
 

@@ -83,6 +83,11 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"lr_shape": 0.0}, "lr_shape must be positive"),
         ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
         ({"layer": "s_fc", "learn": "anchors", "objective": "map"}, "needs evidence"),
+        ({"layer": "s_fc", "learn": "anchors", "epochs": 1}, "before the last epoch"),
+        (
+            {"layer": "s_fc", "learn": "anchors", "epochs": 9, "burn_in": 5, "frequency": 5, "seed": 1},
+            "before the last epoch",
+        ),
     ],
 )
 def test_a_run_that_makes_no_sense_is_refused(change, message):

@@ -1,4 +1,4 @@
-"""The command ``ella-cuda``: train, inspect, info."""
+"""The command ``ella-cuda``: train, reproduce, inspect, info."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ella_cuda import __version__
 from ella_cuda.cli.common import FAILED, INTERRUPTED, USAGE, UsageError
 from ella_cuda.cli.info import add_info
 from ella_cuda.cli.inspect import add_inspect
+from ella_cuda.cli.reproduce import add_reproduce
 from ella_cuda.cli.train import add_train
 
 
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train(commands)
+    add_reproduce(commands)
     add_inspect(commands)
     add_info(commands)
     for command in commands.choices.values():

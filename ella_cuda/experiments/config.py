@@ -8,7 +8,7 @@ from typing import Any
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments.recipes import RECIPES
 from ella_cuda.groups import GROUPS
-from ella_cuda.models import INITS, PATHS, SPARSE_PATHS
+from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS
@@ -16,6 +16,7 @@ from ella_cuda.ops.basis import BASIS_KINDS
 OBJECTIVES = ("map", "evidence")
 # Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
+DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 
 
 def as_learn(words: str) -> str:
@@ -152,6 +153,11 @@ class RunConfig:
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
                 f"{self.burn_in} and epochs {self.epochs}."
             )
+        if self.learn and not any(e % self.frequency == 0 for e in range(self.burn_in + 1, self.epochs)):
+            raise ValueError(
+                f"learn={self.learn!r} needs an evidence step after burn_in and before the last epoch, of which there is none: got burn_in "
+                f"{self.burn_in}, frequency {self.frequency} and epochs {self.epochs}."
+            )
         for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
@@ -169,7 +175,20 @@ class RunConfig:
     def name(self) -> str:
         """The run's name within its grid, and its folder's."""
         learn = f"-{self.learn}" if self.learn else ""
-        return f"{self.data}-{self.task}-{self.layer}-{self.objective}{learn}-seed{self.seed}"
+        network = f"-{self.group}-{self.group_conv}-width{self.width}" if self.over_group else ""
+        return f"{self.data}-{self.task}-{self.layer}-{self.objective}{learn}{network}-seed{self.seed}"
+
+    @property
+    def over_group(self) -> bool:
+        """Whether the network has group convolutions, so that their attributes mean something."""
+        return GROUP_PATH in self.layer.split("+")
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What a row says of the run; ``group`` and ``group_conv`` are empty without group convolutions."""
+        names = ("data", "task", "layer", "objective", "learn", "seed", "width")
+        groups = {name: getattr(self, name) if self.over_group else "" for name in ("group", "group_conv")}
+        return {name: getattr(self, name) for name in names} | groups
 
 
 def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, **changes: Any) -> RunConfig:

@@ -73,11 +73,9 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "run": config.name,
-                **{
-                    key: getattr(config, key)
-                    for key in ("data", "task", "layer", "objective", "learn", "seed", "epochs")
-                },
+                **config.described,
                 "epoch": last["epoch"],
+                "epochs": config.epochs,
                 "loss": last["loss"],
                 "train_accuracy": 100 * last["accuracy"],
                 "neg_log_marginal_likelihood": last["neg_log_marginal_likelihood"],

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from ella_cuda import __version__, build_info
-from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
@@ -112,7 +112,7 @@ def run_grid(
 
 
 def _is_dense(config: RunConfig) -> bool:
-    return "fc" in config.layer.split("+")
+    return DENSE_PATH in config.layer.split("+")
 
 
 def _cost(config: RunConfig) -> tuple[bool, bool]:

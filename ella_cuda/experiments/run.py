@@ -98,7 +98,7 @@ def run_one(
         download: see :func:`ella_cuda.data.load`.
 
     Returns:
-        A row of ``summary.json``: ``data, task, layer, objective, seed, accuracy`` (percent) ``, nll``
+        A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
         (nats) ``, neg_log_marginal_likelihood`` (nats per data point; None with ``..._reason`` where the curvature
         would be too large) ``, seconds, layers, other_parameters``, counts, and ``evaluated_on`` (test or holdout).
 
@@ -170,12 +170,7 @@ def run_one(
     )
     return {
         "run": config.name,
-        "data": config.data,
-        "task": config.task,
-        "layer": config.layer,
-        "objective": config.objective,
-        "learn": config.learn,
-        "seed": config.seed,
+        **config.described,
         "accuracy": accuracy,
         "nll": nll,
         "neg_log_marginal_likelihood": None if evidence is None else -evidence,

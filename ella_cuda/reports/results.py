@@ -21,9 +21,11 @@ METRICS = (
     ("neg_log_marginal_likelihood", "-log q/N, nats", "{:.3f}"),
 )
 
+WHERE = {"test": "test images", "holdout": "held-out training images"}
+
 
 def results_table(rows: Rows) -> str:
-    """Accuracy, NLL and ``-log q/N``: a line for each task, a column for each objective and layer; means over seeds.
+    """Accuracy, NLL and ``-log q/N``: a line for each data set and task, a column for each objective and layer; means over seeds.
 
     ``-`` stands for what was not run or, for ``-log q/N``, not computed. ``*`` marks a mean over fewer seeds than
     others.
@@ -32,7 +34,8 @@ def results_table(rows: Rows) -> str:
     """
     if not rows:
         return "no finished run"
-    tasks = list(dict.fromkeys(r["task"] for r in rows))
+    tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
+    sets = {r["data"]: f"{r['evaluated_size']} {WHERE[r['evaluated_on']]}" for r in rows}
     kinds = [
         (o, network)
         for o in OBJECTIVE_TITLES
@@ -43,15 +46,15 @@ def results_table(rows: Rows) -> str:
     blocks: list[list[str]] = [["", *objectives]]
     for key, title, style in METRICS:
         blocks.append([title, *(network for _, network in kinds)])
-        for task in tasks:
-            line = [f"  {task}"]
+        for data, task in tasks:
+            line = [f"  {task}" if len(sets) == 1 else f"  {data}, {task}"]
             for objective, network in kinds:
-                found = [r for r in rows if (r["task"], r["objective"], network_title(r)) == (task, objective, network)]
+                kind = (data, task, objective, network)
+                found = [r for r in rows if (r["data"], r["task"], r["objective"], network_title(r)) == kind]
                 value = mean(r[key] for r in found)
                 line.append("-" if value is None else style.format(value) + ("*" if len(found) < len(seeds) else ""))
             blocks.append(line)
-    where = {"test": "test images", "holdout": "held-out training images"}[rows[0]["evaluated_on"]]
-    about = f"{rows[0]['data']}, evaluated on {rows[0]['evaluated_size']} {where}; "
+    about = "; ".join(f"{data}, evaluated on {size}" for data, size in sets.items()) + "; "
     about += f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over seeds {', '.join(map(str, seeds))}"
     return about + "\n" + columns(blocks)
 

@@ -16,9 +16,11 @@ def layer_title(layer: str) -> str:
 
 
 def network_title(row: Mapping[str, Any]) -> str:
-    """A row's sum of paths, and what of its sparsified layers' bases the evidence learned: ``S-FC, lengthscales``."""
+    """A row's sum of paths, and what else tells it from others of the sum: what of its sparsified layers' bases the evidence learned
+    (``S-FC, lengthscales``), how its group convolutions are factored and how wide it is (``GCONV (full), width 6``)."""
     learn = row.get("learn", "")
-    return layer_title(row["layer"]) + (f", {learn}" if learn else "")
+    title = layer_title(row["layer"]) + (f", {learn}" if learn else "")
+    return f"{title} ({row['group_conv']}), width {row['width']}" if row.get("group_conv") else title
 
 
 def number(value: float | None, digits: int = 3) -> str:

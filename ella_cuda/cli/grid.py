@@ -1,0 +1,270 @@
+"""What the commands that do grids of runs share: options, folders, resuming, and doing the runs."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import shlex
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from ella_cuda import experiments
+from ella_cuda.cli.common import UsageError
+from ella_cuda.data import AUGMENTATIONS
+from ella_cuda.experiments import RECIPES, RunConfig
+from ella_cuda.groups import GROUPS
+from ella_cuda.models import GROUP_PATH, INITS
+from ella_cuda.nn.group_conv import VARIANTS
+from ella_cuda.nn.group_layers import FRAMES
+from ella_cuda.reports.text import OBJECTIVE_TITLES, network_title, number
+from ella_cuda.workers import default_jobs, prepare_process
+
+# Options that are attributes of RunConfig: flag, type, help. None given means the recipe's.
+NUMBERS: tuple[tuple[str, Any, str], ...] = (
+    ("width", int, "network width, the multiple of all channel counts"),
+    ("epochs", int, "passes over the training data"),
+    ("batch_size", int, "images in a minibatch"),
+    ("lr", float, "Adam's learning rate at the start"),
+    ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion"),
+    ("cooldown", float, "share of the steps, the last, in which lr falls linearly to 0 (without: a cosine over all)"),
+    ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
+    ("lr_hyp", float, "Adam's learning rate on log prior precisions"),
+    ("burn_in", int, "epochs before the first evidence step"),
+    ("frequency", int, "epochs between evidence steps"),
+    ("hypersteps", int, "steps on the prior precisions in each"),
+    (
+        "lr_shape",
+        float,
+        "Adam's learning rate on what --learn names, on log lengthscales and in pixels (that on precisions)",
+    ),
+    ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel (1)"),
+    ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
+    ("train_size", int, "use only so many training images, classes in proportion"),
+    ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
+    ("data_seed", int, "of what the task draws for each image, the subsample and the hold-out split"),
+)
+WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("init", INITS, "initial weights: as published, or with only the equivariant paths on"),
+    ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
+    ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
+    ("basis", ("interpolating", "exponential"), "of sparsified layers"),
+    ("group", tuple(GROUPS), "of gconv paths: rotations by 90 degrees, or with mirror images"),
+    ("group_conv", VARIANTS, "how filters of gconv paths are factored"),
+    (
+        "frames",
+        FRAMES,
+        "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
+    ),
+    ("augment", AUGMENTATIONS, "of the images that weights learn from; cifar10, cifar100: flips-shifts"),
+    ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
+)
+# What may differ between the sessions of one grid.
+PER_SESSION = ("data_dir", "download", "jobs", "resume", "verbose")
+
+
+def flag(name: str) -> str:
+    """The option of that attribute."""
+    return "--" + name.replace("_", "-")
+
+
+def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """The options that are attributes of runs, but for those named."""
+    for name, kind, text in NUMBERS:
+        if name not in without:
+            default = getattr(RECIPES["digits"], name, None)
+            text = text if default is None else f"{text} (digits: {default:g})"
+            command.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+    for name, words, text in WORDS:
+        if name not in without:
+            default = getattr(RECIPES["digits"], name, None) or getattr(RunConfig, name)
+            command.add_argument(flag(name), choices=words, help=f"{text} (digits: {default})")
+
+
+def add_session(command: argparse.ArgumentParser) -> None:
+    """The options of seeds and dense evidence, and those that say where runs are done and their results go."""
+    command.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
+    command.add_argument(
+        "--all",
+        action="store_true",
+        default=None,
+        help="evidence for layers with an fc path too, whose curvature is large",
+    )
+    command.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at once (CPU: one per thread, OMP_NUM_THREADS sets how many; GPU: 1)",
+    )
+    command.add_argument("--device", help="auto, cpu, cuda or cuda:<index> (auto: the GPU if there is one)")
+    where = command.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="DIR", help="folder for the results (runs/<name>-<date>-<n>)")
+    where.add_argument("--resume", metavar="DIR", help="go on with the runs of this folder; its options hold")
+    command.add_argument("--data-dir", metavar="DIR", help="folder with the data, laid out as torchvision does (data)")
+    command.add_argument("--download", action="store_true", default=None, help="fetch missing data through torchvision")
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that the command line names.
+
+    Raises:
+        UsageError: a number of jobs below 1.
+    """
+    if args.jobs is not None and args.jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {args.jobs}.")
+    return {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
+
+
+def grid_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Those that belong to the grid, with its device and seeds resolved, for ``config.json``.
+
+    Raises:
+        UsageError: not the name of a device.
+    """
+    options = {k: v for k, v in given.items() if k not in ("out", *PER_SESSION)}
+    try:
+        options["device"] = str(experiments.resolve_device(given.get("device", "auto")))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return options | {"seed": list(dict.fromkeys(given.get("seed", [0]))), "all": given.get("all", False)}
+
+
+def attributes(options: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of runs among the options, in place of the recipe's."""
+    return {name: options[name] for name, *_ in (*NUMBERS, *WORDS) if name in options}
+
+
+def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
+    """Raise UsageError for an option that none of the runs heeds."""
+    if "lr_shape" in options and not any(c.learn for c in configs):
+        raise UsageError("--lr-shape is the rate of what --learn names; name it.")
+    if "inverse_lengthscale" in options and not any("s_fc" in c.layer.split("+") for c in configs):
+        raise UsageError(
+            "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."
+        )
+    if {"group", "group_conv", "frames"} & options.keys() and not any(c.over_group for c in configs):
+        raise UsageError(
+            f"--group, --group-conv and --frames are those of {GROUP_PATH} paths, of which there are none."
+        )
+
+
+def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
+    """The runs and the options of a folder that this command started, for it to go on.
+
+    Raises:
+        UsageError: not such a folder, or options that are not those it was started with.
+    """
+    try:
+        configs, options = experiments.read_grid(out_dir)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    starter = "reproduce" if "table" in options else "train"
+    if starter != command:
+        raise UsageError(
+            f"{out_dir} was started by `ella-cuda {starter}`; go on with: ella-cuda {starter} --resume {out_dir}"
+        )
+    if "device" in given:
+        given = {**given, "device": str(experiments.resolve_device(given["device"]))}
+    for name, value in given.items():
+        if name not in PER_SESSION and options.get(name) != value:
+            raise UsageError(
+                f"{'table' if name == 'table' else flag(name)} {shown(value)} does not fit --resume {out_dir}, which was started with "
+                f"{shown(options.get(name))}; leave it out, or start anew with --out."
+            )
+    experiments.resolve_device(configs[0].device)
+    return configs, options
+
+
+def shown(value: Any) -> str:
+    """An option's value in words."""
+    if value is None:
+        return "the recipe's"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def new_folder(out: str | None, name: str) -> Path:
+    """The folder of that path, or the next free one of today of that name.
+
+    Raises:
+        UsageError: it holds runs already, or is a file.
+    """
+    if out is None:
+        today = datetime.date.today().isoformat()
+        return next(p for n in itertools.count(1) if not (p := Path("runs") / f"{name}-{today}-{n}").exists())
+    path = Path(out)
+    if (path / experiments.CONFIG_FILE).exists():
+        raise UsageError(
+            f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
+        )
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"--out {path} is a file; name a folder.")
+    return path
+
+
+def do_runs(
+    command: str,
+    args: argparse.Namespace,
+    configs: Sequence[RunConfig],
+    options: dict[str, Any],
+    out_dir: Path,
+    on_row: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]] | None:
+    """Do the runs that are not done yet, and print a line for each.
+
+    Args:
+        on_row: called after each, when the folder's summary has it.
+
+    Returns:
+        All rows; None when interrupted, after saying how to go on.
+    """
+    interactive = sys.stderr.isatty()
+    device = configs[0].device
+    jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
+    if device == "cpu" and jobs == 1:
+        prepare_process()  # the runs are done here; workers prepare themselves
+    before = experiments.read_summary(out_dir)
+    print(
+        f"{len(configs)} runs on {device}, {jobs} at once, {len(before)} done before; results in {out_dir}",
+        flush=True,
+    )
+
+    def finish(row: dict[str, Any]) -> None:
+        _print_row(row)
+        on_row()
+
+    try:
+        return experiments.run_grid(
+            configs,
+            out_dir,
+            options=options,
+            jobs=jobs,
+            progress=interactive,
+            data_dir=args.data_dir,
+            download=bool(args.download),
+            on_row=finish,
+        )
+    except KeyboardInterrupt:
+        where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+        print(
+            f"ella-cuda: interrupted; go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}",
+            file=sys.stderr,
+        )
+        return None
+
+
+def say_written(out_dir: Path) -> None:
+    """Print which files the folder holds."""
+    print(f"\nWritten to {out_dir}: {', '.join(sorted(p.name for p in out_dir.iterdir() if p.is_file()))}")
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    name = (
+        f"{row['data']}, {row['task']}, {network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}, seed {row['seed']}"
+    )
+    print(
+        f"{name}: accuracy {row['accuracy']:.2f} %, NLL {row['nll']:.3f}, "
+        f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",
+        flush=True,
+    )

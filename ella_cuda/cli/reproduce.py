@@ -1,0 +1,101 @@
+"""``ella-cuda reproduce``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
+from ella_cuda.cli.grid import (
+    add_attributes,
+    add_session,
+    attributes,
+    check_effect,
+    do_runs,
+    given_options,
+    grid_options,
+    new_folder,
+    resumed,
+    say_written,
+)
+from ella_cuda.data import SOURCES, load
+from ella_cuda.experiments import RunConfig
+from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
+
+
+def add_reproduce(commands: Any) -> None:
+    """The command ``reproduce``, among the parser's others."""
+    tables = "; ".join(f"{table.name}: {table.title}" for table in TABLES.values())
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="run a table of the paper, at any scale, and print it beside the paper's numbers",
+        description=f"Run a table of the paper (van der Ouderaa et al., NeurIPS 2023) and print our numbers beside its. {tables}. Numbers "
+        "not given are the data set's recipe's.",
+    )
+    reproduce.add_argument("table", nargs="?", choices=TABLES, metavar="TABLE", help=", ".join(TABLES))
+    reproduce.add_argument(
+        "--scale",
+        type=float,
+        metavar="S",
+        help="share of the training images and of the recipe's epochs, above 0 and at most 1; burn-in and frequency follow the epochs (1)",
+    )
+    reproduce.add_argument(
+        "--data",
+        choices=SOURCES,
+        help="the data set that stands in for the paper's (toy: digits; others: the paper's). In groups, digits and fashion-mnist stand in "
+        "for mnist, cifar100 for cifar10",
+    )
+    rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
+    reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
+    add_attributes(reproduce, without=("train_size", "holdout"))
+    add_session(reproduce)
+    reproduce.set_defaults(command=_reproduce)
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    given = given_options(args)
+    if "resume" in given:
+        out_dir = Path(args.resume)
+        configs, options = resumed("reproduce", out_dir, given)
+    else:
+        configs, options = _table(given, args)
+        out_dir = new_folder(args.out, options["table"])
+    rows = do_runs("reproduce", args, configs, options, out_dir, on_row=lambda: save_comparison(out_dir))
+    if rows is None:
+        return INTERRUPTED
+    print("\n" + save_comparison(out_dir))
+    say_written(out_dir)
+    return DONE
+
+
+def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunConfig], dict[str, Any]]:
+    """The runs of the table, and the options completed by the plan that says what they answer."""
+    if "table" not in given:
+        raise UsageError(f"name a table ({', '.join(TABLES)}), or a folder to go on with by --resume.")
+    options = grid_options(given) | {"scale": given.get("scale", 1.0)}
+
+    def images_of(data: str) -> int:
+        try:
+            return len(load(data, args.data_dir, bool(args.download)).train_images)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error} Or let another data set stand in for it with --data.") from error
+        except ValueError as error:  # damaged files are no wrong usage
+            raise RuntimeError(str(error)) from error
+
+    try:
+        configs, plan = plan_table(
+            options["table"],
+            images_of,
+            data=given.get("data"),
+            scale=options["scale"],
+            rows=given.get("row"),
+            seeds=options["seed"],
+            dense=options["all"],
+            device=options["device"],
+            **attributes(options),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    check_effect(options, configs)
+    return configs, options | {"plan": plan.to_json()}

@@ -1,0 +1,21 @@
+"""The paper's tables: what they print, which of our runs answer each row, and the two side by side."""
+
+from ella_cuda.experiments.paper.comparison import Entry, comparison_csv, comparison_table, entries, save_comparison
+from ella_cuda.experiments.paper.plan import Cell, Plan, plan_table, scaled
+from ella_cuda.experiments.paper.tables import TABLES, Printed, Row, Table
+
+__all__ = [
+    "TABLES",
+    "Cell",
+    "Entry",
+    "Plan",
+    "Printed",
+    "Row",
+    "Table",
+    "comparison_csv",
+    "comparison_table",
+    "entries",
+    "plan_table",
+    "save_comparison",
+    "scaled",
+]

@@ -88,10 +88,20 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["inspect", str(folder)]) == 0
-    assert "4 runs finished, 0 begun, 0 waiting" in capsys.readouterr().out
+    seen = capsys.readouterr().out
+    assert "4 runs finished, 0 begun, 0 waiting" in seen
+    (drawn,) = (Path(line.split()[2].rstrip(",")) for line in seen.splitlines() if line.startswith("Pictures in"))
+    assert (drawn / "curves.png").exists()
     assert cli.main(["inspect", str(folder), "--json"]) == 0
     before = (folder / "summary.json").read_text()
-    assert json.loads(capsys.readouterr().out)["finished"] == json.loads(before)
+    state = json.loads(capsys.readouterr().out)
+    assert state["finished"] == json.loads(before)
+    assert [e["epoch"] for e in state["evaluations"][rows[1]["run"]]] == [1, 2]
+    assert "pictures" not in state
+    assert cli.main(["inspect", str(folder), "--json", "--pictures", "drawn"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert len(state["pictures"]) == 2 * (1 + 4 + 2)  # PNG and SVG: curves, every run's filters, evidence's precisions
+    assert {Path(p) for p in state["pictures"]} == {p.relative_to(tmp_path) for p in (tmp_path / "drawn").rglob("*.*")}
 
     assert cli.main(["train", "--resume", str(folder), "--width", "1", "--device", "auto"]) == 0
     assert "4 done before" in capsys.readouterr().out
@@ -131,8 +141,12 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
     started.send_signal(signal.SIGKILL)
     started.communicate()
     assert len(rows_of(tmp_path / "killed")) == 1  # the first run is done, the second is not
-    assert cli.main(["inspect", str(tmp_path / "killed")]) == 0
+    assert cli.main(["inspect", str(tmp_path / "killed"), "--pictures", str(tmp_path / "drawn")]) == 0
     seen = capsys.readouterr().out
+    assert f"Pictures in {tmp_path / 'drawn'}" in seen
+    assert {p.name for p in (tmp_path / "drawn" / second.parent.name).iterdir()} == {
+        f"{name}.{kind}" for name in ("precisions", "filters") for kind in ("png", "svg")
+    }
     assert "1 runs finished, 1 begun, 0 waiting" in seen
     assert "of 6)" in seen
     resumed = run("train", "--resume", "killed", cwd=tmp_path)

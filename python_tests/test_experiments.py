@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
@@ -26,6 +27,8 @@ from ella_cuda.experiments import (
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
+from ella_cuda.reports import layer_table
+from ella_cuda.reports.text import number
 
 SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
 
@@ -203,6 +206,36 @@ def test_a_run_that_learns_lengthscales_says_so(tmp_path):
                 assert value == float(saved[f"{entry['name']}.{path}.{basis}.inverse_lengthscale"])
     assert first["s_fc"]["inverse_lengthscale"]["basis_in"] != 1
     assert row["layers"][1]["paths"]["s_conv"]["inverse_lengthscale"].keys() == {"0.basis"}
+
+
+def test_a_run_that_learns_anchors_says_how_far_they_moved(tmp_path):
+    config = small("s_conv", learn="anchors", epochs=3)
+    (row,) = run_grid([config], tmp_path, progress=False)
+    saved = read_checkpoint(tmp_path / config.name / "checkpoint.pt")["model"]
+    torch.manual_seed(config.seed)
+    start = neyshabur("s_conv", 1, 40, width=1, init=config.init).state_dict()
+    found = experiments.read_anchors(tmp_path / config.name)
+    for i, layer in enumerate(row["layers"]):
+        name = "basis" if i in (0, 2, 4) else "0.basis"
+        key = f"blocks.{i}.s_conv.{name}.anchors"
+        moved = (saved[key] - start[key]).norm(dim=1)
+        described = layer["paths"]["s_conv"]["anchors"][name]
+        assert described["count"] == 5
+        assert described["mean_displacement"] == pytest.approx(float(moved.mean()), rel=1e-5)
+        assert described["largest_displacement"] == pytest.approx(float(moved.max()), rel=1e-5)
+        assert float(moved.min()) > 0.01
+        assert found[key.removesuffix(".anchors")] == {"start": start[key].tolist(), "now": saved[key].tolist()}
+    evaluations = experiments.read_evaluations(tmp_path / config.name)
+    assert (
+        evaluations[-1]["anchors"]["blocks.0.s_conv.basis"] == row["layers"][0]["paths"]["s_conv"]["anchors"]["basis"]
+    )
+    first = layer_table([row]).splitlines()[2]
+    moved = row["layers"][0]["paths"]["s_conv"]["anchors"]["basis"]["mean_displacement"]
+    assert first.endswith(f"; basis 1.00; basis {number(moved)}")
+    assert "anchors moved by, mean, pixels" in layer_table([row])
+    with (tmp_path / "summary.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert float(line["blocks.0 s_conv basis mean_displacement"]) == moved
 
 
 def test_learning_rates_fall_with_the_number_of_inputs():
@@ -387,6 +420,8 @@ def test_a_running_run_can_be_read(tmp_path, monkeypatch):
         0 < row["layers"][7]["paths"]["conv"]["effective_parameters"] < row["layers"][7]["paths"]["conv"]["parameters"]
     )
     assert row["neg_log_marginal_likelihood"] > 0
+    assert [e["epoch"] for e in experiments.read_evaluations(tmp_path / configs[0].name)] == [1, 2]
+    assert experiments.read_anchors(tmp_path / configs[0].name) == {}
     diary = tmp_path / configs[0].name / "progress.json"
     diary.write_text(diary.read_text()[:-40])
     with pytest.raises(ValueError, match=r"progress\.json is damaged .* to do that run again"):

@@ -62,7 +62,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.
-PER_SESSION = ("data_dir", "download", "jobs", "resume", "verbose")
+PER_SESSION = ("data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
 
 
 def flag(name: str) -> str:
@@ -104,6 +104,12 @@ def add_session(command: argparse.ArgumentParser) -> None:
     where.add_argument("--resume", metavar="DIR", help="go on with the runs of this folder; its options hold")
     command.add_argument("--data-dir", metavar="DIR", help="folder with the data, laid out as torchvision does (data)")
     command.add_argument("--download", action="store_true", default=None, help="fetch missing data through torchvision")
+    command.add_argument(
+        "--tensorboard",
+        action="store_true",
+        default=None,
+        help="write event files to each run's folder, for tensorboard --logdir DIR (needs the package tensorboard)",
+    )
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -243,6 +249,7 @@ def do_runs(
             progress=interactive,
             data_dir=args.data_dir,
             download=bool(args.download),
+            tensorboard=bool(args.tensorboard),
             on_row=finish,
         )
     except KeyboardInterrupt:

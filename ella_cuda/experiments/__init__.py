@@ -3,7 +3,7 @@
 from ella_cuda.experiments.config import DENSE_PATH, LEARN, OBJECTIVES, RunConfig, as_learn, configure
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
-from ella_cuda.experiments.folder import read_grid, read_running, read_summary
+from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running, read_summary
 from ella_cuda.experiments.grid import run_grid
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
@@ -27,6 +27,8 @@ __all__ = [
     "load_run",
     "prepare",
     "prepare_for",
+    "read_anchors",
+    "read_evaluations",
     "read_grid",
     "read_running",
     "read_summary",

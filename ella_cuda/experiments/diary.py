@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from ella_cuda.experiments.config import RunConfig
+from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
 from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation
@@ -17,12 +18,23 @@ from ella_cuda.training import Evaluation
 
 class Diary:
     """A run's seconds and evaluations so far, in a file: what a resumed run adds to, what `inspect` shows of a running one, and
-    what `load_run` rebuilds the network from: ``network`` is its numbers that follow from the data, see :func:`build_network`."""
+    what `load_run` rebuilds the network from.
+
+    Args:
+        path: the file.
+        config: the run.
+        network: its network's numbers that follow from the data, see :func:`build_network`.
+        model: the network, with its anchors where they start; a resumed run draws the same ones.
+    """
 
     def __init__(self, path: Path, config: RunConfig, network: dict[str, int], model: nn.Module) -> None:
         self.path, self.start = path, time.monotonic()
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
+        self.bases = {n: m for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+        self.start_anchors = {n: basis.anchors.detach().clone() for n, basis in self.bases.items()}
         self.fixed = {"config": dataclasses.asdict(config), "network": network, "layout": layout(model)}
+        if "anchors" in config.learn.split("+"):
+            self.fixed["anchors_at_start"] = {n: a.tolist() for n, a in self.start_anchors.items()}
         self.before, self.evaluations = 0.0, []
         if path.exists():
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -31,11 +43,21 @@ class Diary:
     def seconds(self) -> float:
         return self.before + time.monotonic() - self.start
 
+    def anchors(self) -> dict[str, dict[str, float]]:
+        """By basis, how many anchors it has and how far they are from where they started, in pixels."""
+        found = {}
+        for name, basis in self.bases.items():
+            moved = (basis.anchors.detach() - self.start_anchors[name]).double().norm(dim=1)
+            distances = {"mean_displacement": float(moved.mean()), "largest_displacement": float(moved.max())}
+            found[name] = {"count": basis.num_anchors, **distances}
+        return found
+
     def record(self, evaluation: Evaluation) -> None:
         # Written before the checkpoint of the same epoch: a run killed between the two repeats this evaluation.
         self.evaluations = [e for e in self.evaluations if e["epoch"] < evaluation.epoch]
         entry = dataclasses.asdict(evaluation)
         entry["prior_precision"] = dict(zip(self.names, evaluation.prior_precision, strict=True))
+        entry["anchors"] = self.anchors()
         self.evaluations.append(entry)
         state = {**self.fixed, "seconds": self.seconds(), "evaluations": self.evaluations}
         write_file(self.path, json.dumps(state, allow_nan=False))

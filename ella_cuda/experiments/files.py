@@ -3,7 +3,3 @@
 CONFIG_FILE = "config.json"  # the grid and the options it was started with
 SUMMARY_FILE = "summary.json"  # the finished rows
 ENVIRONMENT_FILE = "environment.json"  # versions and device, an entry for each session
-# In the folder of one run:
-CHECKPOINT_FILE = "checkpoint.pt"
-HISTORY_FILE = "history.json"  # of a finished run
-DIARY_FILE = "progress.json"

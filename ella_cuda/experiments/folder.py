@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.experiments.config import RunConfig
-from ella_cuda.experiments.files import CONFIG_FILE, DIARY_FILE, SUMMARY_FILE
+from ella_cuda.experiments.files import CONFIG_FILE, SUMMARY_FILE
 from ella_cuda.reports import describe_layers
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 
 
 def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[str, Any]]:
@@ -60,15 +62,11 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     done = {row["run"] for row in read_summary(out_dir)}
     rows = []
     for config in configs:
-        path = Path(out_dir) / config.name / DIARY_FILE
-        if config.name in done or not path.exists():
+        if config.name in done or not (Path(out_dir) / config.name / DIARY_FILE).exists():
             continue
-        try:
-            diary = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is damaged ({error}); move {path.parent} away to do that run again.") from error
+        diary = _read_diary(Path(out_dir) / config.name)
         last = diary["evaluations"][-1]
-        found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale")]
+        found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale", "anchors")]
         layers, others = describe_layers(diary["layout"], *found)
         rows.append(
             {
@@ -85,3 +83,37 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def read_evaluations(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All evaluations of a run so far: an :class:`ella_cuda.training.Evaluation` each, with prior precisions by parameter
+    name, and ``anchors`` as in a row.
+
+    Raises:
+        ValueError: the run's diary is damaged.
+    """
+    return _read_diary(Path(run_dir))["evaluations"]
+
+
+def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Where the anchors of a run's newest checkpoint lie: by basis ``now`` and, where they are learned, ``start``, each
+    ``(A, 2)`` rows and columns in pixels from the grid's centre. Empty without sparsified layers or checkpoint.
+
+    Raises:
+        ValueError: the run's diary or checkpoint is damaged.
+    """
+    diary, path = _read_diary(Path(run_dir)), Path(run_dir) / CHECKPOINT_FILE
+    names = diary["evaluations"][-1]["inverse_lengthscale"]
+    if not names or not path.exists():
+        return {}
+    model, start = read_checkpoint(path)["model"], diary.get("anchors_at_start", {})
+    found = {name: {"now": model[f"{name}.anchors"].tolist()} for name in names}
+    return {name: entry | ({"start": start[name]} if name in start else {}) for name, entry in found.items()}
+
+
+def _read_diary(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / DIARY_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); move {run_dir} away to do that run again.") from error

@@ -21,6 +21,7 @@ from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
+from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.reports import save_report
 from ella_cuda.reports.files import write_file
 from ella_cuda.workers import run_at_once
@@ -35,6 +36,7 @@ def run_grid(
     progress: bool = True,
     data_dir: str | None = None,
     download: bool = False,
+    tensorboard: bool = False,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Do every run that is not done yet; after each, bring the folder's summary, table and pictures up to date.
@@ -49,6 +51,7 @@ def run_grid(
         progress: whether to show progress bars.
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
+        tensorboard: whether every run writes event files for TensorBoard, see :func:`run_one`.
         on_row: called with each new row.
 
     Returns:
@@ -57,11 +60,14 @@ def run_grid(
     Raises:
         ValueError: two runs of one name, or the folder belongs to another grid. What :func:`run_one` raises.
         OSError: the folder cannot be written.
+        RuntimeError: ``tensorboard`` without the package of that name.
     """
     out_dir = Path(out_dir)
     names = [c.name for c in configs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
+    if tensorboard:
+        require_tensorboard()
     prepare_for(configs[0], data_dir, download)  # before anything is written: the data may be missing
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -101,9 +107,10 @@ def run_grid(
         show()
         if jobs == 1:
             for config in waiting:
-                finish(run_one(config, out_dir / config.name, progress=progress, data_dir=data_dir, download=download))
+                sources = {"data_dir": data_dir, "download": download}
+                finish(run_one(config, out_dir / config.name, progress=progress, tensorboard=tensorboard, **sources))
         elif waiting:
-            calls = [(config, out_dir / config.name, data_dir, download) for config in waiting]
+            calls = [(config, out_dir / config.name, data_dir, download, tensorboard) for config in waiting]
             threads = max(1, torch.get_num_threads() // jobs)
             dense = [_is_dense(config) for config in waiting]  # every step reads and writes all weights several times
             for _, row in run_at_once(_run_quietly, calls, jobs, threads, show, heavy=dense):
@@ -120,8 +127,11 @@ def _cost(config: RunConfig) -> tuple[bool, bool]:
     return _is_dense(config), config.objective == "evidence" and "+" in config.layer
 
 
-def _run_quietly(config: RunConfig, run_dir: Path, data_dir: str | None, download: bool) -> dict[str, Any]:
-    return run_one(config, run_dir, progress=False, data_dir=data_dir, download=download)
+def _run_quietly(
+    config: RunConfig, run_dir: Path, data_dir: str | None, download: bool, tensorboard: bool
+) -> dict[str, Any]:
+    sources = {"data_dir": data_dir, "download": download}
+    return run_one(config, run_dir, progress=False, tensorboard=tensorboard, **sources)
 
 
 def _note_environment(out_dir: Path, device: str) -> None:

@@ -12,10 +12,11 @@ import torch
 from ella_cuda.checkpoint import load_checkpoint
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
-from ella_cuda.experiments.files import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE
+from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.run import build_network
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 
 LAPLACE_SETTINGS = ("likelihood", "fisher", "resolution", "column_tolerance")
 

@@ -16,13 +16,13 @@ from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, m
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
-from ella_cuda.experiments.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
+from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.reports.files import write_file
-from ella_cuda.training import marglik_training
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, write_file
+from ella_cuda.training import Evaluation, marglik_training
 
 EVALUATION_BATCH = 500
 MAP_EVIDENCE_BYTES = 100_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
@@ -86,6 +86,7 @@ def run_one(
     progress: bool = True,
     data_dir: str | None = None,
     download: bool = False,
+    tensorboard: bool = False,
 ) -> dict[str, Any]:
     """Train and evaluate one network.
 
@@ -96,6 +97,7 @@ def run_one(
         progress: whether to show a progress bar.
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
+        tensorboard: whether to write event files for TensorBoard to ``run_dir/tensorboard``; the numbers do not depend on it.
 
     Returns:
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
@@ -106,8 +108,11 @@ def run_one(
         ValueError: the data or a checkpoint do not fit; see :func:`ella_cuda.marglik_training`.
         OSError: ``run_dir`` cannot be written; what was there is untouched.
         FloatingPointError: training diverged; the last good checkpoint stays.
+        RuntimeError: ``tensorboard`` without the package of that name.
     """
     run_dir = Path(run_dir)
+    if tensorboard:
+        require_tensorboard()  # before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
     device = resolve_device(config.device)
     dataset = prepare_for(config, data_dir, download).to(device)
@@ -115,6 +120,13 @@ def run_one(
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     model = build_network(config, **network).to(device)
     diary = Diary(run_dir / DIARY_FILE, config, network, model)
+    log = TensorBoardLog(run_dir / FOLDER, layout(model)) if tensorboard else None
+
+    def record(evaluation: Evaluation) -> None:
+        diary.record(evaluation)
+        if log is not None:
+            log.write(diary.evaluations)
+
     train_loader = TensorLoader(
         dataset.train_images,
         dataset.train_labels,
@@ -146,7 +158,7 @@ def run_one(
         column_tolerance=config.column_tolerance,
         marglik_loader=evidence_loader,
         checkpoint=run_dir / CHECKPOINT_FILE,
-        on_evaluation=diary.record,
+        on_evaluation=record,
         description=config.name,
     )
     accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
@@ -164,11 +176,11 @@ def run_one(
     precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
     gamma = la.effective_parameters() if fitted else None
-    layers, others = describe_layers(layout(model), precision, gamma, lengthscales)
+    layers, others = describe_layers(layout(model), precision, gamma, lengthscales, diary.anchors())
     write_file(
         run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": diary.evaluations}, allow_nan=False)
     )
-    return {
+    row = {
         "run": config.name,
         **config.described,
         "accuracy": accuracy,
@@ -183,3 +195,6 @@ def run_one(
         "layers": layers,
         "other_parameters": others,
     }
+    if log is not None:
+        log.finish(row, diary.evaluations)
+    return row

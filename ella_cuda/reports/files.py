@@ -1,4 +1,4 @@
-"""Files that are whole at any moment."""
+"""Files that are whole at any moment, and the names of those in a run's folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+CHECKPOINT_FILE = "checkpoint.pt"
+HISTORY_FILE = "history.json"  # of a finished run
+DIARY_FILE = "progress.json"
 
 
 def write_file(path: str | os.PathLike[str], content: str | Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.nn import RelaxedEquivariance
-from ella_cuda.reports.text import PATH_TITLES, columns, network_title, number
+from ella_cuda.reports.text import PATH_TITLES, columns, number, run_title
 
 # {"layers": [{"name", "paths": {path: {tensor: number of parameters}}}], "others": {tensor: number of parameters}}
 Layout = dict[str, Any]
@@ -40,6 +40,7 @@ def describe_layers(
     prior_precision: Mapping[str, float],
     effective_parameters: Mapping[str, float] | None,
     inverse_lengthscale: Mapping[str, float] | None = None,
+    anchors: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     r"""Precisions and effective parameters by layer and path.
 
@@ -52,12 +53,14 @@ def describe_layers(
         effective_parameters: γ by parameter name, between 0 and the number of parameters; None where it was not
             computed.
         inverse_lengthscale: ω by the name of a :class:`ella_cuda.nn.SpatialBasis`, where there are any.
+        anchors: by the same names, ``count`` of anchors, and ``mean_displacement`` and ``largest_displacement`` from where
+            they started, in pixels.
 
     Returns:
         ``(layers, others)`` as in a row of ``summary.json``: a list with ``name``, ``type`` and, by path, ``prior_precision`` (by
-        tensor), where there are bases ``inverse_lengthscale`` (by basis, per pixel), ``parameters``, ``effective_parameters`` and
-        ``relative_effective_parameters`` for each relaxed layer; and the same but the share and the lengthscales for every other
-        tensor.
+        tensor), where there are bases ``inverse_lengthscale`` (by basis, per pixel) and ``anchors`` (by basis), ``parameters``,
+        ``effective_parameters`` and ``relative_effective_parameters`` for each relaxed layer; and the same but the share and the
+        bases for every other tensor.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 and Figure 3.
     """
@@ -68,15 +71,16 @@ def describe_layers(
         for path, tensors in layer["paths"].items():
             prefix = f"{layer['name']}.{path}."
             names = {t: prefix + t for t in tensors}
-            bases = {n: v for n, v in (inverse_lengthscale or {}).items() if n.startswith(prefix)}
             paths[path] = {
                 "prior_precision": {t: prior_precision[n] for t, n in names.items()},
                 "parameters": sum(tensors.values()),
                 "effective_parameters": None if gamma is None else sum(gamma[n] for n in names.values()),
                 "relative_effective_parameters": None,
             }
-            if bases:
-                paths[path]["inverse_lengthscale"] = {n.removeprefix(prefix): v for n, v in bases.items()}
+            for key, values in (("inverse_lengthscale", inverse_lengthscale), ("anchors", anchors)):
+                own = {n.removeprefix(prefix): v for n, v in (values or {}).items() if n.startswith(prefix)}
+                if own:
+                    paths[path][key] = own
         by_path = {} if gamma is None else {path: entry["effective_parameters"] for path, entry in paths.items()}
         total = sum(by_path.values())
         if total:
@@ -100,16 +104,20 @@ def layer_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _one_table(row: Mapping[str, Any]) -> str:
-    title = f"{row['data']}, task {row['task']}, {network_title(row)}, {row['objective']}, seed {row['seed']}"
-    if row.get("epoch") is not None:
-        title += f" (running: epoch {row['epoch']} of {row['epochs']})"
-    sparse = any(p.get("inverse_lengthscale") for layer in row["layers"] for p in layer["paths"].values())
-    last = "prior precision; inverse lengthscale per pixel" if sparse else "prior precision"
-    lines = [["layer", "type", "path", "share", "effective", "of", last]]
+    what = ["prior precision"]
+    if any(p.get("inverse_lengthscale") for layer in row["layers"] for p in layer["paths"].values()):
+        what.append("inverse lengthscale per pixel")
+    moved = "anchors" in row.get("learn", "").split("+")
+    if moved:
+        what.append("anchors moved by, mean, pixels")
+    lines = [["layer", "type", "path", "share", "effective", "of", "; ".join(what)]]
     for layer in row["layers"]:
         name, kind = layer["name"], PATH_TITLES.get(layer["type"], layer["type"] or "-")
         for path, entry in layer["paths"].items():
             share = entry["relative_effective_parameters"]
+            learned = [_by_name(entry[key]) for key in ("prior_precision", "inverse_lengthscale") if entry.get(key)]
+            if moved and entry.get("anchors"):
+                learned.append(_by_name({n: a["mean_displacement"] for n, a in entry["anchors"].items()}))
             lines.append(
                 [
                     name,
@@ -118,9 +126,7 @@ def _one_table(row: Mapping[str, Any]) -> str:
                     "-" if share is None else f"{100 * share:.1f} %",
                     number(entry["effective_parameters"]),
                     f"{entry['parameters']:,}",
-                    "; ".join(
-                        _by_name(entry[key]) for key in ("prior_precision", "inverse_lengthscale") if entry.get(key)
-                    ),
+                    "; ".join(learned),
                 ]
             )
             name = kind = ""
@@ -128,7 +134,7 @@ def _one_table(row: Mapping[str, Any]) -> str:
         precision = number(entry["prior_precision"])
         lines.append([name, "", "", "", number(entry["effective_parameters"]), f"{entry['parameters']:,}", precision])
     width = max(len(line[-1]) for line in lines)
-    return title + "\n" + columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=3)
+    return run_title(row) + "\n" + columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=3)
 
 
 def _by_name(values: Mapping[str, float]) -> str:

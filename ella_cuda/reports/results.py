@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ella_cuda.reports.files import write_file
 from ella_cuda.reports.layers import layer_table
-from ella_cuda.reports.pictures import draw_curves, draw_layers
+from ella_cuda.reports.pictures import save_pictures
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, mean, network_title
 
 Rows = Sequence[Mapping[str, Any]]
@@ -72,6 +73,8 @@ def results_csv(rows: Rows) -> str:
                 for key in ("prior_precision", "inverse_lengthscale"):
                     for name, value in entry.get(key, {}).items():
                         cells[f"{layer['name']} {path} {name} {key}"] = value
+                for name, moved in entry.get("anchors", {}).items():
+                    cells[f"{layer['name']} {path} {name} mean_displacement"] = moved["mean_displacement"]
         flat.append(cells)
     out = io.StringIO()
     writer = csv.DictWriter(
@@ -88,10 +91,11 @@ def learned(rows: Rows) -> Rows:
 
 
 def save_report(rows: Rows, out_dir: Path) -> None:
-    """Write ``summary.json``, ``summary.csv``, ``table.txt``, ``curves.png`` and, where a network chose,
-    ``layers.png``.
+    """Write ``summary.json``, ``summary.csv``, ``table.txt`` and the pictures, see
+    :func:`ella_cuda.reports.pictures.save_pictures`.
 
-    Each file is whole at any moment, and ``summary.json`` comes first.
+    Each file is whole at any moment, ``summary.json`` comes first and pictures last: one that cannot be drawn is a
+    ``RuntimeWarning`` and costs nothing else.
 
     Raises:
         OSError: the folder cannot be written; the files that were there are untouched.
@@ -101,9 +105,6 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     text = results_table(rows)
     if learned(rows):
         text += "\n\n" + layer_table(learned(rows))
-    chose = [r for r in learned(rows) if "+" in r["layer"]]
-    if chose:
-        write_file(out_dir / "layers.png", lambda path: draw_layers(chose, path))
     write_file(out_dir / "table.txt", text + "\n")
-    histories = [json.loads((out_dir / r["run"] / "history.json").read_text(encoding="utf-8")) for r in rows]
-    write_file(out_dir / "curves.png", lambda path: draw_curves(rows, histories, path))
+    for failure in save_pictures(rows, out_dir, out_dir).failures:
+        warnings.warn(failure, RuntimeWarning, stacklevel=2)

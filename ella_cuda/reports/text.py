@@ -23,6 +23,20 @@ def network_title(row: Mapping[str, Any]) -> str:
     return f"{title} ({row['group_conv']}), width {row['width']}" if row.get("group_conv") else title
 
 
+def tensor_title(path: str, tensor: str) -> str:
+    """A parameter tensor of a path: ``conv``'s ``0.weight`` is CONV weight; numbers of submodules are left out."""
+    names = [name for name in tensor.split(".") if not name.isdigit()]
+    return f"{PATH_TITLES.get(path, path)} {'.'.join(names)}"
+
+
+def run_title(row: Mapping[str, Any]) -> str:
+    """Which run a row is of, and how far it is if it is not finished."""
+    title = f"{row['data']}, task {row['task']}, {network_title(row)}, {row['objective']}, seed {row['seed']}"
+    if row.get("epoch") is not None:
+        title += f" (running: epoch {row['epoch']} of {row['epochs']})"
+    return title
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """A number of any size in few characters; ``-`` for None."""
     if value is None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
 from ella_cuda.reports.text import columns, layer_title, number
-from python_tests.reports.rows import row
+from python_tests.reports.rows import evaluations, row
 
 
 def test_the_table_has_the_papers_columns():
@@ -83,25 +84,39 @@ def test_csv_has_a_line_a_run_and_columns_of_every_layer():
     assert read[1]["blocks.1 conv share"] == "1.0"
 
 
+def folder_of(rows: list[dict], folder: Path) -> None:
+    """The files of finished runs that a report reads, but for the checkpoints."""
+    for r in rows:
+        (folder / r["run"]).mkdir()
+        history = {"losses": [3.0, 2.5, 2.0, 1.5, 1.2, 1.0], "evaluations": evaluations(r)}
+        (folder / r["run"] / "history.json").write_text(json.dumps(history))
+
+
 def test_a_folder_gets_all_its_files(tmp_path):
     rows = [row(), row(layer="conv", objective="map")]
-    for r in rows:
-        (tmp_path / r["run"]).mkdir()
-        evaluations = [
-            {"epoch": 1, "neg_log_marginal_likelihood": 2.0},
-            {"epoch": 2, "neg_log_marginal_likelihood": 1.0},
-        ]
-        (tmp_path / r["run"] / "history.json").write_text(
-            json.dumps({"losses": [2.0, 1.0], "evaluations": evaluations})
-        )
+    folder_of(rows, tmp_path)
     save_report(rows, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == rows
     assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
-        "summary.json", "summary.csv", "table.txt", "layers.png", "curves.png",
+        "summary.json", "summary.csv", "table.txt", "layers.png", "layers.svg", "curves.png", "curves.svg",
     }  # fmt: skip
+    own = [{p.name for p in (tmp_path / r["run"]).iterdir()} for r in rows]
+    assert own == [{"history.json", "precisions.png", "precisions.svg"}, {"history.json"}]
     text = (tmp_path / "table.txt").read_text()
     assert "accuracy, %" in text
     assert "prior precision" in text
+
+
+def test_a_picture_that_fails_costs_nothing_else(tmp_path):
+    rows = [row(), row(layer="conv", objective="map")]
+    folder_of(rows, tmp_path)
+    (tmp_path / rows[1]["run"] / "history.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match=r"curves could not be drawn \(JSONDecodeError"):
+        save_report(rows, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == rows
+    assert (tmp_path / "table.txt").exists() and (tmp_path / "layers.svg").exists()
+    assert (tmp_path / rows[0]["run"] / "precisions.png").exists()
+    assert not (tmp_path / "curves.png").exists()
 
 
 def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path, monkeypatch):

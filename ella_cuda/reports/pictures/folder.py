@@ -1,0 +1,131 @@
+"""All pictures of a folder of runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ella_cuda.checkpoint import read_checkpoint
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, write_file
+from ella_cuda.reports.pictures.anchors import draw_anchors
+from ella_cuda.reports.pictures.curves import draw_curves
+from ella_cuda.reports.pictures.filters import draw_filters
+from ella_cuda.reports.pictures.layers import draw_layers
+from ella_cuda.reports.pictures.precisions import draw_precisions
+from ella_cuda.reports.pictures.style import picture_files, save_picture
+from ella_cuda.reports.weights import SpatialWeight, spatial_weights
+
+MATRIX_PATH = "fc"  # the one whose weights have no images over positions
+SPARSE_PATHS = ("s_fc", "s_conv")
+
+
+@dataclasses.dataclass
+class Drawn:
+    """What became of the pictures.
+
+    Attributes:
+        files: that are there now.
+        failures: a sentence for each picture that could not be drawn.
+    """
+
+    files: list[Path] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+
+def read_history(run_dir: Path) -> dict[str, Any]:
+    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs."""
+    path = run_dir / HISTORY_FILE
+    return json.loads((path if path.exists() else run_dir / DIARY_FILE).read_text(encoding="utf-8"))
+
+
+def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Path) -> Drawn:
+    """Draw everything there is to draw of runs, finished or not, as PNG and SVG.
+
+    ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are
+    ``precisions`` (of evidence runs), ``filters`` (where weights have images) and ``anchors`` (of sparsified layers).
+    A run's own pictures that are in its folder and younger than what they show are not drawn again, but copied where
+    they are wanted elsewhere: delete a picture to have it drawn anew.
+
+    Args:
+        rows: of ``summary.json``, or of runs that are not finished.
+        runs_dir: with a folder for each run.
+        out_dir: where the pictures go; may be ``runs_dir``.
+
+    Returns:
+        What was drawn. A picture that cannot be drawn costs no other.
+
+    Raises:
+        OSError: a file cannot be written; what was there is untouched.
+    """
+    drawn = Drawn()
+    chose = [r for r in rows if r["objective"] == "evidence" and "+" in r["layer"] and _knows_effective_parameters(r)]
+    if chose:
+        _save(drawn, out_dir / "layers", lambda: draw_layers(chose))
+    if rows:
+        _save(drawn, out_dir / "curves", lambda: draw_curves(rows, [read_history(runs_dir / r["run"]) for r in rows]))
+    for row in rows:
+        _save_run_pictures(drawn, row, runs_dir / row["run"], out_dir / row["run"])
+    return drawn
+
+
+def _knows_effective_parameters(row: Mapping[str, Any]) -> bool:
+    paths = [entry for layer in row["layers"] for entry in layer["paths"].values()]
+    return all(entry["effective_parameters"] is not None for entry in paths)
+
+
+def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_dir: Path) -> None:
+    sources = [p for p in (run_dir / HISTORY_FILE, run_dir / DIARY_FILE, run_dir / CHECKPOINT_FILE) if p.exists()]
+    youngest = max((p.stat().st_mtime_ns for p in sources), default=0)
+    paths = set(row["layer"].split("+"))
+    history = functools.cache(lambda: read_history(run_dir))
+    weights = functools.cache(lambda: _weights(row, run_dir))
+    makers: dict[str, Callable[[], Any]] = {}
+    if row["objective"] == "evidence":
+        makers["precisions"] = lambda: draw_precisions(row, history()["evaluations"])
+    if paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
+        makers["filters"] = lambda: draw_filters(row, weights())
+        if paths & set(SPARSE_PATHS):
+            makers["anchors"] = lambda: draw_anchors(row, weights(), _start(run_dir))
+    if makers:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    for name, make in makers.items():
+        there = picture_files(run_dir / name)
+        if all(p.exists() and p.stat().st_mtime_ns >= youngest for p in there):
+            drawn.files += there if out_dir == run_dir else [_copied(p, out_dir / p.name) for p in there]
+        else:
+            _save(drawn, out_dir / name, make)
+
+
+def _weights(row: Mapping[str, Any], run_dir: Path) -> list[SpatialWeight]:
+    config = json.loads((run_dir / DIARY_FILE).read_text(encoding="utf-8"))["config"]
+    return spatial_weights(row["layers"], read_checkpoint(run_dir / CHECKPOINT_FILE)["model"], config["basis"])
+
+
+def _start(run_dir: Path) -> dict[str, list[list[float]]] | None:
+    return json.loads((run_dir / DIARY_FILE).read_text(encoding="utf-8")).get("anchors_at_start")
+
+
+def _copied(source: Path, target: Path) -> Path:
+    write_file(target, lambda path: shutil.copyfile(source, path))
+    return target
+
+
+def _save(drawn: Drawn, stem: Path, make: Callable[[], Any]) -> None:
+    def failed(error: Exception) -> None:
+        drawn.failures.append(f"{stem} could not be drawn ({type(error).__name__}: {error}).")
+
+    try:
+        figure = make()
+    except Exception as error:  # whatever went wrong: results and other pictures do not depend on it
+        return failed(error)
+    try:
+        drawn.files += save_picture(figure, stem)
+    except OSError:  # a full disk is no matter of this picture alone
+        raise
+    except Exception as error:
+        failed(error)

@@ -1,0 +1,68 @@
+"""Prior precisions over training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ella_cuda.reports.pictures.style import (
+    LINE_STYLES,
+    MARKERS,
+    Rooms,
+    arrange,
+    panels,
+    path_styles,
+    plain_axes,
+    whole_epochs,
+)
+from ella_cuda.reports.text import run_title, tensor_title
+
+ROOMS = Rooms(width=3.5, height=2.3, left=0.2, bottom=0.15, outer_left=0.5, outer_bottom=0.35)  # shared axes
+HEAD_COLOUR = "#444444"  # of tensors outside the relaxed layers
+
+
+def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> Any:
+    """Prior precisions over the epochs on a logarithmic scale that all panels share: a panel for each layer, one more
+    for the tensors outside of them; a colour for each path, a line style and marker for each of its tensors.
+
+    Args:
+        row: of ``summary.json``, or of a run that is not finished.
+        evaluations: the run's, each with ``epoch`` and ``prior_precision`` by parameter name.
+
+    Returns:
+        A matplotlib ``Figure``.
+
+    Raises:
+        ValueError: no evaluation.
+    """
+    if not evaluations:
+        raise ValueError("evaluations must hold at least one, got none.")
+    drawn: list[tuple[str, list[tuple[str, str, str, int]]]] = []  # by panel: (parameter, label, colour, style)
+    for i, layer in enumerate(row["layers"], start=1):
+        lines = []
+        for path, (colour, _) in path_styles(list(layer["paths"])).items():
+            for j, tensor in enumerate(layer["paths"][path]["prior_precision"]):
+                lines.append((f"{layer['name']}.{path}.{tensor}", tensor_title(path, tensor), colour, j))
+        drawn.append((f"layer {i} ({layer['name']})", lines))
+    if row["other_parameters"]:
+        lines = [(name, name, HEAD_COLOUR, j) for j, name in enumerate(row["other_parameters"])]
+        drawn.append(("outside the layers", lines))
+    figure, axes = panels(len(drawn), ROOMS, sharex=True, sharey=True)
+    epochs = [e["epoch"] for e in evaluations]
+    values = [e["prior_precision"][name] for e in evaluations for _, lines in drawn for name, *_ in lines]
+    legend: dict[str, Any] = {}
+    for k, (axis, (title, lines)) in enumerate(zip(axes, drawn, strict=False)):
+        for name, label, colour, j in lines:
+            style = {"color": colour, "linestyle": LINE_STYLES[j % len(LINE_STYLES)], "linewidth": 1.2}
+            points = {"marker": MARKERS[j % len(MARKERS)], "markersize": 3.5}
+            (handle,) = axis.plot(epochs, [e["prior_precision"][name] for e in evaluations], **style, **points)
+            legend.setdefault(label, handle)
+        axis.set_yscale("log")
+        if max(values) > 100 * min(values):
+            axis.minorticks_off()  # whole powers of ten are enough
+        first, last = k % 3 == 0, k + 3 >= len(drawn)
+        plain_axes(axis, title, "epoch" if last else "", "prior precision δ, 1/weight²" if first else "")
+        axis.tick_params(labelbottom=last)
+        whole_epochs(axis)
+    arrange(figure, ROOMS, legend, columns=min(5, len(legend)), title=run_title(row))
+    return figure

@@ -1,0 +1,74 @@
+"""The stacked bars, read back from matplotlib and from the pixels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib import colors, image
+
+from ella_cuda.reports import draw_layers, save_picture
+from ella_cuda.reports.pictures import PATH_STYLES
+from python_tests.reports.rows import row
+
+
+def test_bars_are_the_shares_and_stack_to_a_hundred():
+    figure = draw_layers([row("digit"), row("quadrant")])
+    axes = [a for a in figure.axes if a.get_visible()]
+    assert len(axes) == 2
+    for axis, task in zip(axes, ("digit", "quadrant"), strict=True):
+        assert f"task {task}" in axis.get_title()
+        assert axis.get_xlabel() == "layer"
+        assert axis.get_ylabel().endswith("%")
+        lower, upper = axis.containers
+        assert [b.get_height() for b in lower] == pytest.approx([20, 50, 80])
+        assert [b.get_y() for b in upper] == pytest.approx([20, 50, 80])
+        assert [b.get_y() + b.get_height() for b in upper] == pytest.approx([100] * 3)
+        assert (lower.get_label(), upper.get_label()) == ("F-FC", "CONV")
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["F-FC", "CONV"]
+
+
+def test_three_paths_stack_too():
+    made = row(layer="f_fc+conv")
+    for layer in made["layers"]:
+        conv = layer["paths"]["conv"]
+        layer["paths"]["gconv"] = {**conv, "relative_effective_parameters": conv["relative_effective_parameters"] / 4}
+        conv["relative_effective_parameters"] *= 3 / 4
+    made["layer"] = "f_fc+conv+gconv"
+    figure = draw_layers([made, row()])
+    f_fc, conv, gconv = figure.axes[0].containers
+    assert [b.get_height() for b in gconv] == pytest.approx([20, 12.5, 5])
+    assert [b.get_y() for b in gconv] == pytest.approx([80, 87.5, 95])
+    assert [b.get_y() for b in conv] == pytest.approx([b.get_height() for b in f_fc])
+    assert "F-FC+CONV+GCONV" in figure.axes[0].get_title()
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["F-FC", "CONV", "GCONV"]
+    styles = [(b[0].get_facecolor(), b[0].get_hatch()) for b in (f_fc, conv, gconv)]
+    assert len(set(styles)) == 3
+
+
+def test_seeds_share_a_panel_as_their_mean():
+    other = row(seed=1)
+    for layer in other["layers"]:
+        layer["paths"]["f_fc"]["relative_effective_parameters"] = 0.0
+        layer["paths"]["conv"]["relative_effective_parameters"] = 1.0
+    figure = draw_layers([row(), other])
+    (axis,) = [a for a in figure.axes if a.get_visible()]
+    assert [b.get_height() for b in axis.containers[0]] == pytest.approx([10, 25, 40])
+    assert "mean over 2 seeds" in axis.get_title()
+
+
+def test_the_files_pixels_have_both_colours(tmp_path):
+    save_picture(draw_layers([row()]), tmp_path / "a")
+    pixels = image.imread(tmp_path / "a.png")[..., :3]
+    for path in ("f_fc", "conv"):
+        near = np.abs(pixels - np.array(colors.to_rgb(PATH_STYLES[path][0]))).max(-1) < 0.02
+        assert near.mean() > 0.02
+    assert pixels.shape[0] > 400
+
+
+def test_nothing_to_draw_is_an_error():
+    with pytest.raises(ValueError, match="at least one run"):
+        draw_layers([])
+    bare = row()
+    bare["layers"][0]["paths"]["conv"]["effective_parameters"] = None
+    with pytest.raises(ValueError, match="no effective parameters"):
+        draw_layers([bare])

@@ -1,0 +1,48 @@
+"""Prior precisions over training, read back from matplotlib."""
+
+from __future__ import annotations
+
+import pytest
+from matplotlib.colors import to_hex
+
+from ella_cuda.reports import draw_precisions
+from ella_cuda.reports.pictures import PATH_STYLES
+from python_tests.reports.rows import evaluations, row
+
+
+def test_every_tensor_has_its_line_in_its_layers_panel():
+    made = row()
+    history = evaluations(made)
+    figure = draw_precisions(made, history)
+    axes = [a for a in figure.axes if a.get_visible()]
+    assert [a.get_title() for a in axes] == [
+        "layer 1 (blocks.0)", "layer 2 (blocks.1)", "layer 3 (blocks.2)", "outside the layers",
+    ]  # fmt: skip
+    for axis, layer in zip(axes[:3], made["layers"], strict=True):
+        names = [f"{layer['name']}.{p}.{t}" for p in ("f_fc", "conv") for t in ("weight", "bias")]
+        assert [list(line.get_ydata()) for line in axis.lines] == [
+            [e["prior_precision"][n] for e in history] for n in names
+        ]
+        assert all(list(line.get_xdata()) == [2, 4, 6] for line in axis.lines)
+        expected = [PATH_STYLES[p][0] for p in ("f_fc", "f_fc", "conv", "conv")]
+        assert [to_hex(line.get_color()) for line in axis.lines] == expected
+        assert axis.lines[0].get_linestyle() != axis.lines[1].get_linestyle()
+        assert axis.get_yscale() == "log"
+    assert list(axes[3].lines[0].get_ydata()) == [e["prior_precision"]["head.bias"] for e in history]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "F-FC weight", "F-FC bias", "CONV weight", "CONV bias", "head.bias",
+    ]  # fmt: skip
+    assert axes[0].get_ylabel() == "prior precision δ, 1/weight²"
+    assert axes[3].get_xlabel() == "epoch"
+    assert axes[0].get_ylim() == axes[3].get_ylim()  # layers can be compared
+    assert "task digit, F-FC+CONV, evidence, seed 0" in figure.get_suptitle()
+
+
+def test_a_running_run_says_how_far_it_is():
+    figure = draw_precisions(row(epoch=4, epochs=10), evaluations(row(), 2))
+    assert "running: epoch 4 of 10" in figure.get_suptitle()
+
+
+def test_no_evaluation_is_an_error():
+    with pytest.raises(ValueError, match="at least one"):
+        draw_precisions(row(), [])

@@ -218,7 +218,9 @@ def test_wrong_usage_is_2_and_writes_nothing(args, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("args", [["train", "--help"], ["inspect", "--help"], ["info", "--help"], ["--help"]])
+@pytest.mark.parametrize(
+    "args", [["train", "--help"], ["inspect", "--help"], ["info", "--help"], ["reproduce", "--help"], ["--help"]]
+)
 def test_help_is_0(args, capsys):
     assert cli.main(args) == 0
     assert capsys.readouterr().out

@@ -38,7 +38,8 @@ def add_reproduce(commands: Any) -> None:
         "--scale",
         type=float,
         metavar="S",
-        help="share of the training images and of the recipe's epochs, above 0 and at most 1; burn-in and frequency follow the epochs (1)",
+        help="share of the training images and of the recipe's epochs, above 0 and at most 1; burn-in and frequency follow the "
+        "epochs, those of --epochs too (1)",
     )
     reproduce.add_argument(
         "--data",
@@ -48,7 +49,7 @@ def add_reproduce(commands: Any) -> None:
     )
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
-    add_attributes(reproduce, without=("train_size", "holdout"))
+    add_attributes(reproduce, without=("train_size", "holdout", "group", "group_conv"))
     add_session(reproduce)
     reproduce.set_defaults(command=_reproduce)
 

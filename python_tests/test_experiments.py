@@ -98,6 +98,18 @@ def test_a_run_that_makes_no_sense_is_refused(change, message):
         dataclasses.replace(small(), **change)
 
 
+def test_names_tell_runs_of_a_grid_apart():
+    assert small("f_fc+conv", "map", seed=3, width=2).name == "digits-quadrant-f_fc+conv-map-seed3"
+    group = {
+        (variant, width): small("gconv", group_conv=variant, width=width)
+        for variant in ("full", "separable")
+        for width in (6, 10)
+    }
+    assert len({config.name for config in group.values()}) == 4
+    assert group["full", 6].name == "digits-quadrant-gconv-evidence-p4-full-width6-seed0"
+    assert (group["full", 6].described["group_conv"], small("conv").described["group_conv"]) == ("full", "")
+
+
 def test_evaluate_by_hand():
     """Two classes, logits (x, 0): probabilities are the logistic function."""
 

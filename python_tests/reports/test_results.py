@@ -152,3 +152,25 @@ def test_numbers_of_any_size(value, text):
 def test_titles_and_columns():
     assert layer_title("f_fc+conv") == "F-FC+CONV"
     assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"
+
+
+def test_data_sets_and_group_convolutions_are_kept_apart():
+    """They are no seeds of one another: nothing is averaged over them."""
+    rows = [
+        row("plain", "gconv", "map", data=data, group_conv=variant, width=width, accuracy=accuracy)
+        for data, variant, width, accuracy in (
+            ("mnist", "full", 10, 10.0),
+            ("mnist", "full", 6, 20.0),
+            ("mnist", "pointwise", 10, 30.0),
+            ("cifar10", "full", 10, 40.0),
+        )
+    ]
+    rows[3]["evaluated_size"] = 77
+    lines = results_table(rows).splitlines()
+    assert lines[0] == "mnist, evaluated on 360 test images; cifar10, evaluated on 77 test images; seed 0"
+    titles = ["GCONV (full), width 10", "GCONV (full), width 6", "GCONV (pointwise), width 10"]
+    assert [cell.strip() for cell in lines[2].split("  ") if cell.strip()][1:] == titles
+    assert [line.split() for line in lines[3:5]] == [
+        ["mnist,", "plain", "10.00", "20.00", "30.00"],
+        ["cifar10,", "plain", "40.00", "-", "-"],
+    ]

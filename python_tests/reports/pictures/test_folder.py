@@ -23,7 +23,7 @@ def finished(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of a run that learned anchors, and of one by MAP."""
     out = tmp_path_factory.mktemp("runs")
     configs = [
-        configure("digits", "digit", "s_fc+s_conv", "evidence", learn="anchors", **SMALL),
+        configure("digits", "digit", "conv+s_conv", "evidence", learn="anchors", **SMALL),
         configure("digits", "digit", "conv", "map", **SMALL),
     ]
     return out, run_grid(configs, out, progress=False)
@@ -111,5 +111,5 @@ def test_a_full_disk_is_not_a_pictures_matter(finished, tmp_path, monkeypatch):
 def test_the_start_of_the_anchors_is_in_the_diary_of_runs_that_learn_them(finished):
     out, rows = finished
     diaries = [json.loads((out / r["run"] / "progress.json").read_text()) for r in rows]
-    assert len(diaries[0]["anchors_at_start"]["blocks.0.s_fc.basis_in"]) == 512
+    assert len(diaries[0]["anchors_at_start"]["blocks.0.s_conv.basis"]) == 5
     assert "anchors_at_start" not in diaries[1]

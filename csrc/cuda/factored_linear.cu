@@ -412,7 +412,7 @@ struct BackwardWork {
   SumImagesWork<T> sum_images;
 
   // Gives every work its blocks and returns how many there are. Blocks start in about this order: those with most to do come
-  // first, so that the multiprocessors become idle together. The sums are short and come last.
+  // first, so that the multiprocessors become idle together. The sums, N / 8 additions a thread, come last.
   int64_t number_blocks() {
     Blocks* order[] = {&dx.blocks, &d_weight_in.blocks, &d_weight_out.blocks, &sum_images.blocks};
     std::stable_sort(order, order + 3, [](const Blocks* a, const Blocks* b) { return a->length > b->length; });
@@ -505,8 +505,9 @@ View3<T> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2
   return {tensor.const_data_ptr<T>(), tensor.stride(first), tensor.stride(second), tensor.stride(third)};
 }
 
-// y is cut into parts until every multiprocessor has a block: below that, recomputing the inner products is free. A part is
-// short enough to be counted in 32 bits.
+// y is cut into parts until every multiprocessor has a block of this work: below that, recomputing the inner products costs no
+// time where the work is alone in its launch; those of the backward pass are cut as if they were. A part is short enough to be
+// counted in 32 bits.
 struct Parts {
   int64_t width, count;
 

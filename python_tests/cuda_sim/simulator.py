@@ -119,6 +119,12 @@ class Simulator:
         self._set = self._library.cusim_set_schedule
         self.schedule()
 
+    def launch_count(self) -> int:
+        """Launches since the library was loaded, of one kernel as often as it was launched."""
+        count = self._library.cusim_launch_count
+        count.restype = ctypes.c_longlong
+        return count()
+
     def launches(self) -> list[Launch]:
         """The different launches since the library was loaded or since the last call."""
         listed = subprocess.run(["nm", self._path], capture_output=True, text=True, check=True).stdout

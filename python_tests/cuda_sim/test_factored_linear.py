@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,6 +128,23 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
             got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
         ):
             assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 5, 2, 70), (3, 2, 4, 3, 5), *EMPTY])
+def test_the_backward_takes_two_launches(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    """One for what is asked for, a second for biases and for weights whose sums over images are shared out over blocks."""
+    x, u, v, b_in, _, g = arguments(shape, torch.float32, "contiguous")
+    for asked in itertools.product([False, True], repeat=5):
+        _, weight_in, weight_out, bias_in, bias_out = asked
+        with simulator.scheduled(multiprocessors=64):
+            before = simulator.launch_count()
+            simulator.ops.factored_linear_backward(g, x, u, v, b_in, *asked)
+            launches = simulator.launch_count() - before
+        if 0 in shape:
+            assert launches <= 2
+        else:
+            shared = (weight_in or weight_out) and shape[0] > 32
+            assert launches == any(asked) + (bias_in or bias_out or shared)
 
 
 def test_bad_arguments_are_refused(simulator: Simulator) -> None:

@@ -136,6 +136,30 @@ BUGS = [
         "read of an asynchronous copy that was not waited for",
     ),
     Bug(
+        "blocks of one gradient that take the places of another's",
+        "factored_linear.cu",
+        "weight_block<T>(work.d_weight_out, block - work.d_weight_out.blocks.first,",
+        "weight_block<T>(work.d_weight_out, block,",
+        "factored_linear",
+        "|".join([WRONG, "out of bounds", "nobody wrote"]),
+    ),
+    Bug(
+        "shares of a gradient that are not added",
+        "factored_linear.cu",
+        "for (int64_t s = 1; s < work.shares; ++s)",
+        "for (int64_t s = 2; s < work.shares; ++s)",
+        "factored_linear",
+        WRONG,
+    ),
+    Bug(
+        "gradient of shares that others add to at once",
+        "factored_linear.cu",
+        "work.out + share * (size.batches * size.columns * size.outputs)",
+        "work.out",
+        "factored_linear",
+        WRONG,
+    ),
+    Bug(
         "shuffle mask without the calling lane",
         "reduce.cuh",
         "__shfl_xor_sync(kFullWarp, value, step)",
@@ -253,9 +277,16 @@ def run(library, source):
                 got, want = torch.cat(got), torch.cat(want)
                 tolerance = 2e-6
             elif source == "factored_linear":
-                x, u, v = torch.randn(3, 2, 150), torch.randn(5, 2, 150), torch.randn(5, 2, 3)
-                got = simulator.ops.factored_linear(x, u, v, None, None)
-                want = torch.einsum("ncx,dcx,dcy->ndy", x, u, v)
+                x, u, v, g = (torch.randn(size) for size in ((40, 2, 70), (5, 2, 70), (5, 2, 3), (40, 5, 3)))
+                y = simulator.ops.factored_linear(x, u, v, None, None)
+                gradient = simulator.ops.factored_linear_backward(g, x, u, v, None, *[True] * 5)
+                got = torch.cat([result.flatten() for result in (y, *gradient)])
+                x, u, v, g = x.double(), u.double(), v.double(), g.double()
+                d_inner = torch.einsum("ndy,dcy->ndc", g, v)
+                wanted = torch.einsum("ncx,dcx,dcy->ndy", x, u, v), torch.einsum("ndc,dcx->ncx", d_inner, u)
+                wanted += torch.einsum("ndc,ncx->dcx", d_inner, x), torch.einsum("ncx,dcx,ndy->dcy", x, u, g)
+                wanted += d_inner.sum((0, 2)), g.sum((0, 1))
+                want = torch.cat([result.flatten() for result in wanted])
             elif source == "kron_logdet":
                 l, m, p = torch.rand(2, 299), torch.rand(2, 3), torch.tensor(0.5)
                 value, gradient = simulator.ops.kron_logdet(l, m, p), simulator.ops.kron_logdet_gradient(l, m, p)[0]

@@ -55,7 +55,8 @@ def marglik_training(
     sigma_noise_init: float = 1.0,
     fix_sigma_noise: bool = False,
     learn: Sequence[str] = (),
-    lr_shape: float | None = None,
+    lr_lengthscales: float = 0.03,
+    lr_anchors: float = 0.003,
     progress_bar: bool = True,
     objective: Objective = "evidence",
     fisher: str = "exact",
@@ -90,10 +91,12 @@ def marglik_training(
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
         learn: which hyperparameters of sparsified layers the evidence learns beside the precisions: any of "lengthscales" (log
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
-            evidence step but one at the last epoch, which no training would follow, they make one Adam step at rate ``lr_shape`` along the
-            evidence's gradient; one, because the data fit's part is a gradient at the present values. With ``objective="map"`` they stay.
-        lr_shape: Adam's learning rate on those: on log ω, and in pixels on anchors. None is ``lr_hyp``, which is too much for anchors that
-            nearly coincide: the interpolating basis changes wholly over a fraction of their distance, and the network with it.
+            evidence step but one at the last epoch, which no training would follow, they make one Adam step
+            along the evidence's gradient; one, because the data fit's part is a gradient at the present values. With
+            ``objective="map"`` they stay.
+        lr_lengthscales: Adam's learning rate on log ω.
+        lr_anchors: Adam's learning rate on anchors, in pixels. Low, since where anchors nearly coincide the interpolating basis changes
+            wholly over a fraction of their distance, and the network with it.
         progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
@@ -146,7 +149,8 @@ def marglik_training(
         ("lr_hyp", lr_hyp),
         ("prior_prec_init", prior_prec_init),
         ("sigma_noise_init", sigma_noise_init),
-        ("lr_shape", 1.0 if lr_shape is None else lr_shape),
+        ("lr_lengthscales", lr_lengthscales),
+        ("lr_anchors", lr_anchors),
     ):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
@@ -159,13 +163,13 @@ def marglik_training(
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
     laplace_settings["column_tolerance"] = column_tolerance
     shape = _Shape(model, learn)
-    lr_shape = lr_hyp if lr_shape is None else lr_shape
-    shape_optimizer = torch.optim.Adam(shape.leaves, lr=lr_shape) if shape.leaves else None
+    shape_rates = {"lengthscales": lr_lengthscales, "anchors": lr_anchors}
+    shape_optimizer = torch.optim.Adam(shape.groups(shape_rates)) if shape.leaves else None
     settings = {
         **laplace_settings,
         "objective": objective,
         "learn": list(shape.learn),
-        "lr_shape": lr_shape if shape.learn else None,
+        **{f"lr_{name}": rate if name in shape.learn else None for name, rate in shape_rates.items()},
         "n_epochs": n_epochs,
         "lr_hyp": lr_hyp,
         "prior_structure": prior_structure,
@@ -366,8 +370,19 @@ class _Shape:
             )
         attributes = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}
         self._places = [(basis, attributes[name]) for basis in self.bases.values() for name in self.learn]
+        self._kinds = [name for _ in self.bases for name in self.learn]
         self.leaves = [b.detach().double().clone().requires_grad_() for b in self.buffers()]
         self.read()
+
+    def groups(self, rates: dict[str, float]) -> list[dict[str, Any]]:
+        """The leaves as an optimizer's groups, each kind at its rate."""
+        return [
+            {
+                "params": [leaf for leaf, kind in zip(self.leaves, self._kinds, strict=True) if kind == name],
+                "lr": rates[name],
+            }
+            for name in self.learn
+        ]
 
     def buffers(self) -> list[Tensor]:
         """What moves, as it stands in the model."""

@@ -83,7 +83,7 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
         ({"layer": "s_fc", "learn": "anchors+anchors"}, r"learn must be one of.*got 'anchors\+anchors'"),
         ({"layer": "s_fc", "learn": ("anchors",)}, "learn must be one of"),
-        ({"lr_shape": 0.0}, "lr_shape must be positive"),
+        ({"lr_anchors": 0.0}, "lr_anchors must be positive"),
         ({"learn": "anchors"}, "needs evidence and a layer with a path out of s_conv, s_fc"),
         ({"layer": "s_fc", "learn": "anchors", "objective": "map"}, "needs evidence"),
         ({"layer": "s_fc", "learn": "anchors", "epochs": 1}, "before the last epoch"),
@@ -221,7 +221,7 @@ def test_a_run_that_learns_lengthscales_says_so(tmp_path):
 
 
 def test_a_run_that_learns_anchors_says_how_far_they_moved(tmp_path):
-    config = small("s_conv", learn="anchors", epochs=3)
+    config = small("s_conv", learn="anchors", epochs=3, lr_anchors=0.1)
     (row,) = run_grid([config], tmp_path, progress=False)
     saved = read_checkpoint(tmp_path / config.name / "checkpoint.pt")["model"]
     torch.manual_seed(config.seed)

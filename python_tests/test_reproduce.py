@@ -105,7 +105,7 @@ def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path):
         (["toy", "--width", "0"], "width must be at least 1"),
         (["toy", "--train-size", "5"], "unrecognized arguments"),
         (["group-convs", "--group-conv", "full"], "unrecognized arguments"),
-        (["toy", "--lr-shape", "0.1"], "--lr-shape"),
+        (["toy", "--lr-anchors", "0.1"], "--lr-anchors"),
         (["toy", "--burn-in", "45"], "burn_in must be less than epochs"),
         (["--resume", "not-there"], "config.json"),
         (["toy", "--device", "tpu"], "device must be"),

@@ -64,23 +64,38 @@ def test_map_leaves_the_shape_alone():
     assert all(torch.equal(b, before[n]) for n, b in shape(model).items())
 
 
-def test_the_rate_of_the_shape_is_its_own(tmp_path):
-    def moved(**options) -> float:
+@pytest.mark.parametrize("learn", [BOTH, ["anchors"], ["lengthscales"]])
+def test_lengthscales_and_anchors_have_rates_of_their_own(learn):
+    def moved(**options) -> dict[str, float]:
         model = network()
-        run(model, ["lengthscales"], n_epochs=3, lr_hyp=0.05, **options)
-        return abs(float(model[0].s_conv.basis.inverse_lengthscale.log()))
+        before = shape(model)
+        run(model, learn, n_epochs=3, lr_hyp=0.05, **options)
+        after = shape(model)
+        logs = {
+            n: (after[n].log() - before[n].log()) if n.endswith("lengthscale") else after[n] - before[n] for n in before
+        }
+        found = {"lengthscales": [v for n, v in logs.items() if n.endswith("lengthscale")]}
+        found["anchors"] = [v for n, v in logs.items() if n.endswith("anchors")]
+        return {kind: max(float(v.abs().max()) for v in found[kind]) for kind in learn}
 
-    assert moved(lr_shape=0.01) == pytest.approx(0.01, rel=1e-2)
-    assert moved() == pytest.approx(0.05, rel=1e-2)
-    run(network(), n_epochs=3, checkpoint=tmp_path / "c.pt", lr_shape=0.01)
-    with pytest.raises(ValueError, match="lr_shape"):
-        run(network(), n_epochs=3, checkpoint=tmp_path / "c.pt", lr_shape=0.02)
-    with pytest.raises(ValueError, match="lr_shape must be positive"):
-        run(network(), lr_shape=0.0)
+    expected = {"lengthscales": 0.02, "anchors": 0.01}
+    steps = moved(lr_lengthscales=0.02, lr_anchors=0.01)
+    assert steps == {kind: pytest.approx(expected[kind], rel=1e-2) for kind in learn}
+    defaults = {"lengthscales": 0.03, "anchors": 0.003}
+    assert moved() == {kind: pytest.approx(defaults[kind], rel=1e-2) for kind in learn}
+
+
+@pytest.mark.parametrize("rate", ["lr_lengthscales", "lr_anchors"])
+def test_rates_of_the_shape_belong_to_a_run(rate, tmp_path):
+    run(network(), BOTH, n_epochs=3, checkpoint=tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=rate):
+        run(network(), BOTH, n_epochs=3, checkpoint=tmp_path / "c.pt", **{rate: 0.02})
+    with pytest.raises(ValueError, match=f"{rate} must be positive"):
+        run(network(), **{rate: 0.0})
 
 
 def test_a_step_follows_the_gradient_at_the_fit():
-    """Weights held (learning rate 0): after one evidence step every hyperparameter has moved by lr_hyp up the evidence's gradient."""
+    """Weights held (learning rate 0): after one evidence step every hyperparameter has moved by its rate up the evidence's gradient."""
     model = network()
     before = shape(model)
     x, y = data().tensors
@@ -88,7 +103,15 @@ def test_a_step_follows_the_gradient_at_the_fit():
     for buffer in reference.buffers():
         buffer.requires_grad_()
     seen = []
-    run(model, n_epochs=3, n_epochs_burnin=1, optimizer_kwargs={"lr": 0.0}, lr_hyp=0.05, on_evaluation=seen.append)
+    run(
+        model,
+        n_epochs=3,
+        n_epochs_burnin=1,
+        optimizer_kwargs={"lr": 0.0},
+        lr_lengthscales=0.05,
+        lr_anchors=0.05,
+        on_evaluation=seen.append,
+    )
     assert [e.epoch for e in seen] == [2, 3]
     # The step is taken at the precisions after their own three.
     la = KronLaplace(reference, prior_precision=torch.tensor(seen[0].prior_precision)).fit([(x, y)])
@@ -199,6 +222,7 @@ def test_where_position_does_not_matter_the_factored_path_becomes_constant():
             n_epochs_burnin=10,
             marglik_frequency=2,
             learn=learn,
+            lr_lengthscales=0.1,
             optimizer_kwargs={"lr": 0.02},
             progress_bar=False,
         )

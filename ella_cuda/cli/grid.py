@@ -35,11 +35,8 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("burn_in", int, "epochs before the first evidence step"),
     ("frequency", int, "epochs between evidence steps"),
     ("hypersteps", int, "steps on the prior precisions in each"),
-    (
-        "lr_shape",
-        float,
-        "Adam's learning rate on what --learn names, on log lengthscales and in pixels (that on precisions)",
-    ),
+    ("lr_lengthscales", float, "Adam's learning rate on the logarithms of lengthscales that --learn names (0.03)"),
+    ("lr_anchors", float, "Adam's learning rate on anchors that --learn names, in pixels (0.003)"),
     ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel (1)"),
     ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),
@@ -144,8 +141,9 @@ def attributes(options: dict[str, Any]) -> dict[str, Any]:
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
     """Raise UsageError for an option that none of the runs heeds."""
-    if "lr_shape" in options and not any(c.learn for c in configs):
-        raise UsageError("--lr-shape is the rate of what --learn names; name it.")
+    for kind in ("lengthscales", "anchors"):
+        if f"lr_{kind}" in options and not any(kind in c.learn for c in configs):
+            raise UsageError(f"--lr-{kind} is a rate of what is learned; no run learns {kind} (--learn {kind}).")
     if "inverse_lengthscale" in options and not any("s_fc" in c.layer.split("+") for c in configs):
         raise UsageError(
             "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."

@@ -53,7 +53,7 @@ class RunConfig:
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
         prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
         learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`, its words in any order.
-        lr_shape: Adam's learning rate on those; None is lr_hyp.
+        lr_lengthscales: Adam's learning rate on log lengthscales. lr_anchors: on anchors, in pixels.
         basis: of sparsified layers, ``interpolating`` or ``exponential``.
         inverse_lengthscale: of S-FC paths at the start, per pixel.
         group: of GCONV paths, a name of :data:`ella_cuda.groups.GROUPS`.
@@ -91,7 +91,8 @@ class RunConfig:
     column_tolerance: float = 0.0
     prior_structure: str = "layerwise"
     learn: str = ""
-    lr_shape: float | None = None
+    lr_lengthscales: float = 0.03
+    lr_anchors: float = 0.003
     basis: str = "interpolating"
     inverse_lengthscale: float = 1.0
     group: str = "p4"
@@ -158,11 +159,9 @@ class RunConfig:
                 f"learn={self.learn!r} needs an evidence step after burn_in and before the last epoch, of which there is none: got burn_in "
                 f"{self.burn_in}, frequency {self.frequency} and epochs {self.epochs}."
             )
-        for name in ("lr", "lr_hyp", "prior_prec_init", "inverse_lengthscale"):
+        for name in ("lr", "lr_hyp", "lr_lengthscales", "lr_anchors", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-        if self.lr_shape is not None and not 0 < self.lr_shape < float("inf"):
-            raise ValueError(f"lr_shape must be positive and finite, got {self.lr_shape}.")
         for name in ("train_size", "fan_in_limit"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")

@@ -144,7 +144,7 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
     assert cli.main(["inspect", str(tmp_path / "killed"), "--pictures", str(tmp_path / "drawn")]) == 0
     seen = capsys.readouterr().out
     assert f"Pictures in {tmp_path / 'drawn'}" in seen
-    assert {p.name for p in (tmp_path / "drawn" / second.parent.name).iterdir()} == {
+    assert {p.name for p in (tmp_path / "drawn" / second.name).iterdir()} == {
         f"{name}.{kind}" for name in ("precisions", "filters") for kind in ("png", "svg")
     }
     assert "1 runs finished, 1 begun, 0 waiting" in seen
@@ -354,11 +354,36 @@ def test_a_network_is_drawn_where_effective_parameters_are_known(counted, tmp_pa
     monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
     monkeypatch.setattr(experiments, "read_summary", lambda folder: [one])
     monkeypatch.setattr(experiments, "read_running", lambda folder: [])
-    assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "pictures")]) == 0
-    assert (tmp_path / "pictures" / "layers.png").exists() == counted
-    assert (
-        "curves could not be drawn" in capsys.readouterr().err
-    )  # of a run without a history: said, and no harm to the others
+    (tmp_path / one["run"]).mkdir()
+    (tmp_path / one["run"] / "history.json").write_text(json.dumps({"evaluations": made.evaluations(one)}))
+    assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
+    drawn = {p.name for p in (tmp_path / "drawn").glob("*.png")}
+    assert drawn == ({"curves.png", "layers.png"} if counted else {"curves.png"})
+    out, err = capsys.readouterr()
+    assert f"  {one['run']}/precisions" in out.splitlines()
+    assert not err
+
+
+def test_a_picture_that_fails_is_said_and_the_tables_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
+    monkeypatch.setattr(experiments, "read_summary", lambda folder: [made.row()])
+    monkeypatch.setattr(experiments, "read_running", lambda folder: [])
+    assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
+    out, err = capsys.readouterr()
+    assert "prior precision" in out
+    assert [line.split(" (")[0] for line in err.splitlines()] == [
+        f"ella-cuda: {tmp_path / 'drawn' / name} could not be drawn"
+        for name in ("curves", Path(made.row()["run"]) / "precisions")
+    ]
+
+
+def test_a_folder_without_an_evaluation_has_nothing_to_draw(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
+    monkeypatch.setattr(experiments, "read_running", lambda folder: [])
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 1
+    assert "nothing to draw" in one_line(capsys)
+    assert not (tmp_path / "drawn").exists()
 
 
 def test_the_order_of_what_is_learned_does_not_matter(asked, capsys):

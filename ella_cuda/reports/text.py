@@ -24,8 +24,9 @@ def network_title(row: Mapping[str, Any]) -> str:
 
 
 def tensor_title(path: str, tensor: str) -> str:
-    """A parameter tensor of a path: ``conv``'s ``0.weight`` is CONV weight; numbers of submodules are left out."""
-    names = [name for name in tensor.split(".") if not name.isdigit()]
+    """A parameter tensor of a path: ``conv``'s ``0.weight`` and ``layer.weight`` are CONV weight; modules that only hold the path's
+    layer are left out."""
+    names = [name for name in tensor.split(".") if not name.isdigit() and name != "layer"]
     return f"{PATH_TITLES.get(path, path)} {'.'.join(names)}"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
-from ella_cuda.reports.text import columns, layer_title, number
+from ella_cuda.reports.text import columns, layer_title, number, tensor_title
 from python_tests.reports.rows import evaluations, row
 
 
@@ -151,6 +151,8 @@ def test_numbers_of_any_size(value, text):
 
 def test_titles_and_columns():
     assert layer_title("f_fc+conv") == "F-FC+CONV"
+    assert tensor_title("conv", "0.weight") == tensor_title("conv", "layer.0.weight") == "CONV weight"
+    assert tensor_title("gconv", "0.spatial.weight") == "GCONV spatial.weight"
     assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ella_cuda.reports.pictures.style import Rooms, arrange, panels, path_styles
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, mean, network_title
 
-ROOMS = Rooms(width=4.4, height=3.3, top=0.45)
+ROOMS = Rooms(width=4.6, height=3.3, top=0.45)
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -102,6 +102,7 @@ def test_filters_show_the_weights_on_their_scale():
     assert [float(kernel[p].norm()) for p in pairs] == sorted(
         (float(n) for n in kernel.flatten(2).norm(dim=2).flatten()), reverse=True
     )[:4]
+    assert list(axis.get_xticks()) == sorted(axis.get_xticks())
     image = axis.images[0]
     assert image.get_clim() == (-1, 1)
     largest = max(float(kernel[p].abs().max()) for p in pairs)

@@ -69,7 +69,7 @@ def draw_anchors(
     tall = min(3.0, height - 1.2) / height
     scale = figure.add_axes((1 - 0.72 / width, 0.5 - tall / 2, 0.12 / width, tall))
     bar = figure.colorbar(image, cax=scale, ticks=[-1, 0, 1])
-    bar.set_label("weight ÷ panel's largest", fontsize=8)
+    bar.set_label("weight / panel's largest", fontsize=8)
     return figure
 
 

@@ -62,7 +62,7 @@ def draw_filters(row: Mapping[str, Any], weights: Sequence[SpatialWeight]) -> An
     height = min(3.0, inches[1] - 0.9) / inches[1]
     scale = figure.add_axes((1 - 0.8 / inches[0], 0.5 - height / 2, 0.12 / inches[0], height))
     bar = figure.colorbar(image, cax=scale, ticks=[-1, 0, 1])
-    bar.set_label("weight ÷ panel's largest (in its title)", fontsize=8)
+    bar.set_label("weight / panel's largest (in its title)", fontsize=8)
     figure.supxlabel("output channel ← input channel, the largest weights first", fontsize=9, y=0.12 / inches[1])
     return figure
 

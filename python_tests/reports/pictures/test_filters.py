@@ -119,7 +119,7 @@ def test_filters_show_the_weights_on_their_scale():
         t.get_text() for t in found["F-FC weight_out"][3].get_xticklabels()
     ]
     assert "layer 8" in [t.get_text() for t in figure.texts]
-    assert any("weight ÷" in a.get_ylabel() for a in figure.axes)
+    assert any("weight /" in a.get_ylabel() for a in figure.axes)
 
 
 def test_weights_that_are_all_zero_are_drawn():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,21 +31,29 @@ class Group:
 
     Raises:
         ValueError: the table is not that of a group.
+        TypeError: the table does not hold integers, or the action is no function.
     """
 
     def __init__(self, name: str, cayley: Sequence[Sequence[int]], action: Action) -> None:
-        self.name, self.action = name, action
-        self.cayley = tuple(tuple(int(e) for e in row) for row in cayley)
-        self.order = len(self.cayley)
+        if not callable(action):
+            raise TypeError(f"action must be a function (x, element) -> x, got {type(action).__name__}.")
+        try:
+            table = tuple(tuple(operator.index(e) for e in row) for row in cayley)
+        except TypeError as error:
+            raise TypeError(
+                f"cayley must be a table of integers, one list for each element, got {cayley!r}."
+            ) from error
+        self.name, self.action, self.cayley, self.order = name, action, table, len(table)
         elements = range(self.order)
-        if not self.cayley or any(sorted(row) != list(elements) for row in self.cayley):
+        lines = [*table, *zip(*table, strict=False)]
+        if not table or len(lines) != 2 * self.order or any(sorted(line) != list(elements) for line in lines):
             raise ValueError(
-                f"cayley must be a square table of which every row holds each of 0..{self.order - 1} once, got {self.cayley}."
+                f"cayley must be a square table of which every row and column holds each of 0..{self.order - 1} once, got {table}."
             )
         for a, b, c in itertools.product(elements, repeat=3):
             if self.cayley[self.cayley[a][b]][c] != self.cayley[a][self.cayley[b][c]]:
                 raise ValueError(f"cayley is not associative: ({a} {b}) {c} differs from {a} ({b} {c}).")
-        # Rows are permutations and products associate: there is a left and right identity, and every element has its inverse.
+        # Rows and columns are permutations and products associate: that makes a group.
         self.identity = next(e for e in elements if self.cayley[e] == tuple(elements))
         self.inverse = tuple(self.cayley[g].index(self.identity) for g in elements)
         self._checked: set[tuple[int, int]] = set()
@@ -66,8 +75,12 @@ class Group:
         """The image moved by an element: ``(..., H, W) -> (..., H, W)``.
 
         Raises:
-            ValueError: the action does not fit the grid, or is no action of this group on it.
+            ValueError: no such element, x no image, or the action does not fit the grid or is no action of this group on it.
         """
+        if not 0 <= element < self.order:
+            raise ValueError(f"element must be in 0..{self.order - 1}, the elements of {self.name}, got {element}.")
+        if x.dim() < 2:
+            raise ValueError(f"x must be images (..., H, W), got shape {tuple(x.shape)}.")
         if not torch.compiler.is_compiling():  # tracing cannot compare tensors
             self.check(*x.shape[-2:])
         return self.action(x, element)
@@ -178,7 +191,7 @@ def cyclic(order: int) -> list[list[int]]:
 
 def cyclic_shifts(parts: int) -> Group:
     """The group of shifts along the width by multiples of ``width / parts``, of ``parts`` elements."""
-    if not isinstance(parts, int) or parts < 1:
+    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ValueError(f"parts must be a positive integer, got {parts!r}.")
     return Group(f"shifts{parts}", cyclic(parts), _Shifts(parts))
 

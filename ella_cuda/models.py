@@ -24,6 +24,7 @@ from ella_cuda.nn import (
     SparseConv2d,
     SparseFactoredLinear2d,
 )
+from ella_cuda.nn.group_layers import as_frames
 
 # Output channels in units of the width, and the factor by which each side shrinks from the layer's input to its output.
 STAGES = ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (8, 2), (16, 2))
@@ -119,7 +120,7 @@ def restore_variance(path: nn.Module) -> None:
 
 
 def start_equivariant(block: RelaxedEquivariance) -> None:
-    """Make a freshly initialised layer strictly equivariant: its other paths' outputs are zero, and its equivariant
+    """Make a freshly initialised layer as equivariant as it can be: its other paths' outputs are zero, and its equivariant
     paths, ``m`` of ``n``, have their weights multiplied by ``n / sqrt(m)``, so that the mean over paths has the variance
     of one path alone.
 
@@ -127,6 +128,9 @@ def start_equivariant(block: RelaxedEquivariance) -> None:
     ``weight_in`` no data ask for is noise that the prior has to shrink before it can switch the path off, so it starts
     smaller than published, at :data:`QUIET` times. A layer without an equivariant path stays as it is, but for the variance of
     sparsified paths (:func:`restore_variance`).
+
+    With one equivariant path that is strict. Several paths of a subsampling layer choose their polyphase components each by itself,
+    so that their sum is equivariant to fewer translations, and a convolution of slices does not know the group.
     """
     for name in block.path_names:
         restore_variance(block.get_submodule(name))
@@ -214,8 +218,8 @@ def neyshabur(
         num_classes: K, the number of outputs.
         width: α, the multiple of all channel counts.
         image_size: height and width of the images, a multiple of 32.
-        init: "published", every path as if it were alone; or "equivariant", every layer that has an equivariant path
-            strictly equivariant at the start, see :func:`start_equivariant`.
+        init: "published", every path as if it were alone; or "equivariant", of every layer that has equivariant paths
+            these alone on at the start, see :func:`start_equivariant`.
         basis: of S-FC and S-CONV paths, "interpolating" or "exponential".
         inverse_lengthscale: ω per pixel of S-FC paths at the start; the 3x3 kernels of S-CONV paths start at 1.
         group: of GCONV paths: "p4", "p4m" or a :class:`ella_cuda.groups.Group`.
@@ -245,6 +249,7 @@ def neyshabur(
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     if image_size % 32:
         raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")
+    as_frames(frames)
     if init not in INITS:
         raise ValueError(f"init must be one of {', '.join(INITS)}, got {init!r}.")
     makers = {name: PATHS[name] for name in paths}

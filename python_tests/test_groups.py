@@ -64,6 +64,20 @@ def test_wrong_tables_and_actions_are_refused():
     p4 = GROUPS["p4"]
     with pytest.raises(ValueError, match=r"each of 0\.\.2 once"):
         Group("no", [[0, 1, 2], [1, 1, 0], [2, 0, 1]], p4.action)
+    with pytest.raises(ValueError, match=r"each of 0\.\.1 once"):  # associative, rows are permutations, no group
+        Group("no", [[0, 1], [0, 1]], p4.action)
+    with pytest.raises(ValueError, match="square table"):
+        Group("no", [], p4.action)
+    for table in (None, [[0.7, 1.2], [1.9, 0]], [0, 1]):
+        with pytest.raises(TypeError, match="cayley must be a table of integers"):
+            Group("no", table, p4.action)
+    with pytest.raises(TypeError, match="action must be a function"):
+        Group("no", cyclic(2), "flip")
+    for element in (4, -1):
+        with pytest.raises(ValueError, match=r"element must be in 0\.\.3, the elements of p4"):
+            p4.act(torch.zeros(4, 4), element)
+    with pytest.raises(ValueError, match=r"images \(\.\.\., H, W\), got shape \(4,\)"):
+        p4.act(torch.zeros(4), 0)
     with pytest.raises(ValueError, match="not associative"):
         Group("no", [[(g - h) % 3 for h in range(3)] for g in range(3)], p4.action)
     with pytest.raises(ValueError, match="not that of"):
@@ -79,7 +93,7 @@ def test_wrong_tables_and_actions_are_refused():
     with pytest.raises(ValueError, match="3x1 kernel onto itself"):
         p4.require_kernel((3, 1))
     with pytest.raises(ValueError, match="parts must be a positive integer"):
-        cyclic_shifts(0)
+        cyclic_shifts(True)
     with pytest.raises(ValueError, match="group must be one of p4, p4m"):
         as_group("p6")
     with pytest.raises(TypeError, match="got int"):

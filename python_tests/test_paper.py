@@ -53,6 +53,57 @@ def test_printed_numbers(table, row, objective, numbers):
     assert {name: getattr(found, name) for name in numbers} == numbers
 
 
+# Copied once more from the paper, as text: row, MAP NLL, accuracy, evidence NLL, accuracy, -log q/N.
+LAYERS = """
+fc 2.423 64.42 1.319 52.36 1.896
+conv 1.184 82.81 0.464 84.07 1.022
+fc+conv 1.713 76.93 0.489 83.32 1.019
+f_fc 4.291 50.47 1.307 53.38 2.119
+f_fc+conv 1.343 81.61 0.468 83.92 1.277
+s_fc-anchors 5.614 50.21 1.496 46.18 1.926
+s_conv-anchors 0.604 82.53 0.562 81.29 1.037
+s_fc+s_conv-anchors 5.485 58.80 0.538 81.55 0.978
+s_fc-lengthscales 7.783 49.69 1.319 52.22 1.813
+s_conv-lengthscales 0.913 81.84 0.549 81.20 1.055
+s_fc+s_conv-lengthscales 2.040 77.97 0.564 80.63 1.067
+"""
+GROUPS = """
+mnist 0.172 97.59 0.023 99.21 0.328 10 15 75
+translated-mnist 0.812 90.78 0.053 98.27 0.216 0 23 77
+rotated-mnist 0.819 91.02 0.136 95.55 0.896 8 8 83
+cifar10 3.540 68.33 0.552 80.94 0.926 0 44 56
+rotated-cifar10 5.953 48.30 1.236 55.68 1.630 4 14 82
+"""
+
+
+@pytest.mark.parametrize(("table", "text"), [("layers", LAYERS), ("groups", GROUPS)])
+def test_every_printed_number(table, text):
+    lines = [line.split() for line in text.strip().splitlines()]
+    assert [line[0] for line in lines] == [row.key for row in TABLES[table].rows]
+    for key, *numbers in lines:
+        map_nll, map_accuracy, nll, accuracy, evidence, *shares = map(float, numbers)
+        of_map, of_evidence = printed(table, key, "map"), printed(table, key, "evidence")
+        assert (of_map.nll, of_map.accuracy, of_map.neg_log_marginal_likelihood) == (map_nll, map_accuracy, None)
+        assert (of_evidence.nll, of_evidence.accuracy, of_evidence.neg_log_marginal_likelihood) == (
+            nll,
+            accuracy,
+            evidence,
+        )
+        assert of_evidence.shares == (tuple(shares) or None)
+
+
+def test_what_rows_differ_in_is_not_for_the_user():
+    with pytest.raises(ValueError, match="group_conv is what the rows of group-convs differ in"):
+        plan_table("group-convs", lambda data: 100, data="digits", group_conv="full")
+    with pytest.raises(ValueError, match="learn is what the rows of layers differ in"):
+        plan_table("layers", lambda data: 100, data="digits", learn="anchors")
+
+
+def test_a_seed_named_twice_is_one():
+    configs, _ = plan_table("toy", lambda data: 100, rows=["digit-conv"], seeds=(0, 0, 1))
+    assert [c.seed for c in configs] == [0, 0, 1, 1]  # map and evidence
+
+
 def test_sizes_of_the_tables():
     assert {name: len(table.rows) for name, table in TABLES.items()} == {
         "toy": 6,
@@ -329,7 +380,7 @@ def test_a_table_half_done_says_what_is_there():
 
 
 def test_shares_of_the_groups():
-    """Means over three layers, and over seeds; a layer without effective parameters does not count."""
+    """Means over three layers, and over seeds; a layer without effective parameters does not count, which is said."""
     configs, plan_ = plan("groups", data="fashion-mnist", scale=0.1, rows=["mnist", "rotated-mnist", "cifar10"])
     shares = [(0.1, 0.2, 0.7), (0.3, 0.0, 0.7), (0.2, 0.1, 0.7)]
     layers = [
@@ -347,7 +398,7 @@ def test_shares_of_the_groups():
     run = "fashion-mnist-plain-f_fc+conv+gconv-evidence-p4-pointwise-width2-seed0"
     found = entries(plan_, configs, answer(configs, **{run: {"layers": [*layers, off]}}))
     cells = lines_of(paper.comparison_table(plan_, found))
-    assert cells["MNIST", "evidence"][-3:] == ["20/10/70", "10/15/75", "100"]
+    assert cells["MNIST", "evidence"][-3:] == ["20/10/70 (of 3 of 4 layers)", "10/15/75", "100"]
     assert cells["MNIST", "MAP"][0] == "waiting"
     assert cells["MNIST, rotated", "evidence"][-2] == "8/8/83"
     assert "not run: CIFAR-10: needs cifar10" in paper.comparison_table(plan_, found)

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
-import io
-import pickle
 import posixpath
 import tarfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ella_cuda.data.array_pickle import load_dictionary
+
 MAX_MEMBER_BYTES = 1 << 28  # CIFAR-100's training file has 155 million
-
-# What numpy's arrays pickle to, under the module names of numpy 1 and 2.
-_ARRAY_PARTS: dict[tuple[str, str], Any] = {
-    ("_codecs", "encode"): codecs.encode,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-}
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads dictionaries, lists, strings, numbers and numpy arrays, and refuses all else: no file can run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ARRAY_PARTS:
-            return _ARRAY_PARTS[module, name]
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np.ndarray.__reduce__(np.empty(0))[0]
-        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":
-            return _from_buffer
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no CIFAR file does")
-
-
-def _from_buffer(buffer: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
-    return np.frombuffer(buffer, dtype=dtype).reshape(shape, order=order)
 
 
 def parse_cifar_batch(raw: bytes, where: str, label_key: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Read one batch of the python version.
+    """Read one batch of the python version. No file can run code, see :func:`ella_cuda.data.array_pickle.load_dictionary`.
 
     Args:
         raw: the bytes of, for example, ``cifar-10-batches-py/data_batch_1``.
@@ -61,18 +35,18 @@ def parse_cifar_batch(raw: bytes, where: str, label_key: bytes) -> tuple[np.ndar
     description of the layout.
     """
     try:
-        batch = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
-        pixels, labels = np.asarray(batch[b"data"]), np.asarray(batch[label_key], dtype=np.int64)
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        batch = load_dictionary(raw, (b"data", label_key))
+    except ValueError as error:
         raise ValueError(
-            f"{where} is not a readable CIFAR batch in the python version ({error!r}); fetch it again."
+            f"{where} is not a readable CIFAR batch in the python version ({error}); fetch it again."
         ) from error
+    pixels, labels = batch[b"data"], batch[label_key]
     if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072 or labels.shape != pixels.shape[:1]:
         raise ValueError(
             f"{where} must hold uint8 data of shape (N, 3072) and N labels, got {pixels.dtype} {pixels.shape} and "
             f"{labels.shape}; fetch it again."
         )
-    return pixels.reshape(-1, 3, 32, 32), labels
+    return pixels.reshape(-1, 3, 32, 32), labels.astype(np.int64)
 
 
 def read_archive(path: Path, names: Sequence[str]) -> dict[str, bytes]:

@@ -30,8 +30,13 @@ def as_count(name: str, value: int) -> int:
     return value
 
 
-def check_dtype(layer: str, x: Tensor, weight: Tensor) -> None:
-    """ValueError unless x is of the weight's dtype."""
+def check_same_kind(layer: str, x: Tensor, weight: Tensor) -> None:
+    """ValueError unless x is of the weight's dtype and on its device."""
+    if x.device != weight.device:
+        raise ValueError(
+            f"{layer}: x is on {x.device}, the layer's parameters are on {weight.device}; move one with .to(), for example "
+            f"x.to({str(weight.device)!r})."
+        )
     if x.dtype != weight.dtype:
         raise ValueError(
             f"{layer}: x is {x.dtype}, the layer's parameters are {weight.dtype}; convert one with .to(), for example x.to({weight.dtype})."
@@ -46,6 +51,6 @@ def check_image(layer: str, x: Tensor, channels: int, size: tuple[int | str, int
         raise ValueError(
             f"{layer}: x is on {x.device}, the layer's parameters are on {weight.device}; move one with .to()."
         )
-    check_dtype(layer, x, weight)
+    check_same_kind(layer, x, weight)
     if x.dim() != 4 or tuple(x.shape[1:]) != (channels, *size):
         raise ValueError(f"{layer}: x must have shape (N, {channels}, {size[0]}, {size[1]}), got {tuple(x.shape)}.")

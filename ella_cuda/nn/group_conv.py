@@ -120,14 +120,19 @@ class GroupFilter2d(nn.Module):
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """On a torus, at stride 1."""
+    """On a torus, at stride 1; in the weight's dtype under autocast too, as the compiled ops."""
     height, width = weight.shape[2:]
-    if height == width == 1:
-        return F.conv2d(x, weight, bias, groups=groups)
-    if groups == 1:
+    if groups == 1 and (height, width) != (1, 1):
         return ops.circular_conv2d(x, weight, bias)
-    wrapped = F.pad(x, (width // 2, width // 2, height // 2, height // 2), mode="circular")
-    return F.conv2d(wrapped, weight, bias, groups=groups)
+    rows, columns = height // 2, width // 2
+    if rows > x.shape[2] or columns > x.shape[3]:
+        raise ValueError(
+            f"GroupFilter2d: a {height}x{width} kernel for each channel by itself wraps more than once around x, {tuple(x.shape)}; use a "
+            "smaller one."
+        )
+    with torch.autocast(x.device.type, enabled=False):
+        wrapped = F.pad(x, (columns, columns, rows, rows), mode="circular") if rows or columns else x
+        return F.conv2d(wrapped, weight, bias, groups=groups)
 
 
 class GroupConv2d(nn.Sequential):

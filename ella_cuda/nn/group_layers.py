@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
-from ella_cuda.nn._sizes import Size, as_size, check_dtype
+from ella_cuda.nn._sizes import Size, as_size, check_same_kind
 from ella_cuda.nn.factored import FactoredLinear2d
 
 FRAMES = ("own", "common")
@@ -20,10 +20,18 @@ def as_frames(frames: str) -> str:
     return frames
 
 
+def require_tensor(layer: str, x: Tensor) -> None:
+    """TypeError for anything else."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{layer}: x must be a tensor, got {type(x).__name__}.")
+
+
 def check_features(layer: str, x: Tensor, channels: int | None, group: Group, weight: Tensor | None = None) -> None:
-    """ValueError unless x is ``(N, channels, order, H, W)``, and of the weight's dtype; None channels are any number."""
+    """ValueError unless x is ``(N, channels, order, H, W)``, of the weight's dtype and on its device; None channels are any number.
+    TypeError unless it is a tensor."""
+    require_tensor(layer, x)
     if weight is not None:
-        check_dtype(layer, x, weight)
+        check_same_kind(layer, x, weight)
     if x.dim() != 5 or x.shape[2] != group.order or channels not in (None, x.shape[1]):
         wanted = "C" if channels is None else channels
         raise ValueError(
@@ -75,6 +83,7 @@ class GroupLift(_GroupModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, C, G, H, W)``."""
+        require_tensor("GroupLift", x)
         if x.dim() != 4:
             raise ValueError(f"GroupLift: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
         return torch.stack([self.group.act(x, g) for g in range(self.group.order)], 2)
@@ -144,6 +153,8 @@ class SlicesAsChannels(_GroupModule):
 
     def __init__(self, layer: nn.Module, group: str | Group = "p4", frames: str = "own") -> None:
         super().__init__(group)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(f"SlicesAsChannels: layer must be a module, got {type(layer).__name__}.")
         self.layer, self.frames = layer, as_frames(frames)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,7 +209,7 @@ class GroupFactoredLinear2d(_GroupModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, D, G, H', W')``."""
-        check_features("GroupFactoredLinear2d", x, self.factored.in_channels, self.group)
+        check_features("GroupFactoredLinear2d", x, self.factored.in_channels, self.group, self.factored.weight_in)
         if tuple(x.shape[3:]) != self.in_size:
             raise ValueError(
                 f"GroupFactoredLinear2d: x must have slices of {self.in_size[0]}x{self.in_size[1]}, got {tuple(x.shape)}."

@@ -8,6 +8,8 @@ import io
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import tarfile
 import warnings
 from dataclasses import replace
@@ -20,6 +22,7 @@ import torch
 
 from ella_cuda.data import Dataset, load, make_task, sources, subsample
 from ella_cuda.data.checksums import PUBLISHED
+from ella_cuda.data.cifar import parse_cifar_batch
 
 # Most files here are generated, which `load` says; what it says has tests of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*not as published")
@@ -277,6 +280,66 @@ def pack(root: Path, name: str, prefix: str = "") -> Path:
         file.unlink()
     folder.rmdir()
     return archive
+
+
+FUZZ = """
+import pickle, random, sys
+import numpy as np
+from ella_cuda.data.cifar import parse_cifar_batch
+
+for protocol in (0, 2, 5):
+    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2], b"batch_label": b"x", b"filenames": [b"a"] * 2}
+    whole = pickle.dumps(batch, protocol=protocol)
+    rng = random.Random(protocol)
+    refused = 0
+    head = [i for i in range(len(whole)) if i < 300 or i > len(whole) - 300]
+    for _ in range(2000):
+        raw = bytearray(whole)
+        raw[rng.choice(head)] = rng.randrange(256)
+        try:
+            parse_cifar_batch(bytes(raw), "the file", b"labels")
+        except ValueError as error:
+            assert "the file" in str(error)
+            refused += 1
+    assert refused > 500, refused
+print("survived")
+"""
+
+
+def test_no_damaged_byte_does_more_than_a_clear_error():
+    """In a process of its own: what is at stake is a crash."""
+    done = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout == "survived\n", done.stderr[-2000:]
+
+
+class Records:
+    """Pickles to an array whose type has an object field, its pointers taken from the file."""
+
+    def __reduce__(self):
+        array = np.zeros(2, np.dtype([("a", "u8")]))
+        return array.__reduce__()
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (Records(), "records|type"),
+        (np.zeros(2, np.float32), "type 'f4'"),
+        ([1, "2"], "list of integers"),
+        ([True, 2], "list of integers"),
+    ],
+)
+def test_labels_are_integers_and_nothing_else(tmp_path, labels, message):
+    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": labels}
+    with pytest.raises(ValueError, match=message):
+        parse_cifar_batch(pickle.dumps(batch, protocol=2), "it", b"labels")
+
+
+def test_a_file_cannot_change_what_reads_it():
+    """A state for a stand-in's class would outlive the file."""
+    payload = b"\x80\x02cnumpy\ndtype\n}(X\x08\x00\x00\x00resolvedK\x01ub."
+    with pytest.raises(ValueError, match="a state for a type"):
+        parse_cifar_batch(payload, "it", b"labels")
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])

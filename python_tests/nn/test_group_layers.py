@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 
 import pytest
@@ -300,6 +301,9 @@ def test_an_equivariant_start_has_its_other_paths_off():
         (lambda: GroupMaxPool()(images(2, 3, 4, 4)), "GroupLift makes such features"),
         (lambda: GroupFactoredLinear2d(1, 1, 4, 4)(images(2, 1, 4, 5, 5).float()), "slices of 4x4"),
         (lambda: SlicesAsChannels(nn.Conv2d(4, 3, 1))(images(2, 1, 4, 4, 4).float()), "the layer must give"),
+        (lambda: GroupConv2d(1, 1, 11, "separable")(images(1, 1, 4, 4, 4).float()), "11x11 kernel .* wraps more than once"),
+        (lambda: GroupConv2d(1, 1)(torch.zeros(1, 1, 4, 4, 4, device="meta")), "x is on meta, the layer's parameters are on cpu"),
+        (lambda: neyshabur("conv", frames="mine"), "frames must be one of"),
         (lambda: neyshabur("gconv", group="p6"), "group must be one of"),
         (lambda: neyshabur("gconv", group_conv="half"), "variant must be one of"),
     ],
@@ -312,6 +316,47 @@ def test_errors_say_what_is_wrong(make, message):
 def small_network(variant: str, frames: str) -> nn.Module:
     pool = GroupPolyphasePool2d(frames=frames)
     return randomised(nn.Sequential(GroupLift(), GroupConv2d(2, 3, 3, variant, frames=frames), pool, GroupMaxPool()))
+
+
+@pytest.mark.parametrize("layer", [GroupLift(), GroupMaxPool(), GroupConv2d(1, 1), SlicesAsChannels(nn.Identity())])
+def test_what_is_no_tensor_is_said(layer):
+    with pytest.raises(TypeError, match="x must be a tensor, got NoneType"):
+        layer(None)
+
+
+def test_only_modules_are_wrapped():
+    with pytest.raises(TypeError, match="layer must be a module, got NoneType"):
+        SlicesAsChannels(None)
+
+
+@each_variant
+def test_autocast_leaves_the_filters_precision_alone(variant):
+    layer, x = GroupConv2d(2, 3, 3, variant), torch.randn(2, 2, 4, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x))
+
+
+@each_frame
+def test_pooling_heeds_its_norm(frames):
+    """One component has one large value, another many small ones: the largest norm is the first's by maximum, the second's by sum."""
+    x = torch.zeros(1, 1, 4, 4, 4)
+    x[0, 0, :, 0, 0] = 3.0
+    x[0, 0, :, 1::2, 1::2] = 2.0
+    if frames == "common":
+        x = torch.stack([torch.rot90(x[:, :, 0], g, (2, 3)) for g in range(4)], 2)
+    largest = {norm: GroupPolyphasePool2d(frames=frames, norm=norm)(x)[0, 0, 0].max().item() for norm in (2, math.inf)}
+    assert largest == {2: 2.0, math.inf: 3.0}
+
+
+def test_paths_of_a_network_have_the_frames_and_the_gains_they_should():
+    model = neyshabur("f_fc+conv+gconv", 1, 3, 8, group_conv="separable", frames="common")
+    block = model.blocks[2]
+    assert block.conv.frames == "common" and block.f_fc.frames == "own" and block.gconv.mixing.frames == "common"
+    assert model.blocks[1].gconv[1].frames == "common"
+    for part, gain in ((block.gconv.spatial, 1.0), (block.gconv.mixing, math.sqrt(2))):  # no ReLU between the two
+        bound = gain * math.sqrt(3 / part.weight[0].numel())
+        assert 0.97 * bound < part.weight.abs().max() <= bound
 
 
 @pytest.mark.parametrize(("variant", "frames"), [("full", "common"), ("separable", "own")])

@@ -62,6 +62,11 @@ class Entry:
         """Of our network."""
         return self.rows[0]["parameters"] if self.rows else None
 
+    def counted_layers(self) -> tuple[int, int] | None:
+        """Over the seeds, how many layers have effective parameters enough for a type, and so for shares, of how many."""
+        layers = [layer for row in self.rows for layer in row["layers"]]
+        return (sum(layer["type"] is not None for layer in layers), len(layers)) if layers else None
+
     def shares(self) -> dict[str, tuple[float, float | None]] | None:
         """By path, the mean over layers and seeds of its relative effective parameters in percent, and its standard error over seeds;
         None where no row has them. Layers without effective parameters have no shares and do not count."""
@@ -145,7 +150,7 @@ def _columns(found: Sequence[Entry]) -> Iterable[tuple[str, list[str], list[str]
     shared = [e for e in found if e.printed.shares is not None]
     if shared:
         paths = shared[0].row.layer.split("+")
-        ours = [_shown_shares(e.shares(), paths) if e in shared else "-" for e in found]
+        ours = [_shown_shares(e, paths) if e in shared else "-" for e in found]
         printed = ["-" if e.printed.shares is None else "/".join(f"{s:.0f}" for s in e.printed.shares) for e in found]
         yield f"{'/'.join(PATH_TITLES.get(p, p) for p in paths)}, %", ours, printed
     counts = [_shown_one(e.parameters(), "{:,}") for e in found]
@@ -163,12 +168,14 @@ def _shown(value: tuple[float, float | None] | None, style: str) -> str:
     return style.format(mean) + ("" if error is None else " ± " + style.format(error))
 
 
-def _shown_shares(shares: Mapping[str, tuple[float, float | None]] | None, paths: Sequence[str]) -> str:
-    if shares is None:
+def _shown_shares(entry: Entry, paths: Sequence[str]) -> str:
+    shares, counted = entry.shares(), entry.counted_layers()
+    if shares is None or counted is None:
         return "-"
     text = "/".join(f"{shares[p][0]:.0f}" for p in paths)
     errors = [shares[p][1] for p in paths]
-    return text if None in errors else text + " ± " + "/".join(f"{e:.0f}" for e in errors)
+    text = text if None in errors else text + " ± " + "/".join(f"{e:.0f}" for e in errors)
+    return text if counted[0] == counted[1] else f"{text} (of {counted[0]} of {counted[1]} layers)"
 
 
 def _header(plan: Plan, found: Sequence[Entry]) -> list[str]:

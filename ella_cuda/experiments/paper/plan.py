@@ -131,7 +131,7 @@ def plan_table(
         The runs, each once, seed by seed; and the plan that says which cells they answer.
 
     Raises:
-        ValueError: an unknown table, row or data set, or what :func:`scaled` and :class:`RunConfig` raise.
+        ValueError: an unknown table, row or data set, a change of what a row is about, or what :func:`scaled` and :class:`RunConfig` raise.
     """
     if name not in TABLES:
         raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name!r}.")
@@ -150,7 +150,10 @@ def plan_table(
     configs: dict[str, RunConfig] = {}
     runs: dict[tuple[str, str], list[str]] = {}
     reasons: dict[tuple[str, str], str] = {}
-    for seed in seeds:
+    for row in (row for row in table.rows if row.key in rows):
+        if fixed := sorted(changes.keys() & {*row.changes, "learn"}):
+            raise ValueError(f"{', '.join(fixed)} is what the rows of {name} differ in; choose rows instead.")
+    for seed in dict.fromkeys(seeds):
         for row in (row for row in table.rows if row.key in rows):
             for objective in row.printed:
                 cell = runs.setdefault((row.key, objective), [])

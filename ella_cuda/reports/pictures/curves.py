@@ -9,7 +9,7 @@ from ella_cuda.reports.pictures.style import MARKERS, PATH_STYLES, Rooms, arrang
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 LINE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#666666", "#b8860b")  # of sums of paths
-ROOMS = Rooms(width=4.0, height=3.0)
+ROOMS = Rooms(width=4.1, height=3.0, left=0.72)
 EVALUATED = {"test": "test images", "holdout": "held-out images"}
 
 
@@ -98,6 +98,12 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 def _logarithmic(axis: Any) -> None:
     from matplotlib.ticker import LogFormatter
 
+    class Decimals(LogFormatter):
+        """Its choice of labels, in the shorter of 0.06 and 6e-05."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
     axis.set_yscale("log")
     for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        which(LogFormatter(minor_thresholds=(2, 0.5)))
+        which(Decimals(minor_thresholds=(2, 0.5)))

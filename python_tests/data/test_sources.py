@@ -306,9 +306,9 @@ print("survived")
 """
 
 
-def test_no_damaged_byte_does_more_than_a_clear_error():
+def test_no_damaged_byte_does_more_than_a_clear_error(tmp_path):
     """In a process of its own: what is at stake is a crash."""
-    done = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", FUZZ], capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "survived\n", done.stderr[-2000:]
 
 

@@ -78,8 +78,12 @@ struct Kernels {
   void (*lane_sums)(int64_t m, int64_t n, const T* a, int64_t a_row, double* sums, int64_t stride);
 
   // sums[lag * sums_row + lane] += sum_k x[k * x_row + lane] x[k * x_row + lane + lag], k < count, lag < lags <= vector / 2,
-  // for `vectors` whole vectors of lanes, summed over k in T; reads vectors * vector + lags - 1 numbers of every row.
-  void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, double* sums, int64_t sums_row);
+  // for `vectors` whole vectors of lanes; reads vectors * vector + lags - 1 numbers of every row.
+  void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, T* sums, int64_t sums_row);
+
+  // sums[i * sums_row + j] += sum_k x[k * x_row + i] x[k * x_row + j], k < count, for i <= j < size; what is added to the sums
+  // below the diagonal and, up to whole vectors, beyond `size` is of no use. Reads and writes whole vectors.
+  void (*self_products)(int64_t size, int64_t count, const T* x, int64_t x_row, T* sums, int64_t sums_row);
 
   // panel[k * width + lane] = source[lane * lane_stride + k * k_stride], lane < n, k < count; zeros up to a whole vector.
   void (*pack)(int64_t n, int64_t count, const T* source, int64_t lane_stride, int64_t k_stride, T* panel);

@@ -6,7 +6,8 @@
 namespace ella {
 namespace {
 
-constexpr int64_t kSum = 256;  // rows that are summed before they join the total, which is kept in double, to bound rounding
+// Rows are summed by 64, those sums by 64, and these sums join the factor: three short sums, to bound rounding.
+constexpr int64_t kSum = 64, kSums = 64 * kSum;
 
 // factor[g] += alpha sum_n rows[n, g] rows[n, g]^T
 template <class T>
@@ -16,7 +17,7 @@ struct Rows {
   T* factor;
   double alpha;
 
-  void add(int64_t g, int64_t i, int64_t j, double sum) const {
+  void add(int64_t g, int64_t i, int64_t j, T sum) const {
     T* target = factor + g * d * d;
     const T part = static_cast<T>(alpha * sum);
     target[i * d + j] += part;
@@ -24,32 +25,58 @@ struct Rows {
   }
 };
 
-// Blocks of at most half a vector, side by side: a row is one string of numbers, and its products with itself shifted by less
-// than d contain those of all blocks, many blocks in one vector. Nothing is packed.
+// Numbers of a row in which small blocks are gathered: kSum rows of them, at most 512 KiB, stay in the second-level cache.
+constexpr int64_t kGathered = 1024;
+constexpr int64_t kSmall = 40;  // the largest block of which rows are gathered: larger ones fill a panel's vectors well
+
+// Small blocks. Rows are gathered a few at a time, as they lie in memory, at a distance of an odd number of vectors: that of
+// the rows themselves is often a power of two, and then the rows of a block share a few lines of the first-level cache.
 template <class T>
 void add_small_blocks(const Rows<T>& r, const Tensor& like) {
   const Kernels<T>& k = kernels<T>();
-  const int64_t columns = r.G * r.d, vectors = ceil_divide(columns, k.vector), lanes = vectors * k.vector;
-  const int64_t reach = lanes + r.d - 1;  // numbers read of a row; of the last rows, more than there are
-  const int64_t copied = std::min(ceil_divide(std::max(reach - columns, int64_t(0)), r.row), r.N), in_place = r.N - copied;
-  const Buffer<T> last(like, copied * reach);
-  const Buffer<double> total(like, r.d * lanes);
-  last.zero(0, copied * reach);
-  total.zero(0, r.d * lanes);
-  for (int64_t n = 0; n < copied; ++n) std::copy_n(r.data + (in_place + n) * r.row, columns, last.data() + n * reach);
-  parallel_tasks(vectors, [&](int64_t begin, int64_t end) {
-    const int64_t at = begin * k.vector;
-    for (int64_t n = 0; n < in_place; n += kSum) {
-      const int64_t count = std::min(kSum, in_place - n);
-      k.lag_products(r.d, end - begin, count, r.data + n * r.row + at, r.row, total.data() + at, lanes);
+  const bool lags = 2 * r.d <= k.vector;
+  parallel_tasks(r.G, [&](int64_t begin, int64_t end) {
+    const int64_t blocks = std::min(end - begin, std::max(kGathered / r.d, int64_t(1))), columns = blocks * r.d;
+    const int64_t vectors = ceil_divide(columns, k.vector), row = ((vectors + 1) | 1) * k.vector;
+    const int64_t lanes = (lags ? vectors : ceil_divide(r.d, k.vector)) * k.vector,
+                  sums = lags ? r.d * lanes : blocks * r.d * lanes;
+    const Buffer<T> gathered(like, kSum * row);
+    const Buffer<T> total(like, sums);
+    gathered.zero(0, kSum * row);
+    for (int64_t g0 = begin; g0 < end; g0 += blocks) {
+      const int64_t here = std::min(blocks, end - g0);
+      for (int64_t n0 = 0; n0 < r.N; n0 += kSum) {
+        const int64_t count = std::min(kSum, r.N - n0);
+        for (int64_t n = 0; n < count; ++n) {
+          const T* source = r.data + (n0 + n) * r.row + g0 * r.block;
+          T* target = gathered.data() + n * row;
+          if (r.block == r.d) {
+            std::copy_n(source, here * r.d, target);
+          } else {
+            for (int64_t g = 0; g < here; ++g) std::copy_n(source + g * r.block, r.d, target + g * r.d);
+          }
+        }
+        if (n0 % kSums == 0) total.zero(0, sums);
+        if (lags) {
+          // The blocks side by side are one string of numbers, and its products with itself shifted by less than d contain
+          // those of all blocks, several blocks in one vector.
+          k.lag_products(r.d, vectors, count, gathered.data(), row, total.data(), lanes);
+        } else {
+          for (int64_t g = 0; g < here; ++g) {
+            k.self_products(r.d, count, gathered.data() + g * r.d, row, total.data() + g * r.d * lanes, lanes);
+          }
+        }
+        if ((n0 + count) % kSums != 0 && n0 + count < r.N) continue;
+        for (int64_t g = 0; g < here; ++g) {
+          for (int64_t i = 0; i < r.d; ++i) {
+            for (int64_t j = i; j < r.d; ++j) {
+              r.add(g0 + g, i, j, total.data()[lags ? (j - i) * lanes + g * r.d + i : (g * r.d + i) * lanes + j]);
+            }
+          }
+        }
+      }
     }
-    k.lag_products(r.d, end - begin, copied, last.data() + at, reach, total.data() + at, lanes);
   });
-  for (int64_t g = 0; g < r.G; ++g) {
-    for (int64_t i = 0; i < r.d; ++i) {
-      for (int64_t j = i; j < r.d; ++j) r.add(g, i, j, total.data()[(j - i) * lanes + g * r.d + i]);
-    }
-  }
 }
 
 template <class T>
@@ -74,8 +101,7 @@ void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
     const Rows<scalar_t> r{rows.const_data_ptr<scalar_t>(),     s.N,  s.G, s.d, rows.stride(0), rows.stride(1), rows.stride(2),
                            factor.mutable_data_ptr<scalar_t>(), alpha};
-    const bool side_by_side = r.value == 1 && (r.block == r.d || r.G == 1) && r.row >= r.G * r.d;
-    if (side_by_side && 2 * r.d <= kernels<scalar_t>().vector) {
+    if (r.value == 1 && r.d <= kSmall) {
       add_small_blocks(r, factor);
     } else {
       add_packed(r, factor);

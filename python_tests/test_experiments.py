@@ -47,15 +47,23 @@ def test_every_data_set_has_a_recipe_with_known_tasks():
     assert RECIPES["digits"].tasks == ("digit", "quadrant")
 
 
+def test_fc_learns_at_the_common_rates_where_no_others_are_given():
+    assert RECIPES["cifar10"].fc_fan_in_limit is None
+    assert configure("cifar10", "plain", "fc", "map", fan_in_limit=77).fan_in_limit == 77
+    assert configure("cifar10", "plain", "fc", "map").fan_in_limit == RECIPES["cifar10"].fan_in_limit
+    assert configure("digits", "digit", "fc", "map", fan_in_limit=77).fan_in_limit == 77
+
+
 def test_all_rows_of_a_table_share_the_recipe():
-    """Only the prior may differ between objectives, where the recipe says so."""
+    """Only the prior may differ between objectives, and FC's rates from the others', where the recipe says so."""
     recipe = dataclasses.asdict(RECIPES["digits"])
     for layer in ("fc", "conv", "f_fc+conv"):
         for objective in ("map", "evidence"):
             config = configure("digits", "digit", layer, objective)
             for name, value in recipe.items():
-                if name not in ("tasks", "prior_prec_init", "map_prior_prec"):
+                if name not in ("tasks", "prior_prec_init", "map_prior_prec", "fan_in_limit", "fc_fan_in_limit"):
                     assert getattr(config, name) == value
+            assert config.fan_in_limit == recipe["fc_fan_in_limit" if layer == "fc" else "fan_in_limit"]
             assert config.prior_prec_init == recipe["map_prior_prec" if objective == "map" else "prior_prec_init"]
 
 

@@ -207,6 +207,9 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     map_prior_prec = numbers.pop("map_prior_prec")
     if objective == "map":
         numbers["prior_prec_init"] = map_prior_prec
+    fc_fan_in_limit = numbers.pop("fc_fan_in_limit")
+    if layer == DENSE_PATH and fc_fan_in_limit is not None:
+        numbers["fan_in_limit"] = fc_fan_in_limit
     if task in TASKS and TASKS[task].positional:
         numbers["augment"] = "none"
     return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})

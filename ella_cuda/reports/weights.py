@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.reports.text import tensor_title
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class SpatialWeight:
 
     Attributes:
         layer: name of the relaxed layer. path: of its path. tensor: of the weight within the path.
-        images: ``(D, C, H, W)`` by output and input channel; what stands between them in the tensor, such as a group's
-            elements, counts as input channels.
+        images: ``(D, C*E, H, W)`` by output and input channel; a channel's elements stand next to each other.
         basis: of a sparsified weight, whose images are expanded; None of others.
+        elements: E, how many elements of a group have an image of their own for each pair of channels; 1 without a group.
     """
 
     layer: str
@@ -43,12 +44,19 @@ class SpatialWeight:
     tensor: str
     images: Tensor
     basis: Basis | None
+    elements: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Of an image."""
+        return self.images.shape[-2:].numel()
 
 
 def spatial_weights(layers: Sequence[Mapping[str, Any]], state: Mapping[str, Tensor], kind: str) -> list[SpatialWeight]:
-    """All weights over more than one position: kernels, the two weights of F-FC, and those of sparsified layers, expanded.
+    """All weights over positions: kernels, the two weights of F-FC, and those of sparsified layers, expanded.
 
-    The matrix of an FC path has no images of its own and is left out.
+    The matrix of an FC path has no images of its own and is left out, and so are weights that have a single position in
+    every layer.
 
     Args:
         layers: of a row of ``summary.json``.
@@ -61,6 +69,7 @@ def spatial_weights(layers: Sequence[Mapping[str, Any]], state: Mapping[str, Ten
             prefix = f"{layer['name']}.{path}."
             for tensor in entry["prior_precision"]:
                 values = state[prefix + tensor].detach().cpu()
+                elements = values.shape[2:-2].numel()
                 basis_name = prefix + _basis_of(tensor)
                 if f"{basis_name}.anchors" in state:
                     images, basis = _expanded(values, basis_name, state, kind)
@@ -68,9 +77,9 @@ def spatial_weights(layers: Sequence[Mapping[str, Any]], state: Mapping[str, Ten
                     images, basis = values.flatten(1, -3), None
                 else:
                     continue
-                if images.shape[-2:].numel() > 1:
-                    found.append(SpatialWeight(layer["name"], path, tensor, images, basis))
-    return found
+                found.append(SpatialWeight(layer["name"], path, tensor, images, basis, elements))
+    seen = {tensor_title(w.path, w.tensor) for w in found if w.positions > 1}
+    return [w for w in found if tensor_title(w.path, w.tensor) in seen]
 
 
 def _basis_of(tensor: str) -> str:

@@ -3,14 +3,16 @@
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
-from ella_cuda.reports.pictures.folder import Drawn, save_pictures
+from ella_cuda.reports.pictures.folder import Drawn, add_picture, save_pictures
 from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.precisions import draw_precisions
-from ella_cuda.reports.pictures.style import PATH_STYLES, save_picture
+from ella_cuda.reports.pictures.saving import save_picture
+from ella_cuda.reports.pictures.style import PATH_STYLES
 
 __all__ = [
     "PATH_STYLES",
     "Drawn",
+    "add_picture",
     "draw_anchors",
     "draw_curves",
     "draw_filters",

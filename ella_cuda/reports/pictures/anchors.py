@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.style import Rooms, arrange, panels, signed_colour_map
+from ella_cuda.reports.pictures.page import Rooms, arrange, panels
+from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, signed_colour_map
 from ella_cuda.reports.text import number, run_title, tensor_title
 from ella_cuda.reports.weights import Basis, SpatialWeight, strongest_channels
 
 CIRCLE_COLOUR = "#d7191c"
+WIDEST = 1.3  # inches of a panel's image
 ROOMS = Rooms(
-    2.05, 2.15, left=0.32, right=0.06, top=0.25, bottom=0.25, outer_left=0.35, outer_right=0.8, outer_bottom=0.2
+    0.0, 0.0, left=0.28, right=0.03, top=0.32, bottom=0.2, outer_left=0.3, outer_right=0.58, outer_bottom=0.22
 )
 
 
@@ -19,7 +22,7 @@ def draw_anchors(
     row: Mapping[str, Any], weights: Sequence[SpatialWeight], start: Mapping[str, Sequence[Sequence[float]]] | None
 ) -> Any:
     r"""Where the anchors of sparsified layers lie on their grids, over the expanded weight of the strongest pair of
-    channels: a column for each layer, a line for each basis.
+    channels: a panel for each basis and layer whose grid has more than one position.
 
     A circle of radius :math:`1/\omega` stands around the anchor nearest to the grid's centre: so far does a basis
     function reach.
@@ -36,46 +39,56 @@ def draw_anchors(
     Raises:
         ValueError: no sparsified weight.
     """
-    sparse = [w for w in weights if w.basis is not None]
+    sparse = [w for w in weights if w.basis is not None and w.positions > 1]
     if not sparse:
         raise ValueError("weights must hold at least one of a sparsified layer, got none.")
-    lines = list(dict.fromkeys(tensor_title(w.path, w.tensor) for w in sparse))
     names = [layer["name"] for layer in row["layers"]]
-    layers = [name for name in names if any(w.layer == name for w in sparse)]
-    figure, axes = panels(len(lines) * len(layers), ROOMS, per_line=len(layers))
-    grid = [axes[i * len(layers) : (i + 1) * len(layers)] for i in range(len(lines))]
-    image = None
-    for i, line in enumerate(lines):
-        for j, layer in enumerate(layers):
-            axis = grid[i][j]
-            axis.tick_params(labelsize=6, length=2)
-            axis.locator_params(nbins=4)
-            found = [w for w in sparse if (w.layer, tensor_title(w.path, w.tensor)) == (layer, line)]
-            axis.set_visible(bool(found))
-            for weight in found:
-                ((out, into),) = strongest_channels([w for w in sparse if (w.layer, w.path) == (layer, weight.path)], 1)
-                image = _draw_panel(axis, weight, (out, into), (start or {}).get(weight.basis.name))
-                heading = f"layer {names.index(layer) + 1}, {out}←{into}"
-                omega = weight.basis.inverse_lengthscale
-                axis.set_title(
-                    f"{heading}, 1/ω = {number(1 / omega, 2) if omega else '∞'} px", fontsize=7, pad=3, y=1.0
-                )
-        first = next(axis for axis in grid[i] if axis.get_visible())
-        first.set_ylabel(f"{line}\nrow, pixels from the centre", fontsize=8)
-    title = f"{run_title(row)}: anchors of weights (output channel ← input channel)"
-    arrange(figure, ROOMS, _legend(start), 3, title=title)
+    by_title: dict[str, list[SpatialWeight]] = {}
+    for weight in sorted(sparse, key=lambda w: names.index(w.layer)):
+        by_title.setdefault(tensor_title(weight.path, weight.tensor), []).append(weight)
+    by_title = {title: by_title[title] for title in dict.fromkeys(tensor_title(w.path, w.tensor) for w in sparse)}
+    across = _per_line([len(members) for members in by_title.values()])
+    image = min(WIDEST, (TEXT_WIDTH - ROOMS.across(0)) / across - ROOMS.left - ROOMS.right)
+    size = {"width": image + ROOMS.left + ROOMS.right, "height": image + ROOMS.top + ROOMS.bottom}
+    rooms = dataclasses.replace(ROOMS, **size)
+    lines = [
+        (title, members[k : k + across]) for title, members in by_title.items() for k in range(0, len(members), across)
+    ]
+    figure, axes = panels(len(lines) * across, rooms, across)
+    for i, (title, members) in enumerate(lines):
+        in_line = axes[i * across : (i + 1) * across]
+        in_line[0].set_ylabel(f"{title}\nrow, pixels", fontsize=NORMAL, labelpad=1)
+        for axis in in_line[len(members) :]:
+            axis.set_visible(False)
+        for axis, weight in zip(in_line, members, strict=False):
+            (pair,) = strongest_channels([w for w in sparse if (w.layer, w.path) == (weight.layer, weight.path)], 1)
+            shown = _draw_panel(axis, weight, pair, (start or {}).get(weight.basis.name))
+            omega = weight.basis.inverse_lengthscale
+            reach = f"1/ω = {number(1 / omega, 2) if omega else '∞'} px"
+            heading = f"layer {names.index(weight.layer) + 1}, {pair[0]}←{pair[1]}\n{reach}"
+            axis.set_title(heading, fontsize=SMALL, pad=2, y=1.0)
+    arrange(figure, rooms, _legend(start), f"{run_title(row)}: anchors")
     width, height = figure.get_size_inches()
-    figure.supxlabel("column, pixels from the centre", fontsize=8, y=0.32 / height, va="bottom")
-    tall = min(3.0, height - 1.2) / height
-    scale = figure.add_axes((1 - 0.72 / width, 0.5 - tall / 2, 0.12 / width, tall))
-    bar = figure.colorbar(image, cax=scale, ticks=[-1, 0, 1])
-    bar.set_label("weight / panel's largest", fontsize=8)
+    below = in_line[0].get_position().y0 * height - ROOMS.bottom
+    foot = "column, pixels from the grid's centre; weights of output channel ← input channel"
+    figure.text(0.5, below / height, foot, fontsize=NORMAL, ha="center", va="top")
+    tall = min(2.4, height - 1.2) / height
+    scale = figure.add_axes((1 - 0.52 / width, 0.5 - tall / 2, 0.1 / width, tall))
+    bar = figure.colorbar(shown, cax=scale, ticks=[-1, 0, 1])
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.set_label("weight / panel's largest", fontsize=NORMAL, labelpad=0)
     return figure
+
+
+def _per_line(counts: Sequence[int]) -> int:
+    """Panels side by side: 4, or 5 where so many weights would else not fit on a page."""
+    return min(max(counts), 4 if sum(-(-count // 4) for count in counts) <= 5 else 5)
 
 
 def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: Any) -> Any:
     from matplotlib.collections import LineCollection
     from matplotlib.patches import Circle
+    from matplotlib.ticker import MaxNLocator
 
     basis: Basis = weight.basis  # type: ignore[assignment]
     values = weight.images[pair]
@@ -88,30 +101,35 @@ def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: 
     across, down = basis.anchors[:, 1], basis.anchors[:, 0]
     if start is not None:
         ways = [((c0, r0), (c1, r1)) for (r0, c0), r1, c1 in zip(start, down.tolist(), across.tolist(), strict=True)]
-        axis.add_collection(LineCollection(ways, colors="black", linewidths=0.3 if many else 0.7))
-    style = {"s": 3, "linewidths": 0.25} if many else {"s": 12, "linewidths": 0.5}
+        axis.add_collection(LineCollection(ways, colors="black", linewidths=0.25 if many else 0.6, alpha=0.5))
+        points = {"s": 0.4 if many else 5, "c": "black", "alpha": 0.4, "linewidths": 0}
+        axis.scatter([c for _, c in start], [r for r, _ in start], **points)
+    style = {"s": 1.1, "linewidths": 0.15} if many else {"s": 9, "linewidths": 0.5}
     axis.scatter(across, down, c="white", edgecolors="black", zorder=3, **style)
     if basis.inverse_lengthscale:
         nearest = int(basis.anchors.square().sum(1).argmin())
         centre = (float(across[nearest]), float(down[nearest]))
         radius = 1 / basis.inverse_lengthscale
-        axis.add_patch(Circle(centre, radius, fill=False, color=CIRCLE_COLOUR, linewidth=1.3, zorder=4))
+        axis.add_patch(Circle(centre, radius, fill=False, color=CIRCLE_COLOUR, linewidth=1.0, zorder=4))
     # Anchors may leave the grid, all are shown; a circle larger than the grid is not.
     reach = [max(float(v.abs().max()) + 0.3, h) for v, h in ((across, half[1]), (down, half[0]))]
     axis.set_xlim(-reach[0], reach[0])
     axis.set_ylim(reach[1], -reach[1])
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_major_locator(MaxNLocator(nbins=4, integer=True))
     return image
 
 
 def _legend(start: Any) -> dict[str, Any]:
     from matplotlib.lines import Line2D
 
-    anchor = {"marker": "o", "linestyle": "", "color": "white", "markeredgecolor": "black", "markersize": 5}
-    circle = {"marker": "o", "linestyle": "", "color": "none", "markeredgecolor": CIRCLE_COLOUR, "markersize": 9}
+    anchor = {"marker": "o", "linestyle": "", "color": "white", "markeredgecolor": "black", "markersize": 4}
+    circle = {"marker": "o", "linestyle": "", "color": "none", "markeredgecolor": CIRCLE_COLOUR, "markersize": 8}
     legend = {
         "anchor": Line2D([], [], **anchor),
         "radius 1/ω: how far a basis function reaches": Line2D([], [], **circle),
     }
     if start:
-        legend["from where the anchor started"] = Line2D([], [], color="black", linewidth=0.8)
+        way = {"color": "black", "alpha": 0.5, "linewidth": 0.8, "marker": "o", "markersize": 2.5}
+        legend["from where the anchor started"] = Line2D([], [], **way)
     return legend

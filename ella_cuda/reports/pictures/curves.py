@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.style import MARKERS, PATH_STYLES, Rooms, arrange, panels, plain_axes, whole_epochs
+from ella_cuda.reports.pictures.page import Rooms, arrange, logarithmic_scale, panels, plain_axes, whole_epochs
+from ella_cuda.reports.pictures.style import MARKERS, NORMAL, OTHER_STYLES, PATH_STYLES, TEXT_WIDTH
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
-LINE_COLOURS = ("#1b9e77", "#7570b3", "#e7298a", "#666666", "#b8860b")  # of sums of paths
-ROOMS = Rooms(width=4.1, height=3.0, left=0.72)
+EVIDENCE_LINES = ("-", "-.", ":")  # of runs that differ only in what of their bases the evidence learned
+ROOMS = Rooms(TEXT_WIDTH / 3, 1.95, left=0.58, bottom=0.42)
 EVALUATED = {"test": "test images", "holdout": "held-out images"}
+FIRST_STEP = {"color": "#555555", "linewidth": 0.7, "linestyle": (0, (1, 1.5)), "zorder": 0}
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, Any]]) -> Any:
     """Training loss, ``-log q/N`` and training accuracy over the epochs: a line of panels for each task, a colour and
-    marker for each network, MAP dashed. A star is the accuracy on the images a finished run was evaluated on.
+    marker for each network; MAP is dashed and hollow.
+
+    Markers stand at the epochs that were evaluated; on the loss of evidence runs, at their evidence steps alone. A vertical
+    line stands at the first of these: burn-in ends, and the loss jumps as its prior is replaced. A star is the accuracy on
+    the images a finished run was evaluated on.
 
     Args:
         rows: rows of ``summary.json``, or of runs that are not finished.
@@ -33,56 +39,109 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
             f"rows and histories must be equally many, at least one, got {len(rows)} and {len(histories)}."
         )
     tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
-    networks = {network_title(r): r["layer"] for r in rows}
-    colours = {name: PATH_STYLES[layer][0] for name, layer in networks.items() if name == PATH_TITLES.get(layer)}
-    others = [name for name in networks if name not in colours]
-    colours |= {name: LINE_COLOURS[i % len(LINE_COLOURS)] for i, name in enumerate(others)}
-    markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(networks)}
+    styles = run_styles(rows)
     figure, axes = panels(3 * len(tasks), ROOMS)
     legend: dict[str, Any] = {}
-    for i, (data, task) in enumerate(tasks):
-        loss_axis, evidence_axis, accuracy_axis = axes[3 * i : 3 * i + 3]
-        positive = True
-        for row, history in zip(rows, histories, strict=True):
-            if (row["data"], row["task"]) != (data, task):
-                continue
-            network, mapped = network_title(row), row["objective"] == "map"
-            line = {"color": colours[network], "linestyle": "--" if mapped else "-", "linewidth": 1.2}
-            points = {"marker": markers[network], "markersize": 3.5, "markerfacecolor": "none" if mapped else None}
-            losses = _losses(history)
-            loss_axis.plot(*_columns(losses), **line)
-            positive = positive and all(value > 0 for _, value in losses)
-            evidence = [(e["epoch"], e["neg_log_marginal_likelihood"]) for e in history["evaluations"]]
-            evidence = [(epoch, value) for epoch, value in evidence if value is not None]
-            if evidence:
-                evidence_axis.plot(*_columns(evidence), **line, **points)
-            accuracy = [(e["epoch"], 100 * e["accuracy"]) for e in history["evaluations"]]
-            (handle,) = accuracy_axis.plot(*_columns(accuracy), **line, **points)
-            legend.setdefault(f"{network}, {OBJECTIVE_TITLES[row['objective']]}", handle)
-            if row.get("accuracy") is not None and accuracy:
-                filled = {"markerfacecolor": "white" if mapped else colours[network]}
-                star = {"marker": "*", "markersize": 10, "linestyle": "", "color": colours[network], **filled}
-                accuracy_axis.plot(accuracy[-1][0], row["accuracy"], clip_on=False, zorder=3, **star)
-        for axis, what in (
-            (loss_axis, "training loss with prior, nats"),
-            (evidence_axis, "-log q/N, nats per data point"),
-            (accuracy_axis, "training accuracy, %"),
-        ):
-            plain_axes(axis, f"{data}, task {task}", "epoch", what)
-            whole_epochs(axis)
-        accuracy_axis.set_ylim(0, 101)
-        if positive and loss_axis.lines:
-            _logarithmic(loss_axis)
-        if not evidence_axis.lines:
-            evidence_axis.text(0.5, 0.5, "no evidence step", ha="center", transform=evidence_axis.transAxes)
+    for i, task in enumerate(tasks):
+        there = [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task]
+        _draw_line(axes[3 * i : 3 * i + 3], f"{task[0]}, task {task[1]}", there, styles, legend)
+    arrange(figure, ROOMS, legend | _marks(rows, histories))
+    return figure
+
+
+def run_styles(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """By title and objective, the line of a run: a network has one colour under all objectives."""
+    networks = {_network(row): row["layer"] for row in rows}
+    colours = {name: PATH_STYLES[layer][0] for name, layer in networks.items() if name == PATH_TITLES.get(layer)}
+    others = [name for name in networks if name not in colours]
+    colours |= {name: OTHER_STYLES[i % len(OTHER_STYLES)][0] for i, name in enumerate(others)}
+    markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(networks)}
+    lines: dict[str, list[str]] = {}  # by network, titles of the runs that the evidence learned
+    styles = {}
+    for row in rows:
+        network, title = _network(row), network_title(row)
+        style = {"color": colours[network], "linewidth": 1.0, "marker": markers[network], "markersize": 3}
+        if row["objective"] == "map":
+            style |= {"linestyle": "--", "markerfacecolor": "white", "markeredgewidth": 0.7}
+        else:
+            known = lines.setdefault(network, [])
+            if title not in known:
+                known.append(title)
+            style |= {"linestyle": EVIDENCE_LINES[known.index(title) % len(EVIDENCE_LINES)], "markeredgewidth": 0}
+        styles[title, row["objective"]] = style
+    return styles
+
+
+def _network(row: Mapping[str, Any]) -> str:
+    """What is trained, whatever the evidence learned of it."""
+    return network_title({**row, "learn": ""})
+
+
+def _draw_line(
+    axes: Sequence[Any],
+    title: str,
+    runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    styles: Mapping[tuple[str, str], Mapping[str, Any]],
+    legend: dict[str, Any],
+) -> None:
+    """The panels of a task."""
+    loss_axis, evidence_axis, accuracy_axis = axes
+    positive = True
+    for row, history in runs:
+        style = styles[network_title(row), row["objective"]]
+        losses, steps = _losses(history), _steps(history)
+        marked = steps if row["objective"] == "evidence" else [e["epoch"] for e in history["evaluations"]]
+        at = [k for k, (epoch, _) in enumerate(losses) if epoch in marked]
+        loss_axis.plot(*_columns(losses), markevery=at, **style)
+        positive = positive and all(value > 0 for _, value in losses)
+        evidence = [(e["epoch"], e["neg_log_marginal_likelihood"]) for e in history["evaluations"]]
+        evidence = [(epoch, value) for epoch, value in evidence if value is not None]
+        if evidence:
+            evidence_axis.plot(*_columns(evidence), **style)
+        accuracy = [(e["epoch"], 100 * e["accuracy"]) for e in history["evaluations"]]
+        (handle,) = accuracy_axis.plot(*_columns(accuracy), **style)
+        legend.setdefault(f"{network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}", handle)
+        if row.get("accuracy") is not None and accuracy:
+            star = {**style, "linestyle": "", "marker": "*", "markersize": 7, "markeredgewidth": 0.7}
+            accuracy_axis.plot(accuracy[-1][0], row["accuracy"], clip_on=False, zorder=3, **star)
+    logarithmic = positive and bool(loss_axis.lines)
+    for epoch in sorted({steps[0] for _, history in runs if (steps := _steps(history))}):
+        for axis in axes:
+            axis.axvline(epoch, **FIRST_STEP)
+    for axis, what in (
+        (loss_axis, "training loss with prior,\nnats" + (", log scale" if logarithmic else "")),
+        (evidence_axis, "-log q/N,\nnats per data point"),
+        (accuracy_axis, "training accuracy, %"),
+    ):
+        plain_axes(axis, title, "epoch", what)
+        whole_epochs(axis)
+    accuracy_axis.set_ylim(0, 101)
+    if logarithmic:
+        logarithmic_scale(loss_axis, "y")
+    if not any(_steps(history) for _, history in runs):
+        middle = {"ha": "center", "fontsize": NORMAL, "transform": evidence_axis.transAxes}
+        evidence_axis.text(0.5, 0.5, "no evidence step", **middle)
+
+
+def _marks(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Legend entries of what is no run's own."""
+    from matplotlib.lines import Line2D
+
+    found: dict[str, dict[str, Any]] = {}
+    if any(map(_steps, histories)):
+        point = {"linestyle": "-", "linewidth": 1.0, "marker": "o", "markersize": 3, "markeredgewidth": 0}
+        found["evidence step, on the loss"] = {**point, "color": "#555555"}
+        found["burn-in ends: the prior changes"] = {**FIRST_STEP, "linewidth": 1.2}
     finished = [EVALUATED[r["evaluated_on"]] for r in rows if r.get("accuracy") is not None]
     if finished:
-        from matplotlib.lines import Line2D
+        star = {"marker": "*", "markersize": 7, "linestyle": "", "color": "black"}
+        found[f"accuracy on {finished[0]}, at the end"] = star
+    return {label: Line2D([], [], **style) for label, style in found.items()}
 
-        star = Line2D([], [], marker="*", markersize=10, linestyle="", color="black")
-        legend[f"accuracy on {finished[0]}, at the end"] = star
-    arrange(figure, ROOMS, legend, columns=min(4, len(legend)))
-    return figure
+
+def _steps(history: Mapping[str, Any]) -> list[int]:
+    """The epochs of a run's evidence steps."""
+    return [e["epoch"] for e in history["evaluations"] if e["neg_log_marginal_likelihood"] is not None]
 
 
 def _losses(history: Mapping[str, Any]) -> list[tuple[int, float]]:
@@ -93,17 +152,3 @@ def _losses(history: Mapping[str, Any]) -> list[tuple[int, float]]:
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
-
-
-def _logarithmic(axis: Any) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    class Decimals(LogFormatter):
-        """Its choice of labels, in the shorter of 0.06 and 6e-05."""
-
-        def __call__(self, x: float, pos: int | None = None) -> str:
-            return f"{x:g}" if super().__call__(x, pos) else ""
-
-    axis.set_yscale("log")
-    for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        which(Decimals(minor_thresholds=(2, 0.5)))

@@ -17,7 +17,7 @@ from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.precisions import draw_precisions
-from ella_cuda.reports.pictures.style import picture_files, save_picture
+from ella_cuda.reports.pictures.saving import picture_files, save_picture
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
 
 MATRIX_PATH = "fc"  # the one whose weights have no images over positions
@@ -65,9 +65,11 @@ def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Pa
     drawn = Drawn()
     chose = [r for r in rows if r["objective"] == "evidence" and "+" in r["layer"] and _knows_effective_parameters(r)]
     if chose:
-        _save(drawn, out_dir / "layers", lambda: draw_layers(chose))
+        add_picture(drawn, out_dir / "layers", lambda: draw_layers(chose))
     if rows:
-        _save(drawn, out_dir / "curves", lambda: draw_curves(rows, [read_history(runs_dir / r["run"]) for r in rows]))
+        add_picture(
+            drawn, out_dir / "curves", lambda: draw_curves(rows, [read_history(runs_dir / r["run"]) for r in rows])
+        )
     for row in rows:
         _save_run_pictures(drawn, row, runs_dir / row["run"], out_dir / row["run"])
     return drawn
@@ -98,7 +100,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
         if all(p.exists() and p.stat().st_mtime_ns >= youngest for p in there):
             drawn.files += there if out_dir == run_dir else [_copied(p, out_dir / p.name) for p in there]
         else:
-            _save(drawn, out_dir / name, make)
+            add_picture(drawn, out_dir / name, make)
 
 
 def _weights(row: Mapping[str, Any], run_dir: Path) -> list[SpatialWeight]:
@@ -115,7 +117,13 @@ def _copied(source: Path, target: Path) -> Path:
     return target
 
 
-def _save(drawn: Drawn, stem: Path, make: Callable[[], Any]) -> None:
+def add_picture(drawn: Drawn, stem: Path, make: Callable[[], Any]) -> None:
+    """Draw a picture and save it as ``stem``; note its files, or why it could not be drawn.
+
+    Raises:
+        OSError: a file cannot be written; what was there is untouched.
+    """
+
     def failed(error: Exception) -> None:
         drawn.failures.append(f"{stem} could not be drawn ({type(error).__name__}: {error}).")
 

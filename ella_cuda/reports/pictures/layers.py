@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.style import Rooms, arrange, panels, path_styles
+from ella_cuda.reports.pictures.page import LINE, Rooms, arrange, panels, wrapped
+from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, path_styles
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, mean, network_title
 
-ROOMS = Rooms(width=4.6, height=3.3, top=0.45)
+PER_LINE = 3
+WIDEST = 3.3  # inches of a panel that has a line to itself
+ROOMS = Rooms(0.0, 1.75, left=0.2, right=0.05, top=0.3, bottom=0.35, outer_left=0.28, outer_right=0.02)
+NO_TYPE = "×"
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Stacked bars: how each layer's effective parameters divide among its paths, a panel for each task and network.
 
-    Runs that differ in their seed only share a panel, as means.
+    Runs that differ in their seed only share a panel, as means. Layers without a type, of less than one effective
+    parameter, are pale under a ×; where that is so for some seeds only, the bar says for how many.
 
     Args:
         rows: rows of ``summary.json`` with effective parameters.
@@ -27,39 +33,74 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
 
     Source: after van der Ouderaa et al., NeurIPS 2023, Figure 3.
     """
-    groups: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if any(p["effective_parameters"] is None for layer in row["layers"] for p in layer["paths"].values()):
             raise ValueError(
                 f"rows: {row['task']}/{row['layer']}/{row['objective']} has no effective parameters to draw."
             )
-        groups.setdefault((row["data"], row["task"], network_title(row), row["objective"]), []).append(row)
+        what = (row["data"], f"task {row['task']}", network_title(row), OBJECTIVE_TITLES[row["objective"]])
+        groups.setdefault(what, []).append(row)
     if not groups:
         raise ValueError("rows must hold at least one run to draw, got none.")
-    figure, axes = panels(len(groups), ROOMS)
-    for axis, ((data, task, network, objective), members) in zip(axes, groups.items(), strict=False):
-        names = [entry["name"] for entry in members[0]["layers"]]
-        bottom = [0.0] * len(names)
-        for p, (colour, hatch) in path_styles(members[0]["layer"].split("+")).items():
-            shares = [_share(members, i, p) for i in range(len(names))]
-            title = PATH_TITLES.get(p, p)
-            style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.6, "width": 0.8}
-            axis.bar(range(1, len(names) + 1), shares, bottom=bottom, label=title, **style)
-            bottom = [b + s for b, s in zip(bottom, shares, strict=True)]
-        seeds = sorted(r["seed"] for r in members)
-        over = f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over {len(seeds)} seeds"
-        axis.set_title(f"{data}, task {task}\n{network}, {OBJECTIVE_TITLES[objective]}, {over}", fontsize=9, y=1.0)
-        axis.set_xlabel("layer")
-        axis.set_ylabel("share of effective parameters, %")
-        axis.set_xticks(range(1, len(names) + 1))
+    title, headings = _titles([(*what, _seeds(members)) for what, members in groups.items()])
+    across = min(len(groups), PER_LINE)
+    width = min(WIDEST, (TEXT_WIDTH - ROOMS.outer_left - ROOMS.outer_right) / across)
+    headings = [wrapped(heading, width - ROOMS.right, NORMAL) for heading in headings]
+    more = max(heading.count("\n") for heading in headings) * NORMAL * LINE
+    rooms = dataclasses.replace(ROOMS, width=width, height=ROOMS.height + more, top=ROOMS.top + more)
+    figure, axes = panels(len(groups), rooms, PER_LINE, sharey=True)
+    legend: dict[str, Any] = {}
+    for k, (axis, heading, members) in enumerate(zip(axes, headings, groups.values(), strict=False)):
+        _draw_bars(axis, members, legend)
+        axis.set_title(heading, fontsize=NORMAL, y=1.0, pad=10)
+        axis.set_xlabel("layer" if k + across >= len(groups) else "", fontsize=NORMAL, labelpad=1)
+        axis.set_ylabel("effective parameters, %" if k % across == 0 else "", fontsize=NORMAL, labelpad=2)
         axis.set_ylim(0, 100)
         axis.spines[["top", "right"]].set_visible(False)
-    handles: dict[str, Any] = {}
-    for axis in axes[: len(groups)]:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    arrange(figure, ROOMS, handles, columns=len(handles), legend_title="path")
+    arrange(figure, rooms, legend, title)
     return figure
+
+
+def _titles(kinds: Sequence[tuple[str, ...]]) -> tuple[str, list[str]]:
+    """What all panels have in common, and what is each one's own."""
+    same = [len(set(parts)) == 1 for parts in zip(*kinds, strict=True)]
+    common = ", ".join(part for part, is_same in zip(kinds[0], same, strict=True) if is_same)
+    return common, [", ".join(p for p, is_same in zip(kind, same, strict=True) if not is_same) for kind in kinds]
+
+
+def _seeds(members: Sequence[Mapping[str, Any]]) -> str:
+    return f"seed {members[0]['seed']}" if len(members) == 1 else f"mean over {len(members)} seeds"
+
+
+def _draw_bars(axis: Any, members: Sequence[Mapping[str, Any]], legend: dict[str, Any]) -> None:
+    count = len(members[0]["layers"])
+    places = list(range(1, count + 1))
+    without = [sum(row["layers"][i]["type"] is None for row in members) for i in range(count)]
+    bottom = [0.0] * count
+    for path, (colour, hatch) in path_styles(members[0]["layer"].split("+")).items():
+        shares = [_share(members, i, path) for i in range(count)]
+        style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5, "width": 0.8}
+        bars = axis.bar(places, shares, bottom=bottom, label=PATH_TITLES.get(path, path), **style)
+        legend.setdefault(bars.get_label(), bars)
+        for bar, missing in zip(bars, without, strict=True):
+            bar.set_alpha(0.3 if missing == len(members) else None)
+        bottom = [b + s for b, s in zip(bottom, shares, strict=True)]
+    for place, missing in zip(places, without, strict=True):
+        if missing:
+            some = "" if missing == len(members) else f"{missing}/{len(members)}"
+            axis.text(place, 101, some or NO_TYPE, ha="center", va="bottom", fontsize=SMALL)
+            _explain(legend, some)
+    axis.set_xticks(places)
+
+
+def _explain(legend: dict[str, Any], some: str) -> None:
+    from matplotlib.lines import Line2D
+
+    marker = f"${some}$" if some else "x"
+    whose = f" for {some.replace('/', ' of ')} seeds" if some else ""
+    handle = Line2D([], [], linestyle="", color="black", marker=marker, markersize=9 if some else 4)
+    legend.setdefault(f"no type{whose}: less than one effective parameter", handle)
 
 
 def _share(members: Sequence[Mapping[str, Any]], layer: int, path: str) -> float:

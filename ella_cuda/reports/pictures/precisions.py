@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.style import (
-    LINE_STYLES,
-    MARKERS,
-    Rooms,
-    arrange,
-    panels,
-    path_styles,
-    plain_axes,
-    whole_epochs,
-)
+from ella_cuda.reports.pictures.page import Rooms, arrange, panels, plain_axes, whole_epochs
+from ella_cuda.reports.pictures.style import LINE_STYLES, MARKERS, TEXT_WIDTH, path_styles
 from ella_cuda.reports.text import run_title, tensor_title
 
-ROOMS = Rooms(width=3.5, height=2.3, left=0.2, bottom=0.15, outer_left=0.5, outer_bottom=0.35)  # shared axes
+# Axes are shared: their labels stand around all panels.
+ROOMS = Rooms((TEXT_WIDTH - 0.45) / 3, 1.6, left=0.05, right=0.1, bottom=0.1, outer_left=0.45, outer_bottom=0.28)
 HEAD_COLOUR = "#444444"  # of tensors outside the relaxed layers
 
 
@@ -53,16 +46,16 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
     legend: dict[str, Any] = {}
     for k, (axis, (title, lines)) in enumerate(zip(axes, drawn, strict=False)):
         for name, label, colour, j in lines:
-            style = {"color": colour, "linestyle": LINE_STYLES[j % len(LINE_STYLES)], "linewidth": 1.2}
-            points = {"marker": MARKERS[j % len(MARKERS)], "markersize": 3.5}
+            style = {"color": colour, "linestyle": LINE_STYLES[j % len(LINE_STYLES)], "linewidth": 1.0}
+            points = {"marker": MARKERS[j % len(MARKERS)], "markersize": 3}
             (handle,) = axis.plot(epochs, [e["prior_precision"][name] for e in evaluations], **style, **points)
             legend.setdefault(label, handle)
         axis.set_yscale("log")
         if max(values) > 100 * min(values):
             axis.minorticks_off()  # whole powers of ten are enough
         first, last = k % 3 == 0, k + 3 >= len(drawn)
-        plain_axes(axis, title, "epoch" if last else "", "prior precision δ, 1/weight²" if first else "")
+        plain_axes(axis, title, "epoch" if last else "", "δ, 1/weight², log scale" if first else "")
         axis.tick_params(labelbottom=last)
         whole_epochs(axis)
-    arrange(figure, ROOMS, legend, columns=min(5, len(legend)), title=run_title(row))
+    arrange(figure, ROOMS, legend, f"{run_title(row)}: prior precisions δ")
     return figure

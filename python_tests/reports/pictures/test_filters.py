@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.patches import Circle
 
-from ella_cuda.models import neyshabur
-from ella_cuda.reports import describe_layers, draw_anchors, draw_filters, layout
+from ella_cuda.reports import draw_anchors, draw_filters
 from ella_cuda.reports.pictures.style import signed_colour_map
 from ella_cuda.reports.weights import spatial_weights, strongest_channels
-from python_tests.reports.rows import row
-
-
-def network(layer: str, **options) -> tuple[torch.nn.Module, dict]:
-    """An untrained network and a row with its layers."""
-    model = neyshabur(layer, 1, 4, width=2, **options)
-    precision = {name: 1.0 for name, _ in model.named_parameters()}
-    layers, others = describe_layers(layout(model), precision, None)
-    return model, row() | {"layer": layer, "layers": layers, "other_parameters": others}
-
-
-def read(layer: str, **options):
-    model, made = network(layer, **options)
-    kind = options.get("basis", "interpolating")
-    return model, made, spatial_weights(made["layers"], model.state_dict(), kind)
+from python_tests.reports.pictures.networks import network, read
 
 
 def named(weights, layer: int, path: str, tensor: str):
@@ -41,9 +28,14 @@ def test_weights_are_the_modules():
     assert torch.equal(named(weights, 1, "conv", "0.weight").images, model.blocks[1].conv[0].weight)
     assert torch.equal(named(weights, 3, "f_fc", "weight_out").images, model.blocks[3].f_fc.weight_out)
     assert all(w.basis is None for w in weights)
-    # Layer 8 writes to one position: nothing to see there.
-    assert not [w for w in weights if (w.layer, w.tensor) == ("blocks.7", "weight_out")]
-    assert len(weights) == 8 + 8 + 7
+    assert named(weights, 7, "f_fc", "weight_out").positions == 1
+    assert len(weights) == 8 + 8 + 8
+
+
+def test_weights_of_one_position_in_every_layer_are_no_images():
+    model, _, weights = read("gconv", group_conv="separable")
+    assert model.blocks[1].gconv[0].mixing.weight.shape[-2:] == (1, 1)
+    assert {w.tensor.removeprefix("0.") for w in weights} == {"spatial.weight"}
 
 
 @pytest.mark.parametrize("kind", ["interpolating", "exponential"])
@@ -66,6 +58,20 @@ def test_a_groups_elements_count_as_input_channels():
     (weight,) = spatial_weights(layers, {"b.gconv.weight": kernel, "b.gconv.bias": torch.zeros(3)}, "interpolating")
     assert weight.images.shape == (3, 8, 3, 3)
     assert torch.equal(weight.images[2, 5], kernel[2, 1, 1])
+    assert weight.elements == 4
+
+
+def test_a_groups_element_is_the_subscript_of_its_channel():
+    model, made, weights = read("gconv", group_conv="full")
+    kernel = model.blocks[1].gconv[0].full.weight.detach()
+    figure = draw_filters(made, weights)
+    labels = [t.get_text() for t in [a for a in figure.axes if a.images][1].get_xticklabels()]
+    norms = []
+    for label in labels:
+        out, into, element = re.fullmatch(r"(\d+)←(\d+)\$_\{(\d)\}\$", label).groups()
+        norms.append(float(kernel[int(out), int(into), int(element)].norm()))
+    assert norms == pytest.approx(kernel.flatten(3).norm(dim=3).flatten().sort(descending=True).values[:4].tolist())
+    assert "element of the group" in " ".join(t.get_text() for t in figure.texts).replace("\n", " ")
 
 
 def test_the_strongest_channels_are_those_of_the_largest_map():
@@ -78,22 +84,15 @@ def test_the_strongest_channels_are_those_of_the_largest_map():
     assert len(strongest_channels([w for w in weights if w.layer == "blocks.0"], 5)) == 2  # there are no more
 
 
-def panels(figure) -> dict[str, object]:
-    return {t: a for a in figure.axes if (t := a.get_title(loc="left") or a.get_title())}
-
-
 def test_filters_show_the_weights_on_their_scale():
     model, made, weights = read("f_fc+conv")
     figure = draw_filters(made, weights)
-    found = {}
-    for axis in figure.axes:
-        if axis.images:
-            found.setdefault(axis.get_title(loc="left").split(",")[0], []).append(axis)
-    assert {name: len(axes) for name, axes in found.items()} == {
-        "F-FC weight_in": 8,
-        "F-FC weight_out": 7,
-        "CONV weight": 8,
-    }
+    headings = [t.get_text() for t in figure.texts if "weight" in t.get_text().split()[-1] and t.get_fontsize() == 8]
+    assert headings[:3] == ["F-FC weight_in", "F-FC weight_out", "CONV weight"]
+    axes = [axis for axis in figure.axes if axis.images and axis.get_title(loc="left")]
+    assert len(axes) == 3 * 8
+    found = {heading: axes[j::3] for j, heading in enumerate(headings[:3])}
+    assert any("up to 4 filters" in t.get_text() for t in figure.texts)
     kernel = model.blocks[1].conv[0].weight.detach()
     axis = found["CONV weight"][1]
     labels = [t.get_text() for t in axis.get_xticklabels()]
@@ -118,6 +117,10 @@ def test_filters_show_the_weights_on_their_scale():
     assert [t.get_text() for t in found["F-FC weight_in"][3].get_xticklabels()] == [
         t.get_text() for t in found["F-FC weight_out"][3].get_xticklabels()
     ]
+    last = found["F-FC weight_out"][7]  # one position
+    out, into = map(int, last.get_xticklabels()[0].get_text().split("←"))
+    written = float(model.blocks[7].f_fc.weight_out.detach()[out, into])
+    assert float(last.texts[0].get_text()) == pytest.approx(written, rel=0.1)
     assert "layer 8" in [t.get_text() for t in figure.texts]
     assert any("weight /" in a.get_ylabel() for a in figure.axes)
 
@@ -146,7 +149,9 @@ def test_anchors_stand_where_they_are():
     axes = [a for a in figure.axes if a.images and a.get_visible()]
     assert len(axes) == 8 + 7 + 8
     axis = next(a for a in axes if a.get_title().startswith("layer 3"))  # of S-FC's input side, the first line
-    (points,) = [c for c in axis.collections if isinstance(c, PathCollection)]
+    started, points = [c for c in axis.collections if isinstance(c, PathCollection)]
+    np.testing.assert_allclose(started.get_offsets(), basis.anchors.flip(1).numpy() - 0.5, rtol=1e-5, atol=1e-6)
+    assert started.get_alpha() < 1 and points.get_alpha() is None
     np.testing.assert_allclose(points.get_offsets(), basis.anchors.flip(1).numpy(), rtol=1e-6)  # x is the column
     (circle,) = [p for p in axis.patches if isinstance(p, Circle)]
     assert circle.radius == pytest.approx(1 / 0.4)
@@ -165,7 +170,7 @@ def test_anchors_stand_where_they_are():
     expected = images[pair] / images[pair].abs().max()
     np.testing.assert_allclose(np.asarray(axis.images[0].get_array()), expected.numpy(), rtol=1e-6)
     assert f"{pair[0]}←{pair[1]}" in axis.get_title()
-    assert any("S-FC weight_in" in a.get_ylabel() and "pixels" in a.get_ylabel() for a in axes)
+    assert "S-FC weight_in" in axes[0].get_ylabel() and "pixels" in axes[0].get_ylabel()
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert len(labels) == 3 and "1/ω" in labels[1]
 

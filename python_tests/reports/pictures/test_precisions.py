@@ -32,10 +32,10 @@ def test_every_tensor_has_its_line_in_its_layers_panel():
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [
         "F-FC weight", "F-FC bias", "CONV weight", "CONV bias", "head.bias",
     ]  # fmt: skip
-    assert axes[0].get_ylabel() == "prior precision δ, 1/weight²"
+    assert axes[0].get_ylabel() == "δ, 1/weight², log scale"
     assert axes[3].get_xlabel() == "epoch"
     assert axes[0].get_ylim() == axes[3].get_ylim()  # layers can be compared
-    assert "task digit, F-FC+CONV, evidence, seed 0" in figure.get_suptitle()
+    assert "task digit, F-FC+CONV, evidence, seed 0: prior precisions δ" in figure.get_suptitle()
 
 
 def test_a_running_run_says_how_far_it_is():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
+import json
 import math
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from ella_cuda.experiments import RECIPES, configure, paper
 from ella_cuda.experiments.paper import TABLES, Plan, entries, plan_table, scaled
 from ella_cuda.models import neyshabur
+from python_tests.reports.pictures.pages import check_page
 from python_tests.reports.rows import row as made_row
 
 IMAGES = {"digits": 1437, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
@@ -419,10 +422,76 @@ def test_a_miscounted_network_is_said():
 
 
 def test_errors_of_means():
-    assert paper.comparison.mean_and_error([]) is None
-    assert paper.comparison.mean_and_error([1.0, None]) is None
-    assert paper.comparison.mean_and_error([4.0]) == (4.0, None)
-    assert paper.comparison.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3.0, math.sqrt(7 / 3)))
+    assert paper.entry.mean_and_error([]) is None
+    assert paper.entry.mean_and_error([1.0, None]) is None
+    assert paper.entry.mean_and_error([4.0]) == (4.0, None)
+    assert paper.entry.mean_and_error([1.0, 2.0, 6.0]) == pytest.approx((3.0, math.sqrt(7 / 3)))
+
+
+def dots(axis) -> tuple[dict, dict, list]:
+    """Ours and the paper's values by the place of their row, and the ends of our bars."""
+    hollow = [line for line in axis.lines if line.get_markerfacecolor() == "none"]
+    filled = [line for line in axis.lines if line.get_marker() == "o" and line not in hollow]
+    ours, printed = ({y: x for x, y in line.get_xydata().tolist()} for (line,) in (filled, hollow))
+    bars = [segment[:, 0].tolist() for bars in axis.collections for segment in bars.get_segments()]
+    return ours, printed, bars
+
+
+def test_a_picture_has_our_numbers_beside_the_papers():
+    rows = ["fc", "conv", "f_fc+conv"]
+    configs, plan_ = plan("layers", data="fashion-mnist", scale=0.05, epochs=30, seeds=(0, 1), rows=rows)
+    name = "fashion-mnist-plain-{}-seed{}".format
+    done = answer(
+        configs,
+        **{
+            name("conv-map", 0): {"accuracy": 81.0, "nll": 0.5, "neg_log_marginal_likelihood": 7.0},
+            name("conv-map", 1): {"accuracy": 84.0, "nll": 0.9, "neg_log_marginal_likelihood": 9.0},
+            name("f_fc+conv-evidence", 1): {"accuracy": 80.0, "nll": 9.0, "neg_log_marginal_likelihood": 1.25},
+        },
+    )
+    figure = paper.draw_comparison(plan_, entries(plan_, configs, done))
+    check_page(figure)
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_title() for axis in axes] == ["MAP", "MAP", "evidence", "evidence", "evidence"]
+    names = [axis.get_xlabel().split(",")[0] for axis in axes]
+    assert names == ["accuracy", "NLL", "accuracy", "NLL", "-log q/N"]  # MAP's -log q/N is nowhere printed
+    assert [t.get_text() for t in axes[0].get_yticklabels()] == ["FC (waiting)", "CONV", "F-FC+CONV (waiting)"]
+    assert axes[0].get_ylim()[0] > axes[0].get_ylim()[1]  # the table's first row above
+    ours, printed, bars = dots(axes[0])
+    assert (ours, printed) == ({1: 82.5}, {0: 64.42, 1: 82.81, 2: 81.61})
+    assert bars == [pytest.approx([81, 84])]  # of two values the standard error is half their difference
+    ours, printed, bars = dots(axes[4])
+    assert (ours, printed, bars) == ({2: 1.25}, {0: 1.896, 1: 1.022, 2: 1.277}, [])
+    assert [axis.get_xscale() for axis in axes] == ["linear", "log", "linear", "log", "linear"]  # 9.0 over 0.464
+    assert ["log scale" in axis.get_xlabel() for axis in axes] == [False, True, False, True, False]
+    assert axes[1].get_xlim() == axes[3].get_xlim() and axes[0].get_xlim() == axes[2].get_xlim()
+    assert "scale 0.05" in figure.get_suptitle() and "fashion-mnist" in figure.get_suptitle()
+    labels = [t.get_text() for t in figure.legends[0].get_texts()]
+    assert labels == ["ours", "ours, mean ± standard error over 2 seeds", "the paper's"]
+
+
+def test_every_table_has_a_picture_that_fits_on_a_page():
+    for name, table in TABLES.items():
+        configs, plan_ = plan(name, data=None if table.data else "digits", scale=0.5)
+        rows = answer(configs, **{c.name: {"accuracy": 90.0, "nll": 0.5} for c in configs})
+        check_page(paper.draw_comparison(plan_, entries(plan_, configs, rows)))
+
+
+def test_without_a_number_of_both_there_is_no_picture(tmp_path):
+    configs, plan_ = plan("toy", rows=["digit-f_fc+conv"])
+    found = entries(plan_, configs, answer(configs, **{configs[0].name: {}}))  # MAP: not in the paper
+    with pytest.raises(ValueError, match="both"):
+        paper.draw_comparison(plan_, found)
+    stored = {"options": {"plan": plan_.to_json()}, "runs": [dataclasses.asdict(c) for c in configs]}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    paper.save_comparison(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "comparison.txt", "comparison.csv"}
+    (tmp_path / "summary.json").write_text(json.dumps(answer(configs, **{configs[1].name: {}})))
+    paper.save_comparison(tmp_path)
+    files = {p.name: p.read_bytes() for p in tmp_path.glob("comparison.*")}
+    assert set(files) == {f"comparison.{suffix}" for suffix in ("txt", "csv", "png", "svg")}
+    paper.save_comparison(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("comparison.*")} == files
 
 
 def test_a_folder_of_other_runs_has_no_comparison(tmp_path):

@@ -43,6 +43,8 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
     assert f"{order[0]['accuracy']:.2f}  99.23" in written.replace("   ", "  ")
     assert "43 of 1,437 training images, 2 epochs (recipe: 45), width 1, evidence every epoch after 1" in written
     assert (tmp_path / "table" / "comparison.csv").read_text().count("\n") == 5
+    picture = {p.suffix: p.read_bytes() for p in (tmp_path / "table").glob("comparison.[ps]*g")}
+    assert set(picture) == {".png", ".svg"}
 
     capsys.readouterr()
     before = (tmp_path / "table" / "summary.json").read_text()
@@ -50,6 +52,7 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
     assert cli.main(["reproduce", "--resume", "table"]) == cli.main(["reproduce", "toy", "--resume", "table"]) == 0
     assert "4 done before" in capsys.readouterr().out
     assert (tmp_path / "table" / "comparison.txt").read_text() == written
+    assert {p.suffix: p.read_bytes() for p in (tmp_path / "table").glob("comparison.[ps]*g")} == picture
     assert (tmp_path / "table" / "summary.json").read_text() == before
     for clash, words in (
         (["layers"], "table layers does not fit --resume table, which was started with toy"),

@@ -1,6 +1,8 @@
 """The paper's tables: what they print, which of our runs answer each row, and the two side by side."""
 
-from ella_cuda.experiments.paper.comparison import Entry, comparison_csv, comparison_table, entries, save_comparison
+from ella_cuda.experiments.paper.comparison import comparison_csv, comparison_table, save_comparison
+from ella_cuda.experiments.paper.entry import Entry, entries
+from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Cell, Plan, plan_table, scaled
 from ella_cuda.experiments.paper.tables import TABLES, Printed, Row, Table
 
@@ -14,6 +16,7 @@ __all__ = [
     "Table",
     "comparison_csv",
     "comparison_table",
+    "draw_comparison",
     "entries",
     "plan_table",
     "save_comparison",

@@ -3,116 +3,23 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.folder import read_grid, read_summary
+from ella_cuda.experiments.paper.entry import METRICS, Entry, entries
+from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
-from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES, Printed, Row
+from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
 from ella_cuda.experiments.recipes import RECIPES
 from ella_cuda.reports.files import write_file
+from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns
 
-COMPARISON_TEXT, COMPARISON_CSV = "comparison.txt", "comparison.csv"
-METRICS = {  # of a row of summary.json: title, style
-    "accuracy": ("accuracy, %", "{:.2f}"),
-    "nll": ("NLL, nats", "{:.3f}"),
-    "neg_log_marginal_likelihood": ("-log q/N, nats", "{:.3f}"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A row under one objective, ours beside the paper's.
-
-    Attributes:
-        row: of the table. objective: ``map`` or ``evidence``.
-        configs: our runs, one for each seed. rows: those of ``summary.json`` that are done.
-        printed: the paper's numbers.
-        reason: why there are no runs.
-    """
-
-    row: Row
-    objective: str
-    configs: tuple[RunConfig, ...]
-    rows: tuple[Mapping[str, Any], ...]
-    printed: Printed
-    reason: str = ""
-
-    @property
-    def status(self) -> str:
-        """``done``, ``waiting``, ``not run``, or how many seeds are done of how many."""
-        if not self.configs:
-            return "not run"
-        if len(self.rows) == len(self.configs):
-            return "done"
-        return f"{len(self.rows)} of {len(self.configs)} seeds" if self.rows else "waiting"
-
-    def ours(self, metric: str) -> tuple[float, float | None] | None:
-        """Mean over the seeds that are done and its standard error (None of one seed); None where nothing was computed."""
-        return mean_and_error(row[metric] for row in self.rows)
-
-    def parameters(self) -> int | None:
-        """Of our network."""
-        return self.rows[0]["parameters"] if self.rows else None
-
-    def counted_layers(self) -> tuple[int, int] | None:
-        """Over the seeds, how many layers have effective parameters enough for a type, and so for shares, of how many."""
-        layers = [layer for row in self.rows for layer in row["layers"]]
-        return (sum(layer["type"] is not None for layer in layers), len(layers)) if layers else None
-
-    def shares(self) -> dict[str, tuple[float, float | None]] | None:
-        """By path, the mean over layers and seeds of its relative effective parameters in percent, and its standard error over seeds;
-        None where no row has them. Layers without effective parameters have no shares and do not count."""
-        found: dict[str, list[float]] = {path: [] for path in self.row.layer.split("+")}
-        for row in self.rows:
-            layers = [layer["paths"] for layer in row["layers"] if layer["type"] is not None]
-            if not layers:
-                return None
-            for path, values in found.items():
-                values.append(100 * sum(p[path]["relative_effective_parameters"] for p in layers) / len(layers))
-        summed = {path: mean_and_error(values) for path, values in found.items()}
-        return None if None in summed.values() else summed  # type: ignore[return-value]
-
-
-def mean_and_error(values: Iterable[float | None]) -> tuple[float, float | None] | None:
-    """Mean and standard error of the mean; no error of one value, nothing where a value is missing or there is none."""
-    numbers = list(values)
-    if not numbers or None in numbers:
-        return None
-    n = len(numbers)
-    mean = math.fsum(numbers) / n  # type: ignore[arg-type]
-    if n == 1:
-        return mean, None
-    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (n - 1) / n)  # type: ignore[operator]
-
-
-def entries(plan: Plan, configs: Sequence[RunConfig], rows: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """The table's rows under their objectives.
-
-    Args:
-        plan: see :func:`ella_cuda.experiments.paper.plan_table`. configs: its runs.
-        rows: of ``summary.json``; those of runs that are done.
-    """
-    by_key = {row.key: row for row in TABLES[plan.table].rows}
-    named, done = {c.name: c for c in configs}, {r["run"]: r for r in rows}
-    return [
-        Entry(
-            by_key[cell.row],
-            cell.objective,
-            tuple(named[run] for run in cell.runs),
-            tuple(done[run] for run in cell.runs if run in done),
-            by_key[cell.row].printed[cell.objective],
-            cell.reason,
-        )
-        for cell in plan.cells
-    ]
+COMPARISON_TEXT, COMPARISON_CSV, COMPARISON_PICTURE = "comparison.txt", "comparison.csv", "comparison"
 
 
 def comparison_table(plan: Plan, found: Sequence[Entry]) -> str:
@@ -272,7 +179,10 @@ def comparison_csv(plan: Plan, found: Sequence[Entry]) -> str:
 
 
 def save_comparison(out_dir: str | os.PathLike[str]) -> str:
-    """Bring ``comparison.txt`` and ``comparison.csv`` of a folder up to date with its finished runs.
+    """Bring ``comparison.txt``, ``comparison.csv`` and the picture of a folder up to date with its finished runs.
+
+    There is a picture once we have a number to put beside one of the paper's. One that cannot be drawn is a
+    ``RuntimeWarning`` and costs nothing else.
 
     Returns:
         The text.
@@ -289,4 +199,9 @@ def save_comparison(out_dir: str | os.PathLike[str]) -> str:
     text = comparison_table(plan, found)
     write_file(out_dir / COMPARISON_TEXT, text + "\n")
     write_file(out_dir / COMPARISON_CSV, comparison_csv(plan, found))
+    if any(e.has_both(metric) for e in found for metric in METRICS):
+        drawn = Drawn()
+        add_picture(drawn, out_dir / COMPARISON_PICTURE, lambda: draw_comparison(plan, found))
+        for failure in drawn.failures:
+            warnings.warn(failure, RuntimeWarning, stacklevel=2)
     return text

@@ -12,7 +12,12 @@ from python_tests.ops import checks
 SHAPES = [(5, 2, 3), (1, 1, 1), (1, 4, 7), (300, 1, 5), (3, 2, 65), (70, 3, 33)]  # N, G, d
 SHAPES += [(300, 40, 2), (600, 21, 4), (40, 7, 15), (9, 30, 1), (2, 5, 13)]  # side by side in a vector
 SHAPES += [(300, 3, 16), (5, 2, 32), (40, 2, 128), (7, 1, 144)]  # whole vectors
-SHAPES += [(70, 60, 20), (10, 300, 4), (65, 27, 40), (3, 2, 41)]  # more numbers in a row than are gathered, or larger blocks
+SHAPES += [
+    (70, 60, 20),
+    (10, 300, 4),
+    (65, 27, 40),
+    (3, 2, 41),
+]  # more numbers in a row than are gathered, or larger blocks
 SHAPES += [(4097, 2, 16), (8200, 3, 4)]  # more rows than are summed before the factor is touched
 
 

@@ -280,7 +280,29 @@ def test_a_width_asked_for_is_shared_by_rows():
         ("conv", "pointwise", 5),
     ]
     assert len({c.name for c in configs}) == 6
-    assert len(plan("group-convs", data="digits", width=1)[0]) == 5  # 0.6 of a channel is a channel: one run for two
+
+
+@pytest.mark.parametrize(
+    ("width", "title", "narrow"), [(10, "GCONV, full, width 6", 6), (4, "GCONV, full, width 2", 2)]
+)
+def test_a_narrow_row_is_called_by_its_width(width, title, narrow):
+    configs, plan_ = plan("group-convs", data="digits", width=width)
+    found = {e.row.key: e for e in entries(plan_, configs, [])}
+    assert found["full-6"].title == title and found["full-6"].configs[0].width == narrow
+    assert found["full"].title == "GCONV, full"
+    text = paper.comparison_table(plan_, list(found.values()))
+    assert len(lines_of(text)) == 6 and (title, "MAP") in lines_of(text) and "width in the paper is 6" in text
+
+
+def test_a_row_that_rounds_to_another_is_left_out_and_said():
+    """0.6 of a channel is a channel."""
+    configs, plan_ = plan("group-convs", data="digits", width=1, seeds=(0, 1))
+    assert len(configs) == 2 * 5
+    found = entries(plan_, configs, [])
+    assert [e.row.key for e in found if e.status == "not run"] == ["full-6"]
+    assert "not run: GCONV, full, narrow: at this width it is the row full." in paper.comparison_table(plan_, found)
+    (alone,), plan_ = plan("group-convs", data="digits", width=1, rows=["full-6"])
+    assert alone.width == 1 and [e.title for e in entries(plan_, [alone], [])] == ["GCONV, full, width 1"]
 
 
 @pytest.mark.parametrize(

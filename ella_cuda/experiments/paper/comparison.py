@@ -29,8 +29,7 @@ def comparison_table(plan: Plan, found: Sequence[Entry]) -> str:
     """
     blocks = [["", ""], ["row", "objective"]]
     lines = [
-        ["" if i and found[i - 1].row is e.row else e.row.title, OBJECTIVE_TITLES[e.objective]]
-        for i, e in enumerate(found)
+        ["" if i and found[i - 1].row is e.row else e.title, OBJECTIVE_TITLES[e.objective]] for i, e in enumerate(found)
     ]
     for title, ours, printed in _columns(found):
         if not any(x != "-" for x in (*ours, *printed)):
@@ -121,8 +120,8 @@ def _notes(plan: Plan, found: Sequence[Entry]) -> list[str]:
     reasons: dict[str, dict[str, list[str]]] = {}
     for e in found:
         if e.reason:
-            reasons.setdefault(e.reason, {}).setdefault(e.row.title, []).append(OBJECTIVE_TITLES[e.objective])
-    all_of = {e.row.title: len(e.row.printed) for e in found}
+            reasons.setdefault(e.reason, {}).setdefault(e.title, []).append(OBJECTIVE_TITLES[e.objective])
+    all_of = {e.title: len(e.row.printed) for e in found}
     notes = []
     for reason, which in reasons.items():
         titles = (t if len(o) == all_of[t] else f"{t} ({', '.join(o)})" for t, o in which.items())
@@ -141,7 +140,7 @@ def comparison_csv(plan: Plan, found: Sequence[Entry]) -> str:
         cells = {
             "table": plan.table,
             "row": e.row.key,
-            "title": e.row.title,
+            "title": e.title,
             "objective": e.objective,
             "status": e.status,
             "reason": e.reason,

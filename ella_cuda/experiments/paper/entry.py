@@ -37,6 +37,13 @@ class Entry:
     reason: str = ""
 
     @property
+    def title(self) -> str:
+        """The row's, with the width of our networks where that is a share of the table's."""
+        if self.row.width_share == 1:
+            return self.row.title
+        return f"{self.row.title}, {f'width {self.configs[0].width}' if self.configs else 'narrow'}"
+
+    @property
     def status(self) -> str:
         """``done``, ``waiting``, ``not run``, or how many seeds are done of how many."""
         if not self.configs:

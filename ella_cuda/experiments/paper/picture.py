@@ -65,7 +65,7 @@ def draw_comparison(plan: Plan, found: Sequence[Entry]) -> Any:
 
 
 def _label(entry: Entry) -> str:
-    return entry.row.title + ("" if entry.status == "done" else f" ({entry.status})")
+    return entry.title + ("" if entry.status == "done" else f" ({entry.status})")
 
 
 def _title(plan: Plan, found: Sequence[Entry]) -> str:

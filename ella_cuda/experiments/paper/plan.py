@@ -21,7 +21,7 @@ class Cell:
 
     Attributes:
         row: its key. objective: ``map`` or ``evidence``.
-        runs: names of the runs that answer it, one for each seed; rows may share runs.
+        runs: names of the runs that answer it, one for each seed; rows may share those of an objective, not all.
         reason: why there are none.
     """
 
@@ -169,6 +169,13 @@ def plan_table(
                 if configs.setdefault(config.name, config) != config:
                     raise ValueError(f"two different runs of {name} have the name {config.name}.")
                 cell.append(config.name)
+    first: dict[tuple[tuple[str, ...], ...], str] = {}
+    for row in (row for row in table.rows if row.key in rows):
+        own = tuple(tuple(runs[row.key, objective]) for objective in row.printed)
+        same = first.setdefault(own, row.key)
+        if same != row.key and any(own):  # a share of a width can be that width, rounded
+            for objective in row.printed:
+                runs[row.key, objective], reasons[row.key, objective] = [], f"at this width it is the row {same}"
     if not configs:
         raise ValueError(f"none of the rows can be run: {'; '.join(dict.fromkeys(reasons.values()))}.")
     cells = tuple(Cell(*where, tuple(found), reasons.get(where, "")) for where, found in runs.items())

@@ -35,7 +35,7 @@ class Row:
 
     Attributes:
         key: names the row within its table, for options and files.
-        title: as people write it.
+        title: as people write it, without the width.
         data: the paper's data set, a name of :data:`ella_cuda.data.SOURCES`.
         task: a name of :data:`ella_cuda.data.TASKS`.
         layer: see :func:`ella_cuda.models.neyshabur`.
@@ -171,7 +171,15 @@ def _group_convs() -> tuple[Row, ...]:
             "depthwise_separable",
             note=miscounted,
         ),
-        row("full-6", "GCONV, full, 6 channels of 10", 371_200, 69.89, "full", width_share=0.6),
+        row(
+            "full-6",
+            "GCONV, full",
+            371_200,
+            69.89,
+            "full",
+            width_share=0.6,
+            note="the narrow row's width in the paper is 6",
+        ),
         row("pointwise", "GCONV, pointwise", 338_770, 66.77, "pointwise"),
         row("conv", "CONV", 338_770, 57.89, None),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import shlex
@@ -14,12 +15,12 @@ from typing import Any
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError
 from ella_cuda.data import AUGMENTATIONS
-from ella_cuda.experiments import RECIPES, RunConfig
+from ella_cuda.experiments import RECIPES, Recipe, RunConfig
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
-from ella_cuda.reports.text import OBJECTIVE_TITLES, network_title, number
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
 # Options that are attributes of RunConfig: flag, type, help. None given means the recipe's.
@@ -28,16 +29,16 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("epochs", int, "passes over the training data"),
     ("batch_size", int, "images in a minibatch"),
     ("lr", float, "Adam's learning rate at the start"),
-    ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion"),
-    ("cooldown", float, "share of the steps, the last, in which lr falls linearly to 0 (without: a cosine over all)"),
+    ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion (- below: no limit)"),
+    ("cooldown", float, "share of the steps, the last, in which lr falls linearly to 0 (- below: a cosine over all)"),
     ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
     ("lr_hyp", float, "Adam's learning rate on log prior precisions"),
     ("burn_in", int, "epochs before the first evidence step"),
     ("frequency", int, "epochs between evidence steps"),
     ("hypersteps", int, "steps on the prior precisions in each"),
-    ("lr_lengthscales", float, "Adam's learning rate on the logarithms of lengthscales that --learn names (0.03)"),
-    ("lr_anchors", float, "Adam's learning rate on anchors that --learn names, in pixels (0.003)"),
-    ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel (1)"),
+    ("lr_lengthscales", float, "Adam's learning rate on the logarithms of lengthscales that --learn names"),
+    ("lr_anchors", float, "Adam's learning rate on anchors that --learn names, in pixels"),
+    ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel"),
     ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
     ("train_size", int, "use only so many training images, classes in proportion"),
     ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
@@ -55,7 +56,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         FRAMES,
         "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
     ),
-    ("augment", AUGMENTATIONS, "of the images that weights learn from; cifar10, cifar100: flips-shifts"),
+    ("augment", AUGMENTATIONS, "of the images that weights learn from; none where labels say where things are"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.
@@ -68,16 +69,49 @@ def flag(name: str) -> str:
 
 
 def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """The options that are attributes of runs, but for those named."""
+    """The options that are attributes of runs, but for those named, and below all options the recipes of their defaults."""
+    varying = [name for name, values in _recipe_values().items() if len(set(values)) > 1]
+
+    def default(name: str) -> str:
+        if name in varying:
+            return " (by --data)"
+        value = getattr(next(iter(RECIPES.values())), name, getattr(RunConfig, name, None))
+        return "" if value is None else f" ({value})"
+
     for name, kind, text in NUMBERS:
         if name not in without:
-            default = getattr(RECIPES["digits"], name, None)
-            text = text if default is None else f"{text} (digits: {default:g})"
-            command.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text)
+            command.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text + default(name))
     for name, words, text in WORDS:
         if name not in without:
-            default = getattr(RECIPES["digits"], name, None) or getattr(RunConfig, name)
-            command.add_argument(flag(name), choices=words, help=f"{text} (digits: {default})")
+            command.add_argument(flag(name), choices=words, help=text + default(name))
+    command.formatter_class = _KeepTables
+    command.epilog = "defaults by --data:\n" + recipe_table([name for name in varying if name not in without])
+
+
+class _KeepTables(argparse.HelpFormatter):
+    """Help whose descriptions are wrapped, but for those of several lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def _recipe_values() -> dict[str, list[Any]]:
+    """Of every attribute of a recipe, what the data sets' recipes say."""
+    return {field.name: [getattr(r, field.name) for r in RECIPES.values()] for field in dataclasses.fields(Recipe)}
+
+
+def recipe_table(names: Sequence[str]) -> str:
+    """Those attributes of the recipes as options: a column for each, headed by its data sets; ``-`` is None."""
+    titles = {"tasks": "--task", "prior_prec_init": "--prior-prec-init", "map_prior_prec": "--prior-prec-init, MAP"}
+    recipes: dict[Recipe, list[str]] = {}
+    for data, recipe in RECIPES.items():
+        recipes.setdefault(recipe, []).append(data)
+    lines = [["", *(", ".join(sets) for sets in recipes.values())]]
+    for name in names:
+        values = (getattr(recipe, name) for recipe in recipes)
+        cells = ("-" if v is None else " ".join(v) if isinstance(v, tuple) else f"{v}" for v in values)
+        lines.append([titles.get(name, flag(name)), *cells])
+    return columns(lines)
 
 
 def add_session(command: argparse.ArgumentParser) -> None:

@@ -49,7 +49,9 @@ def add_reproduce(commands: Any) -> None:
     )
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
-    add_attributes(reproduce, without=("train_size", "holdout", "group", "group_conv"))
+    add_attributes(reproduce, without=("train_size", "holdout", "group", "group_conv", "tasks"))
+    widths = ", ".join(f"{table.name}: {table.width}" for table in TABLES.values() if table.width)
+    reproduce.epilog += f"\nwidth whatever the data: {widths}"
     add_session(reproduce)
     reproduce.set_defaults(command=_reproduce)
 

@@ -43,7 +43,7 @@ def add_train(commands: Any) -> None:
     )
     tasks = "; ".join(f"{name}: {task.description}" for name, task in TASKS.items())
     train.add_argument("--data", choices=SOURCES, help="data set (digits)")
-    train.add_argument("--task", nargs="+", choices=TASKS, help=f"{tasks} (the data set's recipe's)")
+    train.add_argument("--task", nargs="+", choices=TASKS, help=f"{tasks} (by --data)")
     train.add_argument(
         "--layer",
         nargs="+",

@@ -40,7 +40,7 @@ def results_table(rows: Rows) -> str:
     kinds = [
         (o, network)
         for o in OBJECTIVE_TITLES
-        for network in dict.fromkeys(network_title(r) for r in rows if r["objective"] == o)
+        for network in dict.fromkeys(network_title(r, rows) for r in rows if r["objective"] == o)
     ]
     seeds = sorted({r["seed"] for r in rows})
     objectives = [OBJECTIVE_TITLES[o] if i == 0 or kinds[i - 1][0] != o else "" for i, (o, _) in enumerate(kinds)]
@@ -51,7 +51,7 @@ def results_table(rows: Rows) -> str:
             line = [f"  {task}" if len(sets) == 1 else f"  {data}, {task}"]
             for objective, network in kinds:
                 kind = (data, task, objective, network)
-                found = [r for r in rows if (r["data"], r["task"], r["objective"], network_title(r)) == kind]
+                found = [r for r in rows if (r["data"], r["task"], r["objective"], network_title(r, rows)) == kind]
                 value = mean(r[key] for r in found)
                 line.append("-" if value is None else style.format(value) + ("*" if len(found) < len(seeds) else ""))
             blocks.append(line)

@@ -15,12 +15,20 @@ def layer_title(layer: str) -> str:
     return "+".join(PATH_TITLES.get(p, p) for p in layer.split("+"))
 
 
-def network_title(row: Mapping[str, Any]) -> str:
+def network_title(row: Mapping[str, Any], among: Sequence[Mapping[str, Any]] | None = None) -> str:
     """A row's sum of paths, and what else tells it from others of the sum: what of its sparsified layers' bases the evidence learned
-    (``S-FC, lengthscales``), how its group convolutions are factored and how wide it is (``GCONV (full), width 6``)."""
+    (``S-FC, lengthscales``); with group convolutions the group, how they are factored and how wide the network is (``GCONV (p4, full),
+    width 6``), of the last two, where ``among`` is given, what these rows differ in (``GCONV (p4)``)."""
     learn = row.get("learn", "")
     title = layer_title(row["layer"]) + (f", {learn}" if learn else "")
-    return f"{title} ({row['group_conv']}), width {row['width']}" if row.get("group_conv") else title
+    if not row.get("group_conv"):
+        return title
+
+    def said(name: str) -> bool:
+        return among is None or len({r[name] for r in among if r.get("group_conv")}) > 1
+
+    title += f" ({', '.join([row['group'], *([row['group_conv']] if said('group_conv') else [])])})"
+    return f"{title}, width {row['width']}" if said("width") else title
 
 
 def tensor_title(path: str, tensor: str) -> str:

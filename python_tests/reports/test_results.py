@@ -11,7 +11,7 @@ import pytest
 
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
-from ella_cuda.reports.text import columns, layer_title, number, tensor_title
+from ella_cuda.reports.text import columns, layer_title, network_title, number, run_title, tensor_title
 from python_tests.reports.rows import evaluations, row
 
 
@@ -159,7 +159,7 @@ def test_titles_and_columns():
 def test_data_sets_and_group_convolutions_are_kept_apart():
     """They are no seeds of one another: nothing is averaged over them."""
     rows = [
-        row("plain", "gconv", "map", data=data, group_conv=variant, width=width, accuracy=accuracy)
+        row("plain", "gconv", "map", data=data, group="p4", group_conv=variant, width=width, accuracy=accuracy)
         for data, variant, width, accuracy in (
             ("mnist", "full", 10, 10.0),
             ("mnist", "full", 6, 20.0),
@@ -170,9 +170,25 @@ def test_data_sets_and_group_convolutions_are_kept_apart():
     rows[3]["evaluated_size"] = 77
     lines = results_table(rows).splitlines()
     assert lines[0] == "mnist, evaluated on 360 test images; cifar10, evaluated on 77 test images; seed 0"
-    titles = ["GCONV (full), width 10", "GCONV (full), width 6", "GCONV (pointwise), width 10"]
+    titles = ["GCONV (p4, full), width 10", "GCONV (p4, full), width 6", "GCONV (p4, pointwise), width 10"]
     assert [cell.strip() for cell in lines[2].split("  ") if cell.strip()][1:] == titles
     assert [line.split() for line in lines[3:5]] == [
         ["mnist,", "plain", "10.00", "20.00", "30.00"],
         ["cifar10,", "plain", "40.00", "-", "-"],
     ]
+
+
+def test_labels_say_the_group_and_else_only_what_rows_differ_in():
+    rows = [
+        row("plain", layer, group=group, group_conv=variant, width=10)
+        for layer, group, variant in (("gconv", "p4", "full"), ("gconv", "p4m", "full"), ("conv", "", ""))
+    ]
+    rows[2]["width"] = 4  # a network without a group is none of theirs
+    assert [network_title(r, rows) for r in rows] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]
+    assert network_title(rows[1], rows[1:]) == "GCONV (p4m)"  # a folder of its own, beside another's
+    rows.append({**rows[0], "group_conv": "pointwise"})
+    assert [network_title(r, rows) for r in rows[::3]] == ["GCONV (p4, full)", "GCONV (p4, pointwise)"]
+    assert network_title(rows[1]) == "GCONV (p4m, full), width 10"
+    assert "GCONV (p4m, full), width 10" in run_title(rows[1])
+    head = results_table(rows[:3]).splitlines()[2]
+    assert [cell.strip() for cell in head.split("  ") if cell.strip()][1:] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]

@@ -44,13 +44,13 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
     legend: dict[str, Any] = {}
     for i, task in enumerate(tasks):
         there = [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task]
-        _draw_line(axes[3 * i : 3 * i + 3], f"{task[0]}, task {task[1]}", there, styles, legend)
+        _draw_line(axes[3 * i : 3 * i + 3], f"{task[0]}, task {task[1]}", there, rows, styles, legend)
     arrange(figure, ROOMS, legend | _marks(rows, histories))
     return figure
 
 
 def run_styles(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """By title and objective, the line of a run: a network has one colour under all objectives."""
+    """By full title and objective, the line of a run: a network has one colour under all objectives."""
     networks = {_network(row): row["layer"] for row in rows}
     colours = {name: PATH_STYLES[layer][0] for name, layer in networks.items() if name == PATH_TITLES.get(layer)}
     others = [name for name in networks if name not in colours]
@@ -81,10 +81,11 @@ def _draw_line(
     axes: Sequence[Any],
     title: str,
     runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    among: Sequence[Mapping[str, Any]],
     styles: Mapping[tuple[str, str], Mapping[str, Any]],
     legend: dict[str, Any],
 ) -> None:
-    """The panels of a task."""
+    """The panels of a task, whose labels tell the rows ``among`` apart."""
     loss_axis, evidence_axis, accuracy_axis = axes
     positive = True
     for row, history in runs:
@@ -100,7 +101,7 @@ def _draw_line(
             evidence_axis.plot(*_columns(evidence), **style)
         accuracy = [(e["epoch"], 100 * e["accuracy"]) for e in history["evaluations"]]
         (handle,) = accuracy_axis.plot(*_columns(accuracy), **style)
-        legend.setdefault(f"{network_title(row)}, {OBJECTIVE_TITLES[row['objective']]}", handle)
+        legend.setdefault(f"{network_title(row, among)}, {OBJECTIVE_TITLES[row['objective']]}", handle)
         if row.get("accuracy") is not None and accuracy:
             star = {**style, "linestyle": "", "marker": "*", "markersize": 7, "markeredgewidth": 0.7}
             accuracy_axis.plot(accuracy[-1][0], row["accuracy"], clip_on=False, zorder=3, **star)

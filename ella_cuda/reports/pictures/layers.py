@@ -39,7 +39,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
             raise ValueError(
                 f"rows: {row['task']}/{row['layer']}/{row['objective']} has no effective parameters to draw."
             )
-        what = (row["data"], f"task {row['task']}", network_title(row), OBJECTIVE_TITLES[row["objective"]])
+        what = (row["data"], f"task {row['task']}", network_title(row, rows), OBJECTIVE_TITLES[row["objective"]])
         groups.setdefault(what, []).append(row)
     if not groups:
         raise ValueError("rows must hold at least one run to draw, got none.")

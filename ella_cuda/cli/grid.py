@@ -15,7 +15,7 @@ from typing import Any
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError
 from ella_cuda.data import AUGMENTATIONS
-from ella_cuda.experiments import RECIPES, Recipe, RunConfig
+from ella_cuda.experiments import DENSE_PATH, RECIPES, Recipe, RunConfig
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS
 from ella_cuda.nn.group_conv import VARIANTS
@@ -114,14 +114,15 @@ def recipe_table(names: Sequence[str]) -> str:
     return columns(lines)
 
 
-def add_session(command: argparse.ArgumentParser) -> None:
-    """The options of seeds and dense evidence, and those that say where runs are done and their results go."""
+def add_session(command: argparse.ArgumentParser, all_too: str = "") -> None:
+    """The options of seeds and dense evidence, and those that say where runs are done and their results go; ``all_too`` is what else
+    the help of --all says."""
     command.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
     command.add_argument(
         "--all",
         action="store_true",
         default=None,
-        help="evidence for layers with an fc path too, whose curvature is large",
+        help=f"evidence for layers with an {DENSE_PATH} path too, whose curvature is large{all_too}",
     )
     command.add_argument(
         "--jobs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from ella_cuda.cli.grid import (
     shown,
 )
 from ella_cuda.data import SOURCES, TASKS
-from ella_cuda.experiments import DENSE_PATH, LEARN, OBJECTIVES, RECIPES, RunConfig, as_learn
+from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, LEARN, OBJECTIVES, RECIPES, RunConfig, as_learn
 from ella_cuda.models import PATHS, SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned
+from ella_cuda.reports.text import layer_title
 
 DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
 NOTHING = "none"  # of --learn
@@ -60,7 +62,7 @@ def add_train(commands: Any) -> None:
         "own (none)",
     )
     add_attributes(train)
-    add_session(train)
+    add_session(train, "; naming --objective is enough")
     train.set_defaults(command=_train)
 
 
@@ -77,11 +79,19 @@ def _train(args: argparse.Namespace) -> int:
         return INTERRUPTED
     print()
     print(results_table(rows))
+    if missing := _left_out(configs, options):
+        print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     if learned(rows):
         print()
         print(layer_table(learned(rows)))
     say_written(out_dir)
     return DONE
+
+
+def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str]:
+    """The layers whose evidence the options name, and :func:`_grid` leaves out."""
+    run = {c.layer for c in configs if c.objective == "evidence"}
+    return [layer for layer in options["layer"] if layer not in run] if "evidence" in options["objective"] else []
 
 
 def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
-from ella_cuda.experiments.config import DENSE_PATH, LEARN, OBJECTIVES, RunConfig, as_learn, configure
+from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, LEARN, OBJECTIVES, RunConfig, as_learn, configure
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running, read_summary
@@ -13,6 +13,7 @@ from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
 __all__ = [
     "CONFIG_FILE",
     "DENSE_PATH",
+    "DENSE_REASON",
     "LEARN",
     "OBJECTIVES",
     "RECIPES",

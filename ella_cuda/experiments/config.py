@@ -17,6 +17,7 @@ OBJECTIVES = ("map", "evidence")
 # Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
+DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
 
 
 def as_learn(words: str) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ella_cuda.experiments.config import DENSE_PATH, RunConfig, configure
+from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, RunConfig, configure
 from ella_cuda.experiments.paper.tables import TABLES, Row, Table
 from ella_cuda.experiments.recipes import RECIPES
 
@@ -199,7 +199,7 @@ def _why_not(row: Row, objective: str, answered: set[str], dense: bool) -> str:
     if row.data not in answered:
         return f"needs {row.data}, for which the chosen data set does not stand in"
     if objective == "evidence" and DENSE_PATH in row.layer.split("+") and not dense:
-        return "the curvature of an FC path is large; --all runs it"
+        return DENSE_REASON
     return ""
 
 

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ella_cuda.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.progress import bar_size
 
 Objective = Literal["evidence", "map"]
 PriorStructure = Literal["layerwise", "module", "scalar"]
@@ -227,7 +228,7 @@ def marglik_training(
         desc=description,
         unit="epoch",
         disable=not progress_bar,
-        dynamic_ncols=True,
+        **bar_size(),
     )
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):

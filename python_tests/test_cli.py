@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,8 +148,12 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
     assert {p.name for p in (tmp_path / "drawn" / second.name).iterdir()} == {
         f"{name}.{kind}" for name in ("precisions", "filters") for kind in ("png", "svg")
     }
-    assert "1 runs finished, 1 begun, 0 waiting" in seen
-    assert "of 6)" in seen
+    assert "1 run finished, 1 begun, 0 waiting" in seen
+    assert "of 6)" in seen and "running" not in seen
+    assert re.search(rf"\n{second.name}: begun, last written \d+ s ago; epoch \d of 6, ", seen)
+    os.utime(second / "progress.json", (0, time.time() - 3 * 3600))
+    assert cli.main(["inspect", str(tmp_path / "killed"), "--pictures", str(tmp_path / "drawn")]) == 0
+    assert "begun, last written 3 h ago; " in capsys.readouterr().out
     resumed = run("train", "--resume", "killed", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")

@@ -20,7 +20,7 @@ from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
-from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, network_title, number
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
 # Options that are attributes of RunConfig: flag, type, help. None given means the recipe's.
@@ -265,7 +265,7 @@ def do_runs(
         prepare_process()  # the runs are done here; workers prepare themselves
     before = experiments.read_summary(out_dir)
     print(
-        f"{len(configs)} runs on {device}, {jobs} at once, {len(before)} done before; results in {out_dir}",
+        f"{counted(len(configs), 'run')} on {device}, {jobs} at once, {len(before)} done before; results in {out_dir}",
         flush=True,
     )
 

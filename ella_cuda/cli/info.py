@@ -10,6 +10,7 @@ import torch
 from ella_cuda import build_info, experiments
 from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.reports import check_kernels, kernel_table
+from ella_cuda.reports.text import counted
 
 
 def add_info(commands: Any) -> None:
@@ -34,7 +35,9 @@ def _info(args: argparse.Namespace) -> int:
         print(f"{key:14}{value if value != '' else '(none: CPU only)' if key == 'cuda' else ''}")
     print(f"{'torch':14}{torch.__version__}")
     name = (
-        f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else f" ({torch.get_num_threads()} threads)"
+        f" ({torch.cuda.get_device_name(device)})"
+        if device.type == "cuda"
+        else f" ({counted(torch.get_num_threads(), 'thread')})"
     )
     print(f"{'device':14}{device}{name}")
     if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:

@@ -6,22 +6,23 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from ella_cuda import experiments
 from ella_cuda.cli.common import DONE
 from ella_cuda.reports import layer_table, results_table, save_pictures
-from ella_cuda.reports.text import number
+from ella_cuda.reports.text import counted, duration, number
 
 
 def add_inspect(commands: Any) -> None:
     """The command ``inspect``, among the parser's others."""
     inspect = commands.add_parser(
         "inspect",
-        help="show a finished or running run",
+        help="show runs, finished or begun",
         description="Show results, prior precisions, effective parameters, layer types, lengthscales and anchors of a "
-        "folder of `train`, running or finished, and draw them.",
+        "folder of `train` or `reproduce`, finished or not, and draw them.",
     )
     inspect.add_argument("dir", metavar="DIR", help="the folder")
     inspect.add_argument(
@@ -47,12 +48,13 @@ def _inspect(args: argparse.Namespace) -> int:
             state["pictures"] = [str(p) for p in _draw(rows, folder, Path(args.pictures))]
         print(json.dumps(state, indent=1, allow_nan=False))
         return DONE
-    print(f"{folder}: {len(finished)} runs finished, {len(running)} begun, {len(waiting)} waiting")
+    print(f"{folder}: {counted(len(finished), 'run')} finished, {len(running)} begun, {len(waiting)} waiting")
     if finished:
         print("\n" + results_table(finished))
     for row in running:
+        ago = duration(time.time() - row["last_written"])
         print(
-            f"\n{row['run']}: epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, "
+            f"\n{row['run']}: begun, last written {ago} ago; epoch {row['epoch']} of {row['epochs']}, {row['seconds']:.0f} s, "
             f"loss {number(row['loss'])}, training accuracy {row['train_accuracy']:.1f} %, "
             f"-log q/N {number(row['neg_log_marginal_likelihood'])}"
         )

@@ -53,7 +53,8 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The present state of the runs that have begun and not finished, as rows like ``summary.json``'s.
 
     Accuracy and NLL on test images are not known yet and missing; ``epoch`` and ``epochs`` say how far each is,
-    ``loss`` and ``train_accuracy`` (percent) are those of the last evaluation.
+    ``loss`` and ``train_accuracy`` (percent) are those of the last evaluation, written at ``last_written`` (seconds since
+    1970). Whether a run still goes on, its folder does not know.
 
     Raises:
         ValueError: the folder is not that of a run.
@@ -64,6 +65,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for config in configs:
         if config.name in done or not (Path(out_dir) / config.name / DIARY_FILE).exists():
             continue
+        written = (Path(out_dir) / config.name / DIARY_FILE).stat().st_mtime
         diary = _read_diary(Path(out_dir) / config.name)
         last = diary["evaluations"][-1]
         found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale", "anchors")]
@@ -74,6 +76,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 **config.described,
                 "epoch": last["epoch"],
                 "epochs": config.epochs,
+                "last_written": written,
                 "loss": last["loss"],
                 "train_accuracy": 100 * last["accuracy"],
                 "neg_log_marginal_likelihood": last["neg_log_marginal_likelihood"],

@@ -22,8 +22,10 @@ from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_F
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
+from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
 from ella_cuda.reports.files import write_file
+from ella_cuda.reports.text import counted
 from ella_cuda.workers import run_at_once
 
 
@@ -90,7 +92,7 @@ def run_grid(
         save_report([done[n] for n in names if n in done], out_dir)
     waiting = sorted((c for c in configs if c.name not in done), key=_cost, reverse=jobs > 1)
     epochs = sum(c.epochs for c in configs)
-    bar = tqdm(total=epochs, desc=f"{len(configs)} runs", unit="epoch", disable=not progress, dynamic_ncols=True)
+    bar = tqdm(total=epochs, desc=counted(len(configs), "run"), unit="epoch", disable=not progress, **bar_size())
 
     def show() -> None:
         bar.n = sum(c.epochs for c in configs if c.name in done) + sum(r["epoch"] for r in read_running(out_dir))
@@ -101,7 +103,8 @@ def run_grid(
         save_report([done[n] for n in names if n in done], out_dir)
         show()
         if on_row is not None:
-            on_row(row)
+            with bar.external_write_mode():  # what it prints has lines of its own
+                on_row(row)
 
     with bar:
         show()

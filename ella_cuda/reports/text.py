@@ -42,7 +42,7 @@ def run_title(row: Mapping[str, Any]) -> str:
     """Which run a row is of, and how far it is if it is not finished."""
     title = f"{row['data']}, task {row['task']}, {network_title(row)}, {row['objective']}, seed {row['seed']}"
     if row.get("epoch") is not None:
-        title += f" (running: epoch {row['epoch']} of {row['epochs']})"
+        title += f" (begun: epoch {row['epoch']} of {row['epochs']})"
     return title
 
 
@@ -54,6 +54,17 @@ def number(value: float | None, digits: int = 3) -> str:
         decimals = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
         return f"{value:.{decimals}f}"
     return f"{value:.{digits - 1}e}"
+
+
+def counted(count: int, one: str) -> str:
+    """A number of things: 1 run, 2 runs."""
+    return f"{count} {one}" if count == 1 else f"{count} {one}s"
+
+
+def duration(seconds: float) -> str:
+    """A time in the largest unit of which it has one: 59 s, 1 min, 23 h, 5 d."""
+    size, unit = next(((n, u) for n, u in ((86400, "d"), (3600, "h"), (60, "min")) if seconds >= n), (1, "s"))
+    return f"{max(0, int(seconds // size))} {unit}"
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -110,4 +110,4 @@ def test_lengthscales_stand_beside_the_precisions():
 
 
 def test_a_running_run_says_how_far_it_is():
-    assert "(running: epoch 3 of 9)" in layer_table([row(epoch=3, epochs=9)])
+    assert "(begun: epoch 3 of 9)" in layer_table([row(epoch=3, epochs=9)])

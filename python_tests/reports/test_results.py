@@ -11,7 +11,16 @@ import pytest
 
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
-from ella_cuda.reports.text import columns, layer_title, network_title, number, run_title, tensor_title
+from ella_cuda.reports.text import (
+    columns,
+    counted,
+    duration,
+    layer_title,
+    network_title,
+    number,
+    run_title,
+    tensor_title,
+)
 from python_tests.reports.rows import evaluations, row
 
 
@@ -147,6 +156,12 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path, monkeypatch
 )
 def test_numbers_of_any_size(value, text):
     assert number(value) == text
+
+
+def test_counts_and_times():
+    assert [counted(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
+    times = {-1: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86399: "23 h", 5e5: "5 d"}
+    assert {t: duration(t) for t in times} == times
 
 
 def test_titles_and_columns():

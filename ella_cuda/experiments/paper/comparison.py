@@ -17,7 +17,7 @@ from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
 from ella_cuda.experiments.recipes import RECIPES
 from ella_cuda.reports.files import write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
-from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns
+from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns, counted
 
 COMPARISON_TEXT, COMPARISON_CSV, COMPARISON_PICTURE = "comparison.txt", "comparison.csv", "comparison"
 
@@ -127,7 +127,7 @@ def _notes(plan: Plan, found: Sequence[Entry]) -> list[str]:
         titles = (t if len(o) == all_of[t] else f"{t} ({', '.join(o)})" for t, o in which.items())
         notes.append(f"not run: {'; '.join(titles)}: {reason}.")
     if others := len(TABLES[plan.table].rows) - len(all_of):
-        notes.append(f"{others} other rows of the table were not asked for.")
+        notes.append(f"{counted(others, 'other row')} of the table {'was' if others == 1 else 'were'} not asked for.")
     notes += [f"{note}." for note in dict.fromkeys(e.row.note for e in found if e.row.note)]
     return ["", *notes] if notes else []
 

@@ -40,7 +40,7 @@ def test_every_tensor_has_its_line_in_its_layers_panel():
 
 def test_a_running_run_says_how_far_it_is():
     figure = draw_precisions(row(epoch=4, epochs=10), evaluations(row(), 2))
-    assert "running: epoch 4 of 10" in figure.get_suptitle()
+    assert "begun: epoch 4 of 10" in figure.get_suptitle()
 
 
 def test_no_evaluation_is_an_error():

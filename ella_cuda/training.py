@@ -359,8 +359,11 @@ class _Shape:
     """
 
     def __init__(self, model: nn.Module, learn: Sequence[str]) -> None:
-        unknown = [name for name in learn if name not in ("anchors", "lengthscales")]
-        if isinstance(learn, str) or unknown:
+        if isinstance(learn, str):
+            raise ValueError(
+                f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{learn!r}]."
+            )
+        if any(name not in ("anchors", "lengthscales") for name in learn):
             raise ValueError(f"marglik_training: learn must list any of anchors, lengthscales, got {learn!r}.")
         self.learn = tuple(sorted(set(learn)))
         self.bases = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 
 import pytest
 
 from ella_cuda import cli, experiments
-from ella_cuda.experiments import RECIPES
+from ella_cuda.experiments import RECIPES, configure
+from ella_cuda.experiments.grid import _run_quietly
+from python_tests.data.test_sources import write_mnist
 
 
 @pytest.mark.parametrize("command", ["train", "reproduce"])
@@ -28,6 +32,20 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
     assert "--fisher" not in shown and "one sampled column (exact)" in options
 
 
+@pytest.fixture
+def nothing_runs(tmp_path, monkeypatch):
+    """In a folder of its own, the command does all but the runs."""
+
+    def nothing(configs, out_dir, *, options, **_):
+        out_dir.mkdir(parents=True)
+        stored = {"options": options, "runs": [vars(c) for c in configs]}
+        (out_dir / "config.json").write_text(json.dumps(stored))
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "run_grid", nothing)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -42,13 +60,7 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
         ("--layer conv", None),
     ],
 )
-def test_train_says_what_it_left_out_after_the_table(options, said, tmp_path, monkeypatch, capsys):
-    def nothing(configs, out_dir, **_):
-        out_dir.mkdir(parents=True)
-        return []
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiments, "run_grid", nothing)
+def test_train_says_what_it_left_out_after_the_table(options, said, nothing_runs, capsys):
     assert cli.main(["train", *options.split()]) == 0
     lines = [
         line for line in capsys.readouterr().out.partition("no finished run\n")[2].splitlines() if "not run" in line
@@ -61,3 +73,82 @@ def test_help_of_all_says_what_else_is_enough(capsys):
         assert cli.main([command, "--help"]) == 0
         text = " ".join(capsys.readouterr().out.split())
         assert ("curvature is large; naming --objective is enough" in text) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "usage", "words"),
+    [
+        (["train", "--epohcs", "3"], "train", "unrecognized arguments: --epohcs 3; did you mean --epochs?"),
+        (["train", "--bach-size=3"], "train", "--bach-size=3; did you mean --batch-size?"),
+        (["reproduce", "toy", "--sclae", "0.1"], "reproduce", "did you mean --scale?"),
+        (["inspect", "dir", "--picture-folder", "x"], "inspect", "did you mean --pictures?"),
+        (["info", "everything"], "info", "unrecognized arguments: everything\n"),
+    ],
+)
+def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys):
+    assert cli.main(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: ella-cuda {usage} [-h]") and words in err
+
+
+@pytest.mark.parametrize(
+    ("args", "words", "options"),
+    [
+        (["train", "--burn-in", "45"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
+        (["reproduce", "toy", "--burn-in", "45"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
+        (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(--lr-hyp)"),
+        (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
+    ],
+)
+def test_what_is_wrong_with_an_attribute_names_its_option(args, words, options, nothing_runs, capsys):
+    assert cli.main(args) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.endswith(f"{options}\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "args", [["inspect"], ["train", "--resume"], ["reproduce", "--resume"]], ids=lambda args: " ".join(args)
+)
+@pytest.mark.parametrize(
+    ("folder", "words"), [("missing", "config.json"), ("file", "is a file"), ("damaged", "is damaged")]
+)
+def test_a_folder_that_is_none_of_ours_is_wrong_usage(args, folder, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    assert cli.main([*args, folder]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ella-cuda: wrong usage: ") and words in err and err.count("\n") == 1
+
+
+def test_a_device_that_is_none_is_wrong_usage_also_on_resuming(nothing_runs, capsys):
+    assert cli.main(["train", "--out", "dir"]) == 0
+    assert cli.main(["train", "--resume", "dir", "--device", "tpu"]) == 2
+    assert "device must be" in capsys.readouterr().err
+
+
+def test_no_folder_is_named_where_data_are_missing_and_one_run_is_not_runs(nothing_runs, capsys):
+    assert cli.main(["train", "--data", "mnist"]) == 1
+    assert capsys.readouterr().out == ""
+    assert cli.main(["train", "--task", "digit", "--layer", "conv", "--objective", "map", "--out", "dir"]) == 0
+    assert capsys.readouterr().out.startswith("1 run on ")
+    assert cli.main(["inspect", "dir"]) == 0
+    assert capsys.readouterr().out == "dir: 0 runs finished, 0 begun, 1 waiting\n"
+
+
+@pytest.mark.parametrize("args", [["train", "--task", "plain"], ["reproduce", "toy", "--row", "digit-conv"]])
+def test_files_that_are_not_as_published_are_said_once_in_a_line(args, nothing_runs, tmp_path, capsys):
+    write_mnist(tmp_path / args[0])
+    assert cli.main([*args, "--data", "mnist", "--data-dir", str(tmp_path / args[0])]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ella-cuda: warning: mnist: not as published, by MD5: train-images-idx3-ubyte, ")
+
+
+def test_workers_leave_that_to_the_process_that_loaded_first(tmp_path):
+    write_mnist(tmp_path)
+    config = configure("mnist", "plain", "conv", "map", width=1, epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _run_quietly(config, tmp_path / "run", str(tmp_path), False, False)
+    assert not [str(w.message) for w in caught if "published" in str(w.message)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ella_cuda import __version__
 from ella_cuda.cli.common import FAILED, INTERRUPTED, USAGE, UsageError
@@ -31,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has said what is wrong, or printed the help
         return int(stop.code or 0)
     try:
-        return int(args.command(args))
+        with warnings.catch_warnings():
+            warnings.showwarning = _warner()
+            return int(args.command(args))
     except UsageError as error:
         return _fail(args, "wrong usage", error, USAGE)
     except KeyboardInterrupt:
@@ -44,6 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(args, "failed", error, FAILED)
 
 
+def _warner() -> Callable[..., None]:
+    """What shows warnings: each in a line, once wherever it comes from, as data are loaded for several purposes."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *_: object) -> None:
+        text = " ".join(str(message).split())
+        if text not in said:
+            print(f"ella-cuda: warning: {text}", file=sys.stderr)
+        said.add(text)
+
+    return show
+
+
 def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> int:
     if args.verbose:
         traceback.print_exc()
@@ -54,10 +72,21 @@ def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> i
     return code
 
 
+class _Command(argparse.ArgumentParser):
+    """A command's parser, which refuses unknown options itself: the top level, to which argparse leaves them, knows no usage of them."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else ""))
+        return found, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
     parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     add_train(commands)
     add_reproduce(commands)
     add_inspect(commands)

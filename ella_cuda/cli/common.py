@@ -1,7 +1,40 @@
-"""What all commands share: exit codes and wrong usage."""
+"""What all commands share: exit codes, wrong usage, devices and folders."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ella_cuda import experiments
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(Exception):
     """Options that do not fit together."""
+
+
+def named_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        UsageError: not the name of a device. RuntimeError: it is not there.
+    """
+    try:
+        return experiments.resolve_device(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def grid_of(folder: str | os.PathLike[str]) -> tuple[list[experiments.RunConfig], dict[str, Any]]:
+    """The runs and the options of a folder.
+
+    Raises:
+        UsageError: not the folder of runs.
+    """
+    try:
+        return experiments.read_grid(folder)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import datetime
 import itertools
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import experiments
-from ella_cuda.cli.common import UsageError
+from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import AUGMENTATIONS
 from ella_cuda.experiments import DENSE_PATH, RECIPES, Recipe, RunConfig
 from ella_cuda.groups import GROUPS
@@ -162,16 +163,19 @@ def grid_options(given: dict[str, Any]) -> dict[str, Any]:
         UsageError: not the name of a device.
     """
     options = {k: v for k, v in given.items() if k not in ("out", *PER_SESSION)}
-    try:
-        options["device"] = str(experiments.resolve_device(given.get("device", "auto")))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    options["device"] = str(named_device(given.get("device", "auto")))
     return options | {"seed": list(dict.fromkeys(given.get("seed", [0]))), "all": given.get("all", False)}
 
 
 def attributes(options: dict[str, Any]) -> dict[str, Any]:
     """The attributes of runs among the options, in place of the recipe's."""
     return {name: options[name] for name, *_ in (*NUMBERS, *WORDS) if name in options}
+
+
+def wrong_attributes(error: ValueError) -> UsageError:
+    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names."""
+    names = [name for name, *_ in (*NUMBERS, *WORDS) if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
+    return UsageError(f"{error} ({', '.join(map(flag, names))})" if names else str(error))
 
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
@@ -195,17 +199,14 @@ def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[Ru
     Raises:
         UsageError: not such a folder, or options that are not those it was started with.
     """
-    try:
-        configs, options = experiments.read_grid(out_dir)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    configs, options = grid_of(out_dir)
     starter = "reproduce" if "table" in options else "train"
     if starter != command:
         raise UsageError(
             f"{out_dir} was started by `ella-cuda {starter}`; go on with: ella-cuda {starter} --resume {out_dir}"
         )
     if "device" in given:
-        given = {**given, "device": str(experiments.resolve_device(given["device"]))}
+        given = {**given, "device": str(named_device(given["device"]))}
     for name, value in given.items():
         if name not in PER_SESSION and options.get(name) != value:
             raise UsageError(
@@ -263,6 +264,9 @@ def do_runs(
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
     if device == "cpu" and jobs == 1:
         prepare_process()  # the runs are done here; workers prepare themselves
+    experiments.prepare_for(
+        configs[0], args.data_dir, bool(args.download)
+    )  # no folder is named where the data are missing
     before = experiments.read_summary(out_dir)
     print(
         f"{counted(len(configs), 'run')} on {device}, {jobs} at once, {len(before)} done before; results in {out_dir}",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ella_cuda import build_info, experiments
-from ella_cuda.cli.common import DONE, UsageError
+from ella_cuda import build_info
+from ella_cuda.cli.common import DONE, named_device
 from ella_cuda.reports import check_kernels, kernel_table
 from ella_cuda.reports.text import counted
 
@@ -26,10 +26,7 @@ def add_info(commands: Any) -> None:
 
 
 def _info(args: argparse.Namespace) -> int:
-    try:
-        device = experiments.resolve_device(args.device)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    device = named_device(args.device)
     built = build_info()
     for key, value in built.items():
         print(f"{key:14}{value if value != '' else '(none: CPU only)' if key == 'cuda' else ''}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import experiments
-from ella_cuda.cli.common import DONE
+from ella_cuda.cli.common import DONE, grid_of
 from ella_cuda.reports import layer_table, results_table, save_pictures
 from ella_cuda.reports.text import counted, duration, number
 
@@ -29,14 +29,16 @@ def add_inspect(commands: Any) -> None:
         "--json", action="store_true", help="print everything as JSON instead, and draw only if --pictures is given"
     )
     inspect.add_argument(
-        "--pictures", metavar="DIR", help="folder for the pictures, as PNG and SVG (a new temporary folder)"
+        "--pictures",
+        metavar="DIR",
+        help="folder for the pictures, as PNG and SVG (a new temporary folder, so that DIR stays as it is)",
     )
     inspect.set_defaults(command=_inspect)
 
 
 def _inspect(args: argparse.Namespace) -> int:
     folder = Path(args.dir)
-    configs, _ = experiments.read_grid(folder)
+    configs, _ = grid_of(folder)
     finished, running = experiments.read_summary(folder), experiments.read_running(folder)
     rows = [*finished, *running]
     waiting = [c.name for c in configs if c.name not in {r["run"] for r in rows}]
@@ -62,7 +64,8 @@ def _inspect(args: argparse.Namespace) -> int:
         print("\n" + layer_table(rows))
         out_dir = Path(args.pictures or tempfile.mkdtemp(prefix="ella-cuda-"))
         names = sorted(str(p.relative_to(out_dir)) for p in _draw(rows, folder, out_dir) if p.suffix == ".png")
-        print(f"\nPictures in {out_dir}, as PNG and SVG:")
+        why = "" if args.pictures else "; new each time, so that DIR stays as it is (--pictures names a folder)"
+        print(f"\nPictures in {out_dir}, as PNG and SVG{why}:")
         print("\n".join(f"  {name.removesuffix('.png')}" for name in names))
     elif args.pictures:
         raise ValueError(f"{folder} has no run with an evaluation yet; there is nothing to draw.")

@@ -18,6 +18,7 @@ from ella_cuda.cli.grid import (
     new_folder,
     resumed,
     say_written,
+    wrong_attributes,
 )
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
@@ -99,6 +100,6 @@ def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunCon
             **attributes(options),
         )
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise wrong_attributes(error) from error
     check_effect(options, configs)
     return configs, options | {"plan": plan.to_json()}

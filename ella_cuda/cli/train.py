@@ -22,6 +22,7 @@ from ella_cuda.cli.grid import (
     resumed,
     say_written,
     shown,
+    wrong_attributes,
 )
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, LEARN, OBJECTIVES, RECIPES, RunConfig, as_learn
@@ -121,7 +122,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
                     experiments.configure(data, task, layer, objective, seed, **common, **attributes(options))
                 )
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise wrong_attributes(error) from error
     if set(options["learn"]) != {NOTHING} and not any(c.learn for c in configs):
         raise UsageError(
             f"--learn {shown(options['learn'])} needs evidence runs of a layer with {' or '.join(sorted(SPARSE_PATHS))}."

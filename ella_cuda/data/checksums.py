@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Iterable
 
@@ -36,6 +37,9 @@ PUBLISHED: dict[str, dict[str, str]] = {
 }
 
 
+NOT_AS_PUBLISHED = r"\S+: not as published"  # the warning's beginning
+
+
 def md5(content: bytes) -> str:
     """The content's MD5 in hexadecimal digits; it tells files apart, it is no protection against forgery."""
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -50,7 +54,8 @@ def compare(name: str, files: Iterable[tuple[str, str, str]]) -> None:
 
     Args:
         name: the data set, of :data:`PUBLISHED`.
-        files: ``(where, file, md5)`` of each: what to call it in messages, its name as published, its content's MD5.
+        files: ``(where, file, md5)`` of each: its place for messages, all in one folder or archive, its name as published, its
+            content's MD5.
 
     Raises:
         ValueError: a file is another data set's; the message names both.
@@ -68,10 +73,11 @@ def compare(name: str, files: Iterable[tuple[str, str, str]]) -> None:
                 f"{where} is {owners[digest]}'s file, not {name}'s (MD5 {digest}); load {owners[digest]}, or name the "
                 f"folder of {name}."
             )
-        unknown.append(f"{where} (MD5 {digest}, published {PUBLISHED[name][file]})")
+        unknown.append((file, os.path.dirname(where)))
     if unknown:
+        files = ", ".join(file for file, _ in unknown)
         warnings.warn(
-            f"{name}: not as published: {', '.join(unknown)}. That is right for files of your own; others are damaged "
-            f"or another release: fetch them again, or results will not compare.",
+            f"{name}: not as published, by MD5: {files} in {unknown[0][1]}; right for files of your own, else damaged or another release: "
+            "fetch them again.",
             stacklevel=4,  # whoever called load
         )

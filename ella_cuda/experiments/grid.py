@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from ella_cuda import __version__, build_info
+from ella_cuda.data.checksums import NOT_AS_PUBLISHED
 from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
@@ -133,7 +135,9 @@ def _cost(config: RunConfig) -> tuple[bool, bool]:
 def _run_quietly(
     config: RunConfig, run_dir: Path, data_dir: str | None, download: bool, tensorboard: bool
 ) -> dict[str, Any]:
+    """A run in a worker, whose data the grid's own process has loaded and warned of."""
     sources = {"data_dir": data_dir, "download": download}
+    warnings.filterwarnings("ignore", message=NOT_AS_PUBLISHED)
     return run_one(config, run_dir, progress=False, tensorboard=tensorboard, **sources)
 
 

@@ -508,8 +508,11 @@ def _real(name: str, value: Value, device: torch.device) -> Tensor:
 
 
 def _check_positive(name: str, value: Tensor) -> None:
-    if not ((value > 0) & value.isfinite()).all():
-        raise ValueError(f"{name}: expected positive finite values, got {value.detach().flatten().tolist()}.")
+    bad = ~((value > 0) & value.isfinite()).flatten()
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        where = f" at index {first}" if len(bad) > 1 else ""
+        raise ValueError(f"{name}: expected positive finite values, got {value.flatten()[first].item()}{where}.")
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -429,8 +429,7 @@ def test_files_as_published_are_silent_and_others_named_once(tmp_path, monkeypat
     assert len(caught) == 1
     assert caught[0].filename == __file__
     message = str(caught[0].message)
-    assert digests(tmp_path)["t10k-labels-idx1-ubyte"] in message
-    assert PUBLISHED["mnist"]["t10k-labels-idx1-ubyte"] in message
+    assert f"t10k-labels-idx1-ubyte in {tmp_path};" in message and len(message) < 150 + len(str(tmp_path))
     assert message.count("ubyte") == 1
 
 

@@ -32,6 +32,12 @@ def data():
         (dict(memory_budget=0), ValueError, "memory_budget must be a positive"),
         (dict(prior_precision=0.0), ValueError, "prior_precision: expected positive finite values, got"),
         (dict(prior_precision=float("nan")), ValueError, "prior_precision: expected positive"),
+        (
+            dict(prior_precision=torch.tensor([1.0, 2.0, -3.0, float("inf")])),
+            ValueError,
+            r"^prior_precision: expected positive finite values, got -3.0 at index 2\.$",
+        ),
+        (dict(prior_precision=-2.0), ValueError, r"expected positive finite values, got -2.0\.$"),
         (dict(prior_precision=torch.ones(3)), ValueError, r"vector of 4 values.*got shape \(3,\)"),
         (dict(prior_precision=torch.ones(2, 2)), ValueError, r"got shape \(2, 2\)"),
         (dict(prior_precision="1"), TypeError, "prior_precision: expected a number or a tensor, got str"),

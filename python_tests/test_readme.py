@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from ella_cuda import experiments, laplace
+from ella_cuda import cli, experiments, laplace
 
-BLOCKS = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8"), re.S
-)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_every_block_runs(tmp_path, monkeypatch):
@@ -37,3 +38,28 @@ def test_every_block_runs(tmp_path, monkeypatch):
     experiments.run_one(config, folder, progress=False)
     exec(compile(loading, "README.md", "exec"), names)
     assert names["config"] == config and names["la"].n_data == 40
+
+
+def test_a_command_makes_the_folder_that_is_loaded(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        experiments,
+        "run_grid",
+        lambda configs, out_dir, **_: (
+            made.extend(out_dir / c.name for c in configs) or out_dir.mkdir(parents=True) or []
+        ),
+    )
+    (folder,) = re.findall(r'load_run\("(.*?)"\)', README)
+    (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", README)
+    assert cli.main(shlex.split(command)) == 0
+    assert Path(folder) in made
+
+
+def test_what_is_installed_for_a_build_without_isolation_is_what_a_build_requires():
+    (required,) = re.findall(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+    (installed,) = re.findall(
+        r"`(pip install torch torchvision [^`]*)`, then `pip install --no-build-isolation \.`", README
+    )
+    names = {re.split(r"[<>=]", word)[0] for word in shlex.split(installed)}
+    assert {re.split(r"[<>=]", word)[0] for word in re.findall(r'"(.*?)"', required)} <= names

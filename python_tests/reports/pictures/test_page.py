@@ -15,7 +15,7 @@ from python_tests.reports.rows import evaluations, row
 
 def wide_row(task: str = "digit"):
     """With as long a name as runs get."""
-    return row(task, group_conv="depthwise_separable", width=10, learn="anchors+lengthscales")
+    return row(task, group="p4m", group_conv="depthwise_separable", width=10, learn="anchors+lengthscales")
 
 
 def pictures() -> dict:

@@ -35,6 +35,20 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "kron_logdet_hvp(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision, Tensor v_in, Tensor v_out, "
       "Tensor v_precision) -> (Tensor, Tensor, Tensor)");
 
+  // The spectra of B tensors in one array: eigenvalues (E,), and tiles (T,5) int64, contiguous, each a tensor b, the first row
+  // and the rows, the first column and the columns; rows and columns are eigenvalues, their products l m those of tensor b.
+  // Tiles starts[b] .. starts[b+1] are tensor b's, starts (B+1,) int64. With q = exp(log_scale - log_precision[b]) l m over
+  // tensor b:
+  //   value ()        sum_b sum log(1 + q) + exp(log_precision[b]) square_norms[b]
+  //   slope (B,)      its derivatives in log_precision, exp(log_precision[b]) square_norms[b] - effective[b]
+  //   effective (B,)  sum q / (1 + q)
+  m.def(
+      "kron_evidence(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor square_norms, Tensor log_precision, "
+      "Tensor log_scale) -> (Tensor, Tensor, Tensor)");
+
+  // The derivative of that order, from 2 to 12, in log_ratio[b] of sum log(1 + exp(log_ratio[b]) l m) over tensor b -> (B,)
+  m.def("kron_evidence_derivative(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor log_ratio, int order) -> Tensor");
+
   // out[m,a] = sum_x x[m,x] E[a,x], E[a,x] = exp(-|u[x] - v[a]|^2 / 2); x (M,X), u (X,P) and v (A,P) float64 whatever x's
   // type -> contiguous (M,A). E is symmetric in u and v: with them exchanged this is the transposed map.
   m.def("gaussian_project(Tensor x, Tensor u, Tensor v) -> Tensor");

@@ -314,9 +314,13 @@ class _Prior:
         ).requires_grad_()
         self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
 
+    def log_precisions(self) -> Tensor:
+        """log δ, one per parameter tensor, differentiable in the log precisions."""
+        return self.log_precision[self.group] if len(self.log_precision) < len(self.group) else self.log_precision
+
     def precision(self) -> Tensor:
         """δ, one per parameter tensor, differentiable in the log precisions."""
-        return self.log_precision.exp()[self.group]
+        return self.log_precisions().exp()
 
     def sigma(self) -> Tensor:
         """σ, 0-dim."""
@@ -518,10 +522,10 @@ def _evidence_step(
     la: KronLaplace, prior: _Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int
 ) -> float:
     """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
+    upward = prior.log_precision.new_tensor(-1 / la.n_data)
     for _ in range(steps):
         optimizer.zero_grad()
-        evidence = la.log_marginal_likelihood(prior.precision(), prior.sigma() if learn_sigma else None)
-        (-evidence / la.n_data).backward()
+        la.evidence_at(prior.log_precisions(), prior.log_sigma if learn_sigma else None).backward(upward)
         optimizer.step()
     with torch.no_grad():
         la.prior_precision = prior.precision()

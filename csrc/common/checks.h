@@ -231,6 +231,43 @@ inline KronLogdetSizes check_kron_logdet_hvp(const Tensor& eigenvalues_in, const
   return s;
 }
 
+// ---- kron_evidence and its derivatives ----
+
+struct KronEvidenceSizes {
+  int64_t tensors, tiles;
+};
+
+inline KronEvidenceSizes check_kron_spectra(const char* op, const Tensor& eigenvalues, const Tensor& tiles,
+                                            const Tensor& starts) {
+  const ArgumentCheck check(op, "eigenvalues", eigenvalues);
+  check.tensor("eigenvalues", eigenvalues, {-1}, "(E,)");
+  check.index("tiles", tiles, {-1, 5}, "(T, 5)");
+  check.index("starts", starts, {-1}, "(B + 1,)");
+  STD_TORCH_CHECK(tiles.is_contiguous() && starts.is_contiguous(), op, ": tiles and starts must be contiguous");
+  STD_TORCH_CHECK(starts.size(0) > 0, op, ": starts must have B + 1 entries, got none");
+  return {starts.size(0) - 1, tiles.size(0)};
+}
+
+inline KronEvidenceSizes check_kron_evidence(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts,
+                                             const Tensor& square_norms, const Tensor& log_precision, const Tensor& log_scale) {
+  const char* op = "kron_evidence";
+  const KronEvidenceSizes s = check_kron_spectra(op, eigenvalues, tiles, starts);
+  const ArgumentCheck check(op, "eigenvalues", eigenvalues);
+  check.tensor("square_norms", square_norms, {s.tensors}, "(B,)");
+  check.tensor("log_precision", log_precision, {s.tensors}, "(B,)");
+  check.tensor("log_scale", log_scale, {}, "()");
+  return s;
+}
+
+inline KronEvidenceSizes check_kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts,
+                                                        const Tensor& log_ratio, int64_t order, int64_t max_order) {
+  const char* op = "kron_evidence_derivative";
+  const KronEvidenceSizes s = check_kron_spectra(op, eigenvalues, tiles, starts);
+  ArgumentCheck(op, "eigenvalues", eigenvalues).tensor("log_ratio", log_ratio, {s.tensors}, "(B,)");
+  STD_TORCH_CHECK(order >= 2 && order <= max_order, op, ": order must be from 2 to ", max_order, ", got ", order);
+  return s;
+}
+
 // ---- gaussian_project ----
 
 struct GaussianSizes {

@@ -44,6 +44,11 @@ void launch(const Device&, const char* name, void (*kernel)(P...), int64_t block
   cusim::launch(name, kernel, static_cast<unsigned>(blocks), threads, shared_bytes, arguments...);
 }
 
+// Sets every byte of a tensor to zero, in the stream's order.
+inline void clear(const Device&, const char*, const Tensor& tensor) {
+  std::memset(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size());
+}
+
 // Uninitialised memory: every byte is set, to NaN in floating point and -1 in integers, so that a result nobody wrote shows.
 inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,
                            std::optional<ScalarType> dtype = std::nullopt) {
@@ -105,6 +110,10 @@ void launch(const Device& device, const char* name, void (*kernel)(P...), int64_
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(static_cast<P>(arguments)...);
   // clang-format on
   check_cuda(cudaGetLastError(), name);
+}
+
+inline void clear(const Device& device, const char* name, const Tensor& tensor) {
+  check_cuda(cudaMemsetAsync(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(), device.stream()), name);
 }
 
 inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> shape,

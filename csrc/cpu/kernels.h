@@ -125,6 +125,14 @@ struct LogdetKernels {
                   double* sums);
 };
 
+// The sums of kron_evidence; always in double.
+struct EvidenceKernels {
+  int64_t lanes;  // columns are walked so many at a time
+  // Adds sum log(1 + q) to sums[0] and sum q / (1 + q) to sums[1], q = row column; false, with nothing done, unless all
+  // 0 <= q < 2^450. `count` columns, a multiple of lanes: zeros add nothing.
+  bool (*tile)(const double* rows, int64_t row_count, const double* columns, int64_t count, double* sums);
+};
+
 template <class T>
 const Kernels<T>& kernels();
 template <>
@@ -132,13 +140,15 @@ const Kernels<float>& kernels<float>();
 template <>
 const Kernels<double>& kernels<double>();
 const LogdetKernels& logdet_kernels();
+const EvidenceKernels& evidence_kernels();
 
 // One table for each instruction set that the compiler can produce; see kernels_<set>.cpp.
-#define ELLA_DECLARE_KERNELS(SET)       \
-  namespace SET {                       \
-  extern const Kernels<float> floats;   \
-  extern const Kernels<double> doubles; \
-  extern const LogdetKernels logdet;    \
+#define ELLA_DECLARE_KERNELS(SET)        \
+  namespace SET {                        \
+  extern const Kernels<float> floats;    \
+  extern const Kernels<double> doubles;  \
+  extern const LogdetKernels logdet;     \
+  extern const EvidenceKernels evidence; \
   }
 ELLA_DECLARE_KERNELS(baseline)
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -59,5 +59,6 @@ const Kernels<double>& kernels<double>() {
   ELLA_CHOOSE(doubles);
 }
 const LogdetKernels& logdet_kernels() { ELLA_CHOOSE(logdet); }
+const EvidenceKernels& evidence_kernels() { ELLA_CHOOSE(evidence); }
 
 }  // namespace ella

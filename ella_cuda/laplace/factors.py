@@ -237,20 +237,6 @@ class KroneckerFactor:
         inputs, outputs = self.eigenvalues()
         return ops.kron_logdet(inputs, outputs * scale, precision.double())
 
-    def effective_parameters(self, precision: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        r""":math:`\gamma = \sum \lambda\mu / (\lambda\mu + \delta)`, between 0 and the number of parameters; 0-dim
-        float64.
-
-        Computed as :math:`\sum_i \lambda_i\, \partial \log\det / \partial \lambda_i`, which does not cancel for small
-        values as :math:`P - \delta\, \mathrm{tr}(H + \delta)^{-1}` would.
-        """
-        inputs, outputs = self.eigenvalues()
-        with torch.enable_grad():
-            inputs = inputs.detach().clone().requires_grad_()
-            value = ops.kron_logdet(inputs, (outputs * scale).detach(), precision.detach().double())
-            (gradient,) = torch.autograd.grad(value, inputs)
-        return (inputs.detach() * gradient).sum()
-
     def to_dense(self) -> Tensor:
         """All blocks as matrices, ``(G, a*b, a*b)``; index ``i * b + j`` is input i, output j. For small layers and
         tests.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ella_cuda import ops
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
@@ -18,6 +19,7 @@ from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.rules import Rule, rule_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import load_factors, save_factors
 from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
 
@@ -98,12 +100,18 @@ class KronLaplace:
         self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
-        self._factors: dict[str, KroneckerFactor] = {}
+        self._hold({})
         self._forget()
 
     @property
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
+
+    def _hold(self, factors: Mapping[str, KroneckerFactor]) -> None:
+        """Take these factors, in the parameters' order."""
+        self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
+        self._spectra = Spectra(self._factors.values())
+        self._no_scale = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _forget(self) -> None:
         self.n_data = 0
@@ -195,8 +203,7 @@ class KronLaplace:
                     "if the model does not use it. If another module uses its parameters directly, register a rule for "
                     "that module."
                 )
-        self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
-        self._factors = {name: self._factors[name] for name in self.parameter_names}
+        self._hold({rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()})
         self._check_finite(statistic)
         for factor in self._factors.values():
             factor.n_data = n_data + seen
@@ -302,21 +309,20 @@ class KronLaplace:
                 statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
         return self.likelihood_function.log_likelihood(statistic, self.n_data * self.n_outputs, sigma)
 
-    def _scatter(self, precision: Tensor) -> Tensor:
-        self._fitted()
-        return (precision * self._square_norms).sum()
+    def _sizes(self) -> Tensor:
+        sizes = [p.numel() for p in self._parameters.values()]
+        return torch.tensor(sizes, dtype=torch.float64, device=self._device)
 
-    def _log_det_prior(self, precision: Tensor) -> Tensor:
-        sizes = torch.tensor([p.numel() for p in self._parameters.values()], dtype=torch.float64, device=self._device)
-        return (sizes * precision.log()).sum()
-
-    def _log_det_posterior(self, precision: Tensor, sigma: Tensor) -> Tensor:
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
+        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale: one op, unless bases learn."""
         self._fitted()
         self._bases.check()
-        scale = sigma**-2
-        return torch.stack(
-            [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
-        ).sum()
+        if torch.is_grad_enabled() and self._bases.learn():
+            precision, scale = log_precision.exp(), log_scale.exp()
+            log_dets = [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
+            ratio = torch.stack(log_dets).sum() - (self._sizes() * log_precision).sum()
+            return ratio + (precision * square_norms).sum()
+        return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale).value
 
     @property
     def log_likelihood(self) -> Tensor:
@@ -326,22 +332,30 @@ class KronLaplace:
     @property
     def scatter(self) -> Tensor:
         """``sum_l delta_l ||theta_l||^2``, theta at the fit, 0-dim float64."""
-        return self._scatter(self.prior_precision)
+        self._fitted()
+        return (self.prior_precision * self._square_norms).sum()
 
     @property
     def log_det_prior_precision(self) -> Tensor:
         """``sum_l P_l log delta_l``, 0-dim float64."""
-        return self._log_det_prior(self.prior_precision)
+        return (self._sizes() * self.prior_precision.log()).sum()
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """``log_det_posterior_precision - log_det_prior_precision``, computed without that difference."""
+        nothing = torch.zeros_like(self._square_norms)
+        return self._penalty(self.prior_precision.log(), self._log_scale(None), nothing)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
         """``sum_l log|H_l + delta_l I|``, 0-dim float64."""
-        return self._log_det_posterior(self.prior_precision, self.sigma_noise)
+        return self.log_det_ratio + self.log_det_prior_precision
 
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """``log_det_posterior_precision - log_det_prior_precision``."""
-        return self.log_det_posterior_precision - self.log_det_prior_precision
+    def _log_scale(self, log_sigma: Tensor | None) -> Tensor:
+        """Logarithm of the curvature's factor, which is kept at sigma = 1; None: at ``self.sigma_noise``."""
+        if log_sigma is None and self.likelihood == "classification":
+            return self._no_scale
+        return -2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
 
     def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
         """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable in both arguments
@@ -361,8 +375,19 @@ class KronLaplace:
         Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
         """
         precision, sigma = self.resolve(prior_precision, sigma_noise)
-        log_det_ratio = self._log_det_posterior(precision, sigma) - self._log_det_prior(precision)
-        return self._log_likelihood(sigma) - 0.5 * (log_det_ratio + self._scatter(precision))
+        return self.evidence_at(precision.log(), None if sigma_noise is None else sigma.log())
+
+    def evidence_at(self, log_precision: Tensor, log_sigma: Tensor | None = None) -> Tensor:
+        """:meth:`log_marginal_likelihood` as a function of the logarithms, where an optimizer of both works: nothing is
+        checked, and the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value.
+
+        Args:
+            log_precision: one value per parameter tensor, float64, on the model's device.
+            log_sigma: 0-dim float64; None is that of ``self.sigma_noise``.
+        """
+        sigma = self.sigma_noise if log_sigma is None else log_sigma.exp()
+        penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
+        return torch.sub(self._log_likelihood(sigma), penalty, alpha=0.5)
 
     # effective parameters --------------------------------------------------------------------------------------------
 
@@ -373,10 +398,10 @@ class KronLaplace:
         """
         self._fitted()
         self._bases.check()
-        scale = self.sigma_noise.detach() ** -2
-        pairs = zip(self._factors.values(), self.prior_precision.detach().unbind(), strict=True)
-        gammas = torch.stack([f.effective_parameters(d, scale) for f, d in pairs])
-        return dict(zip(self.parameter_names, gammas.tolist(), strict=True))
+        with torch.no_grad():
+            log_precision, log_scale = self.prior_precision.log(), self._log_scale(None)
+            found = ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale)
+        return dict(zip(self.parameter_names, found.effective.tolist(), strict=True))
 
     def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
         """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective
@@ -453,8 +478,8 @@ class KronLaplace:
         self._prior_precision, self._sigma_noise = precision, sigma
         self._statistic_gradients = {n: g.to(self._device, copy=True) for n, g in state["statistic_gradients"].items()}
         self._bases = _Bases(self.model)
-        self._factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
-        self._factors = {name: self._factors[name] for name in self.parameter_names} if state["n_data"] else {}
+        factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
+        self._hold(factors if state["n_data"] else {})
         self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
         self._statistic, self._square_norms, self._fingerprint = (
             state[key].to(self._device) for key in ("statistic", "square_norms", "fingerprint")
@@ -468,6 +493,10 @@ class _Bases:
 
     def __init__(self, model: nn.Module) -> None:
         self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+
+    def learn(self) -> bool:
+        """Whether one is wanted as something to differentiate in."""
+        return any(basis.learns() for basis, _ in self.found.values())
 
     def check(self) -> None:
         """RuntimeError where one has changed."""

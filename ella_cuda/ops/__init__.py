@@ -6,10 +6,19 @@ from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
 from ella_cuda.ops.kron_accumulate import kron_accumulate_, kron_accumulate_torch_
+from ella_cuda.ops.kron_evidence import (
+    KronEvidence,
+    KronSpectra,
+    kron_evidence,
+    kron_evidence_torch,
+    pack_spectra,
+)
 from ella_cuda.ops.kron_logdet import kron_logdet, kron_logdet_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
 
 __all__ = [
+    "KronEvidence",
+    "KronSpectra",
     "basis_matrix",
     "basis_project",
     "basis_project_torch",
@@ -21,8 +30,11 @@ __all__ = [
     "factored_linear_torch",
     "kron_accumulate_",
     "kron_accumulate_torch_",
+    "kron_evidence",
+    "kron_evidence_torch",
     "kron_logdet",
     "kron_logdet_torch",
+    "pack_spectra",
     "polyphase_pool",
     "polyphase_pool_torch",
 ]

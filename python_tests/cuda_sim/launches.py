@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ella_cuda.ops import pack_spectra
+
 from .simulator import Launch, Simulator
 
 
@@ -39,6 +41,9 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
             ops.kron_logdet(*eigenvalues, precision)
             ops.kron_logdet_gradient(*eigenvalues, precision)
             ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
+            spectra = pack_spectra([eigenvalues])[:3]
+            ops.kron_evidence(*spectra, precision[None], precision[None], precision)
+            ops.kron_evidence_derivative(*spectra, precision[None], 2)
             for norm in (1.0, 2.0, float("inf")):
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2, 2, dtype=dtype), norm)
             ops.polyphase_scatter(torch.randn(1, 1, 1, 1, dtype=dtype), index)

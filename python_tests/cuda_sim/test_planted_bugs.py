@@ -226,6 +226,38 @@ BUGS = [
         WRONG,
     ),
     Bug(
+        "sums added up by the block of the highest number, not by the last to finish",
+        "reduce.cuh",
+        "atomicAdd(ticket, 1u) == gridDim.x - 1 ?",
+        "atomicAdd(ticket, 1u) < gridDim.x && blockIdx.x == gridDim.x - 1 ?",
+        "kron_evidence",
+        WRONG,
+    ),
+    Bug(
+        "no barrier between taking the ticket and asking who is last",
+        "reduce.cuh",
+        "gridDim.x - 1 ? 1u : 0u;\n  }\n  __syncthreads();\n",
+        "gridDim.x - 1 ? 1u : 0u;\n  }\n",
+        "kron_evidence",
+        "nobody wrote|race on shared memory",
+    ),
+    Bug(
+        "ticket that starts at what the memory held",
+        "kron_evidence.cu",
+        "    clear(device, name, ticket_);\n",
+        "",
+        "kron_evidence",
+        WRONG,
+    ),
+    Bug(
+        "tile whose partial sums are another's",
+        "kron_evidence.cu",
+        "parts[2 * static_cast<int64_t>(blockIdx.x)] = logs;",
+        "parts[2 * spectra.tiles[5 * static_cast<int64_t>(blockIdx.x)]] = logs;",
+        "kron_evidence",
+        WRONG,
+    ),
+    Bug(
         "stage that is evaluated while others still read it",
         "gaussian_project.cu",
         "    __syncthreads();  // the next stage is filled, and this one may be overwritten\n",
@@ -257,6 +289,7 @@ SOURCES = sorted({bug.source for bug in BUGS})
 RUNNER = f"""
 import json, os, sys, traceback
 import torch
+from ella_cuda.ops import pack_spectra
 from python_tests.cuda_sim.checking import SCHEDULES
 from python_tests.cuda_sim.simulator import Simulator
 
@@ -293,6 +326,16 @@ def run(library, source):
                 got = torch.cat([value[None], *gradient])
                 outer = l[:, :, None] * m[:, None] + p
                 want = torch.cat([outer.log().sum()[None], *(m[:, None] / outer).sum(2)])
+            elif source == "kron_evidence":
+                pairs = [(torch.rand(2, 40), torch.rand(1, 300)), (torch.rand(1, 3), torch.rand(1, 5))]  # several tiles, one
+                norms, u, v = torch.rand(2), torch.tensor([0.5, -1.0]), torch.tensor(0.2)
+                value, slope, _ = simulator.ops.kron_evidence(*pack_spectra(pairs)[:3], norms, u, v)
+                got = torch.cat([value[None], slope])
+                ratios = (v - u).double().exp()
+                q = [(r * l.double()[:, :, None] * m.double()[:, None]) for (l, m), r in zip(pairs, ratios)]
+                prior = u.exp() * norms
+                gamma = torch.stack([(x / (1 + x)).sum() for x in q])
+                want = torch.cat([(sum(x.log1p().sum() for x in q) + prior.sum())[None], prior - gamma])
             elif source == "gaussian_project":
                 grad, x = torch.randn(150, 5), torch.randn(150, 40)
                 u, v = torch.randn(40, 2).double(), torch.randn(5, 2).double()

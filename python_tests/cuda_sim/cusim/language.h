@@ -25,8 +25,10 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
 using std::exp;
+using std::fabs;
 using std::fma;
 using std::log;
+using std::log1p;
 using std::max;
 using std::min;
 
@@ -52,4 +54,13 @@ inline float __uint_as_float(unsigned bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+// One fiber runs at a time, and what it writes is seen by the others at once.
+inline void __threadfence() {}
+
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address += value;
+  return before;
 }

@@ -1,0 +1,237 @@
+"""ella_cuda.ops.kron_evidence against dense determinants and, for derivatives, differences and the products written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.kron_evidence import _derivative
+from python_tests.ops import checks
+
+# (G, a, H, b) of each tensor: groups that share mu, groups of their own, a bias, nothing, more than one tile's columns.
+NETWORK = [(3, 4, 1, 2), (3, 2, 3, 4), (1, 1, 1, 5), (2, 0, 1, 3)]
+
+
+def network(
+    device: torch.device, shapes: list[tuple[int, int, int, int]] = NETWORK, dtype: torch.dtype = torch.float64
+) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor, Tensor]]:
+    """Eigenvalues, and square norms, log precisions and log scale."""
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64).to(device, dtype)
+
+    pairs = [(3 * rand(g, a), 2 * rand(h, b)) for g, a, h, b in shapes]
+    return pairs, (5 * rand(len(pairs)), 3 * rand(len(pairs)) - 1, rand() - 0.5)
+
+
+def dense(pairs: list[tuple[Tensor, Tensor]], norms: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """The value by determinants of matrices."""
+    total = (u.exp() * norms).sum()
+    for (l, m), precision in zip(pairs, u.exp(), strict=True):
+        for g in range(len(l)):
+            block = v.exp() * torch.kron(torch.diag(l[g]), torch.diag(m[g % len(m)]))
+            identity = precision * torch.eye(len(block), dtype=l.dtype, device=l.device)
+            total = total + torch.logdet(block + identity) - torch.logdet(identity)
+    return total
+
+
+def test_equals_dense_determinants_and_their_derivatives(device):
+    pairs, args = network(device)
+    args = tuple(a.requires_grad_() for a in args)
+    expected = dense(pairs, *args)
+    slope = torch.autograd.grad(expected, args, retain_graph=True)
+    found = ops.kron_evidence(ops.pack_spectra(pairs), *args)
+    checks.assert_same(found.value, expected)
+    checks.assert_same(torch.autograd.grad(found.value, args, retain_graph=True), slope)
+    checks.assert_same(found.slope, slope[1])
+    gamma = [
+        (q / (q + 1)).sum()
+        for (l, m), ratio in zip(pairs, (args[2] - args[1]).exp(), strict=True)
+        for q in [ratio * l[:, :, None] * m[:, None]]
+    ]
+    checks.assert_same(found.effective, torch.stack(gamma))
+    plain = ops.kron_evidence(ops.pack_spectra(pairs), *args[:2])
+    checks.assert_same(plain.value, dense(pairs, *args[:2], torch.zeros_like(args[2])))
+
+
+def test_tiles_hold_every_product_once(device):
+    """More rows, columns and groups than one tile takes."""
+    shapes = [(1, 2600, 1, 30), (7, 300, 1, 11), (2, 130, 2, 90), (1, 1, 1, 5000)]
+    pairs, args = network(device, shapes)
+    spectra = ops.pack_spectra(pairs)
+    assert len(spectra.tiles) > 12
+    sizes = spectra.tiles[:, 2] * spectra.tiles[:, 4]
+    assert sizes.max() <= 8192 and spectra.tiles[:, 4].max() <= 1024
+    for b, (g, a, _, columns) in enumerate(shapes):
+        assert sizes[spectra.starts[b] : spectra.starts[b + 1]].sum() == g * a * columns
+    q = [r * l[:, :, None] * m[:, None] for (l, m), r in zip(pairs, (args[2] - args[1]).exp(), strict=True)]
+    found = ops.kron_evidence(spectra, *args)
+    prior = args[1].exp() * args[0]
+    effective = torch.stack([(x / (1 + x)).sum() for x in q])
+    checks.assert_same(found.value, sum(x.log1p().sum() for x in q) + prior.sum(), rtol=1e-12, atol=0)
+    checks.assert_same(found.effective, effective, rtol=1e-12, atol=0)
+    checks.assert_same(found.slope, prior - effective, rtol=1e-11, atol=0)
+    second = _derivative(*spectra[:3], args[2] - args[1], 2)
+    checks.assert_same(second, torch.stack([(x / (1 + x) ** 2).sum() for x in q]), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("log_precision", [-700.0, -300.0, -20.0, 0.0, 20.0, 300.0, 700.0])
+def test_extreme_ranges(device, log_precision):
+    """Ratios and products beyond float64, alone or of several terms, beside zeros."""
+    l = torch.tensor([[0.0, 1e-200, 1e-30, 1.0, 1e30, 1e150]], dtype=torch.float64, device=device)
+    m = torch.tensor([[0.0, 1e-100, 1e-8, 1e8, 1e140]], dtype=torch.float64, device=device)
+    u, zero = torch.full((1,), log_precision, dtype=torch.float64, device=device), torch.zeros_like(l[0, :1])
+    y = (l[0, :, None].log() + m[0].log()).flatten() - u
+    found = ops.kron_evidence(ops.pack_spectra([(l, m)]), zero, u)
+    checks.assert_same(found.value, torch.logaddexp(y, torch.zeros_like(y)).sum(), rtol=1e-13, atol=1e-14)
+    checks.assert_same(found.effective, torch.sigmoid(y).sum()[None], rtol=1e-12, atol=0)
+
+
+def test_small_effective_numbers_do_not_cancel(device):
+    pairs, (norms, _, v) = network(device)
+    found = ops.kron_evidence(ops.pack_spectra(pairs), norms, torch.full_like(norms, 60.0), v)
+    traces = torch.stack([v.exp() * (l[:, :, None] * m[:, None]).sum() for l, m in pairs])
+    checks.assert_same(found.effective, traces * torch.tensor(-60.0).double().exp(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -2.0])
+def test_no_number_comes_out_as_one(device, bad):
+    l = torch.tensor([[0.5, bad, 0.0]], dtype=torch.float64, device=device)
+    zero, one = torch.zeros(2, dtype=torch.float64, device=device), torch.ones_like(l[:, :1])
+    found = ops.kron_evidence(ops.pack_spectra([(one, one), (l, one)]), zero, zero)
+    assert found.value.isnan()
+    assert found.slope.isnan().tolist() == found.effective.isnan().tolist() == [False, True]
+
+
+def test_float32_sums_in_double(device):
+    pairs, args = network(device, [(1, 300, 1, 400)], torch.float32)
+    exact = ops.kron_evidence_torch(
+        ops.pack_spectra([(l.double(), m.double()) for l, m in pairs]), *(a.double() for a in args)
+    )
+    for found, expected in zip(ops.kron_evidence(ops.pack_spectra(pairs), *args), exact, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def outputs(spectra):
+    return lambda *args: tuple(ops.kron_evidence(spectra, *args))
+
+
+def test_derivatives(device):
+    pairs, args = network(device, NETWORK[:2])
+    spectra = ops.pack_spectra(pairs)
+    args = tuple(a.requires_grad_() for a in args)
+    checks.check_derivatives(outputs(spectra), args)
+    for order in (2, 5):
+        checks.check_derivatives(lambda z, order=order: _derivative(*spectra[:3], z, order), args[1:2])
+
+
+def test_func_transforms(device):
+    pairs, args = network(device)
+    spectra = ops.pack_spectra(pairs)
+    for part in ("value", "slope", "effective"):
+
+        def function(*a: Tensor, part=part) -> Tensor:
+            return getattr(ops.kron_evidence(spectra, *a), part)
+
+        def twin(*a: Tensor, part=part) -> Tensor:
+            return getattr(ops.kron_evidence_torch(spectra, *a), part)
+
+        if part == "effective":  # in square norms it is constant, which torch.func.jacrev finds unused
+            function, twin = (lambda *a, f=f: f(*a) + 0 * a[0] for f in (function, twin))
+        checks.check_func_transforms(function, twin, args)
+    third = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence(spectra, args[0], u).value))(args[1])
+    twin = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence_torch(spectra, args[0], u).value))
+    checks.assert_same(third, twin(args[1]))
+
+
+def test_vmap(device):
+    pairs, args = network(device)
+    spectra = ops.pack_spectra(pairs)
+    for part in range(3):
+        checks.check_vmap(lambda *a, part=part: ops.kron_evidence(spectra, *a)[part], args)
+
+
+def test_every_layout(device):
+    pairs, (norms, u, v) = network(device)
+    spectra = ops.pack_spectra(pairs)
+    for _, laid_out in checks.layouts(norms):
+        checks.assert_same(ops.kron_evidence(spectra, laid_out, u, v), ops.kron_evidence_torch(spectra, laid_out, u, v))
+    for _, laid_out in checks.layouts(u):
+        checks.assert_same(
+            ops.kron_evidence(spectra, norms, laid_out, v), ops.kron_evidence_torch(spectra, norms, laid_out, v)
+        )
+        args = *spectra[:3], laid_out
+        checks.assert_same(_derivative(*args, 2), _derivative(*spectra[:3], laid_out.contiguous(), 2))
+    for _, laid_out in checks.layouts(spectra.eigenvalues):
+        strided = spectra._replace(eigenvalues=laid_out)
+        checks.assert_same(ops.kron_evidence(strided, norms, u, v), ops.kron_evidence_torch(strided, norms, u, v))
+
+
+def test_opcheck_and_compile(device):
+    pairs, args = network(device)
+    spectra = ops.pack_spectra(pairs)
+    args = tuple(a.requires_grad_() for a in args)
+    torch.library.opcheck(torch.ops.ella_cuda.kron_evidence.default, (*spectra[:3], *args))
+    torch.library.opcheck(torch.ops.ella_cuda.kron_evidence_derivative.default, (*spectra[:3], args[1], 3))
+    for part in range(2):
+        checks.check_compile(lambda *a, part=part: ops.kron_evidence(spectra, *a)[part], args)
+
+
+def test_no_product_is_stored():
+    """40,000 x 400 products would be 128 MB."""
+    spectra = ops.pack_spectra([tuple(torch.rand(1, n, dtype=torch.float64) for n in (40_000, 400))])
+    norms, u = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        torch.autograd.grad(ops.kron_evidence(spectra, norms, u).value, u)
+    largest = max(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert 0 < largest < 16 * spectra.eigenvalues.numel() * 8
+
+
+def test_results_do_not_depend_on_threads():
+    pairs, args = network(torch.device("cpu"), [(7, 300, 1, 110), (1, 2600, 1, 30)])
+    spectra, before = ops.pack_spectra(pairs), torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(ops.kron_evidence(spectra, *args))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_errors(device):
+    pairs, (norms, u, v) = network(device)
+    spectra = ops.pack_spectra(pairs)
+    with pytest.raises(RuntimeError, match="square_norms must have shape"):
+        ops.kron_evidence(spectra, norms[1:], u, v)
+    with pytest.raises(RuntimeError, match="log_precision must have the dtype"):
+        ops.kron_evidence(spectra, norms, u.float(), v)
+    with pytest.raises(ValueError, match="log_scale must have one element"):
+        ops.kron_evidence(spectra, norms, u, u)
+    with pytest.raises(RuntimeError, match="order must be from 2 to 12, got 13"):
+        _derivative(*spectra[:3], u, 13)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        ops.pack_spectra([])
+    with pytest.raises(ValueError, match=r"the first of pair 1 must have shape \(groups, eigenvalues\), got \(2,\)"):
+        ops.pack_spectra([pairs[0], (torch.ones(2, dtype=u.dtype, device=device), pairs[0][1])])
+    with pytest.raises(ValueError, match=r"the second of pair 0 must be torch\.float64"):
+        ops.pack_spectra([(pairs[0][0], pairs[0][1].float())])
+    with pytest.raises(ValueError, match="requires grad"):
+        ops.pack_spectra([(pairs[0][0].clone().requires_grad_(), pairs[0][1])])
+    with pytest.raises(ValueError, match="must have 1 or 3 groups, as many as the first, got 2"):
+        ops.pack_spectra([(pairs[0][0], pairs[1][1][:2])])
+
+
+@pytest.mark.parametrize("entry", [0, 1, 2, 3, 4])
+def test_tiles_outside_the_eigenvalues_are_refused(entry):
+    pairs, args = network(torch.device("cpu"))
+    spectra = ops.pack_spectra(pairs)
+    for wrong in (-1, 1000):
+        tiles = spectra.tiles.clone()
+        tiles[1, entry] = wrong
+        with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
+            ops.kron_evidence(spectra._replace(tiles=tiles), *args)

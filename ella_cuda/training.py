@@ -160,7 +160,9 @@ def marglik_training(
     groups = prior.described(optimizer)  # before a scheduler changes their rates
     scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
     learn_sigma = likelihood == "regression" and not fix_sigma_noise
-    hyper_optimizer = torch.optim.Adam([prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp)
+    hyper_optimizer = torch.optim.Adam(
+        [prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp, fused=True
+    )
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
     laplace_settings["column_tolerance"] = column_tolerance
     shape = _Shape(model, learn)

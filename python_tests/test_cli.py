@@ -181,6 +181,7 @@ def test_info_checks_every_kernel(tmp_path):
         "kron_accumulate_",
         "conv_kron_accumulate_",
         "basis_project",
+        "kron_evidence",
         "kron_logdet",
         "polyphase_pool",
     ):

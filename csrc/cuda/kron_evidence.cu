@@ -53,7 +53,7 @@ class EvidenceSum {
 
   __device__ __forceinline__ void finish() {
     settle();
-    logs_ += log(product_) + static_cast<double>(exponent_) * 0.693147180559945309417232121458;
+    logs_ += log(product_);
   }
 
   __device__ __forceinline__ double logs() const { return logs_; }
@@ -65,7 +65,7 @@ class EvidenceSum {
     quotients_ += numerator_ / product_;
     numerator_ = 0;
     const unsigned long long bits = __double_as_longlong(product_);
-    exponent_ += static_cast<long long>(bits >> 52) - 1023;
+    logs_ = fma(static_cast<double>(static_cast<int>(bits >> 52) - 1023), 0.693147180559945309417232121458, logs_);
     product_ = __longlong_as_double((bits & 0x000fffffffffffffull) | 0x3ff0000000000000ull);
   }
 
@@ -83,7 +83,6 @@ class EvidenceSum {
 
   const double z_, ratio_;
   double product_ = 1, numerator_ = 0, logs_ = 0, quotients_ = 0;
-  long long exponent_ = 0;
 };
 
 class DerivativeSum {
@@ -95,7 +94,8 @@ class DerivativeSum {
     if (is_zero(l, m)) return;
     const double q = ratio_ * l * m, rest = 1 / (1 + q), part = q < 1 ? q * rest : 1 - rest;
     double sum = 0;
-    for (int k = polynomial_.degree; k >= 0; --k) sum = fma(sum, part, polynomial_.coefficients[k]);
+#pragma unroll  // beyond the degree there are zeros; an index that is known at compilation keeps them in constant memory
+    for (int k = kMaxSoftplusOrder - 2; k >= 0; --k) sum = fma(sum, part, polynomial_.coefficients[k]);
     total_ = fma(part * rest, sum, total_);
   }
 

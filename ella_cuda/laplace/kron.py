@@ -97,6 +97,7 @@ class KronLaplace:
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = rules_for(model, resolution)
+        self._modules = list(model.modules())  # an evidence step is shorter than a walk through them
         self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
@@ -298,7 +299,9 @@ class KronLaplace:
     def _log_likelihood(self, sigma: Tensor) -> Tensor:
         self._fitted()
         statistic = self._statistic
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(
+            b.requires_grad for m in self._modules for b in m._buffers.values() if b is not None
+        ):
             for name, b in hyperparameters(self.model).items():
                 if name not in self._statistic_gradients:
                     raise RuntimeError(
@@ -387,7 +390,7 @@ class KronLaplace:
         """
         sigma = self.sigma_noise if log_sigma is None else log_sigma.exp()
         penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
-        return torch.sub(self._log_likelihood(sigma), penalty, alpha=0.5)
+        return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
 
     # effective parameters --------------------------------------------------------------------------------------------
 

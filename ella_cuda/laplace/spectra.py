@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.laplace.factors import KroneckerFactor
@@ -24,17 +23,16 @@ class Spectra:
             {m: None for f in self._factors for m in (f.input_moment, f.output_moment) if m is not None}
         )
         self._packed: ops.KronSpectra | None = None
-        self._packed_from: list[Tensor] = []
+        self._rows: list[int] = []  # in every moment when they were packed
 
     def packed(self) -> ops.KronSpectra:
-        """Constants: no gradient leads to a basis.
+        """Constants: no gradient leads to a basis, whose state is taken to be that of the first call.
 
         Raises:
             FloatingPointError, ArithmeticError: see :meth:`ella_cuda.laplace.factors.SecondMoment.eigenvalues`.
         """
-        with torch.no_grad():
-            now = [moment.eigenvalues() for moment in self._moments]  # kept there until a moment changes
-            if self._packed is None or any(a is not b for a, b in zip(now, self._packed_from, strict=True)):
-                self._packed = ops.pack_spectra([factor.eigenvalues() for factor in self._factors])
-                self._packed_from = now
+        rows = [moment.rows for moment in self._moments]
+        if self._packed is None or rows != self._rows:
+            with torch.no_grad():
+                self._packed, self._rows = ops.pack_spectra([f.eigenvalues() for f in self._factors]), rows
         return self._packed

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode
 
-# One tile is a block's work on CUDA, 32 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
-TILE_PRODUCTS, TILE_COLUMNS = 8192, 1024
+# One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
+TILE_PRODUCTS, TILE_COLUMNS = 16384, 1024
 
 
 class KronSpectra(NamedTuple):

@@ -125,6 +125,20 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
 
         return call
 
+    def network() -> Tensors:  # eigenvalues of two tensors, square norms, log precisions
+        sides = (normal(3, 17), normal(1, 9), normal(1, 300), normal(1, 70))
+        return *(side.square() + 0.1 for side in sides), normal(2).square(), normal(2)
+
+    def evidence(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        return lambda l, m, n, o, *rest: tuple(function(ops.pack_spectra([(l, m), (n, o)]), *rest))
+
+    def bend(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        def call(*inputs: Tensor) -> Tensors:
+            leaf = inputs[-1].requires_grad_()
+            return torch.autograd.grad(evidence(function)(*inputs[:-1], leaf)[1].sum(), leaf)
+
+        return call
+
     def conv(function: Callable[..., Tensor], mode: str) -> Callable[..., Tensors]:
         return lambda factor, x: (function(factor, x, 3, mode, 0.5),)
 
@@ -174,6 +188,8 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
         ("basis_project", basis, one(project), one(project_twin)),
         ("basis_project backward", basis, gradients(project), gradients(project_twin)),
         ("basis_project second derivative", basis, curvature(project), curvature(project_twin)),
+        ("kron_evidence", network, evidence(ops.kron_evidence), evidence(ops.kron_evidence_torch)),
+        ("kron_evidence second derivative", network, bend(ops.kron_evidence), bend(ops.kron_evidence_torch)),
         ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
         ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
         ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),

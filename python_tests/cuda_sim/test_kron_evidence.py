@@ -15,7 +15,7 @@ pytestmark = pytest.mark.simulator
 
 # Of each tensor (G, a, b, shared): cut into several tiles, one product, nothing, wide and narrow, groups of their own.
 NETWORKS = [
-    [(3, 5, 7, True), (1, 1, 1, True), (2, 0, 3, True), (2, 3, 4, False), (1, 130, 90, True), (1, 1, 1100, True)],
+    [(3, 5, 7, True), (1, 1, 1, True), (2, 0, 3, True), (2, 3, 4, False), (1, 170, 100, True), (1, 1, 1100, True)],
     [(1, 2, 3, True)],
     [(1, 0, 3, True)],
 ]

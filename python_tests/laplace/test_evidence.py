@@ -65,6 +65,60 @@ def test_the_evidence_is_assembled_from_dense_determinants(fitted):
     torch.testing.assert_close(fitted.log_det_ratio, ratio)
 
 
+def test_evidence_at_logarithms_is_the_same_function(fitted):
+    log_precision = torch.randn(len(fitted.parameter_names), dtype=torch.float64, requires_grad=True)
+    expected = fitted.log_marginal_likelihood(log_precision.exp())
+    found = fitted.evidence_at(log_precision)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(v, log_precision)[0] for v in (found, expected)), rtol=1e-11, atol=0
+    )
+    x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    la = KronLaplace(nn.Linear(3, 2).double(), "regression", 0.8, 0.5).fit([(x, y)])
+    logs = torch.tensor([0.3, -0.4], dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
+    logs = tuple(t.requires_grad_() for t in logs)
+    expected = la.log_marginal_likelihood(*(t.exp() for t in logs))
+    found = la.evidence_at(*logs)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    for a, e in zip(*(torch.autograd.grad(v, logs) for v in (found, expected)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-11, atol=0)
+    torch.testing.assert_close(la.evidence_at(logs[0]), la.log_marginal_likelihood(logs[0].exp(), 0.5))
+
+
+def test_an_evidence_step_is_one_op_and_a_little(fitted):
+    """However many tensors there are: the op with value and slope, the data fit's addition, two products backward."""
+    log_precision = torch.zeros(len(fitted.parameter_names), dtype=torch.float64, requires_grad=True)
+    upward = torch.tensor(-1.0, dtype=torch.float64)
+    fitted.evidence_at(log_precision).backward(upward)  # packs the eigenvalues
+    with torch.profiler.profile() as profile:
+        fitted.evidence_at(log_precision.detach().requires_grad_()).backward(upward)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["ella_cuda::kron_evidence"] == 1
+    computing = {
+        k: n for k, n in counts.items() if k.startswith("aten::") and not k.startswith(("aten::new", "aten::empty"))
+    }
+    assert computing.pop("aten::detach", 0) <= 2
+    assert computing == {"aten::add": 1, "aten::mul": 2}
+
+
+def test_more_data_changes_the_packed_eigenvalues(fitted):
+    precision = 0.3
+    before = fitted.log_det_ratio.item(), fitted.effective_parameters()
+    data = [(torch.randn(4, 2, 4, 4, dtype=torch.float64), torch.randint(3, (4,)))]
+    fitted.fit(data, override=False)
+    blocks = [torch.block_diag(*f.to_dense()) for f in fitted.factors.values()]
+    expected = sum(torch.logdet(torch.eye(len(b), dtype=b.dtype) + b / precision) for b in blocks)
+    fitted.prior_precision = precision
+    torch.testing.assert_close(fitted.log_det_ratio, expected, rtol=1e-11, atol=0)
+    fitted.prior_precision = 1.0
+    assert fitted.log_det_ratio.item() != before[0] and fitted.effective_parameters() != before[1]
+    factor = next(iter(fitted.factors.values()))
+    factor.input_moment.add(torch.ones(1, *factor.input_moment.total.shape[:2], dtype=torch.float64))
+    block = torch.block_diag(*factor.to_dense())
+    gamma = torch.trace(block @ torch.linalg.inv(block + torch.eye(len(block), dtype=block.dtype)))
+    assert fitted.effective_parameters()[fitted.parameter_names[0]] == pytest.approx(gamma.item())
+
+
 def test_log_likelihood_is_minus_the_summed_cross_entropy(fitted):
     x, y = torch.randn(5, 2, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1])
     expected = -nn.functional.cross_entropy(fitted.model(x), y, reduction="sum").detach()

@@ -58,12 +58,12 @@ def test_equals_dense_determinants_and_their_derivatives(device):
 
 def test_tiles_hold_every_product_once(device):
     """More rows, columns and groups than one tile takes."""
-    shapes = [(1, 2600, 1, 30), (7, 300, 1, 11), (2, 130, 2, 90), (1, 1, 1, 5000)]
+    shapes = [(1, 2600, 1, 30), (7, 300, 1, 11), (2, 180, 2, 190), (1, 1, 1, 5000)]
     pairs, args = network(device, shapes)
     spectra = ops.pack_spectra(pairs)
-    assert len(spectra.tiles) > 12
+    assert len(spectra.tiles) > len(shapes) + 5
     sizes = spectra.tiles[:, 2] * spectra.tiles[:, 4]
-    assert sizes.max() <= 8192 and spectra.tiles[:, 4].max() <= 1024
+    assert sizes.max() <= 16384 and spectra.tiles[:, 4].max() <= 1024
     for b, (g, a, _, columns) in enumerate(shapes):
         assert sizes[spectra.starts[b] : spectra.starts[b + 1]].sum() == g * a * columns
     q = [r * l[:, :, None] * m[:, None] for (l, m), r in zip(pairs, (args[2] - args[1]).exp(), strict=True)]

@@ -1,9 +1,9 @@
 """One step's evidence and its gradient in the log precisions: of a whole network, and of one tensor by ``kron_logdet``.
 
-The network is the paper's F-FC+CONV, alpha 10, its 52 tensors' eigenvalues from a fit. Candidates of the whole step: the outer
-products of every tensor written out, differentiated by autograd, as it stands and compiled; the same with the gradient in closed form,
-compiled, so that one pass over the products can give both; and products stored once per fit, which leaves their logarithms to a step.
-All give the same value and gradient.
+The network is the paper's F-FC+CONV, alpha 10, its 52 tensors' eigenvalues from a fit. Ours is what ``marglik_training`` runs, and the
+public function of the precisions, which checks them. Beside it: the products of every tensor's eigenvalues written out, differentiated
+by autograd; products stored once per fit, which leaves their logarithms to a step; and the gradient in closed form, compiled, so that one
+pass gives both. The compiled value differentiated by autograd is not among them: with torch 2.13 on the CPU its gradient is wrong.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def written_out(la):
     norms = torch.stack([la.model.get_parameter(n).detach().double().square().sum() for n in la.factors])
     data_fit = la.log_likelihood.detach()
 
-    def evidence(log_precision):
+    def from_log_dets(log_precision, log_det, spectra):
         precision = log_precision.exp()
-        log_dets = [expression(l, m, p) for (l, m), p in zip(pairs, precision.unbind(), strict=True)]
+        log_dets = [log_det(*spectrum, p) for spectrum, p in zip(spectra, precision.unbind(), strict=True)]
         ratio = torch.stack(log_dets).sum() - (sizes * log_precision).sum()
-        return data_fit - 0.5 * (ratio + (precision * norms).sum())
+        value = data_fit - 0.5 * (ratio + (precision * norms).sum())
+        return value, *torch.autograd.grad(value, log_precision)
 
     def by_autograd(log_precision):
-        value = evidence(log_precision)
-        return value, *torch.autograd.grad(value, log_precision)
+        return from_log_dets(log_precision, expression, pairs)
 
     def closed(log_precision):
         precision = log_precision.exp()
@@ -86,49 +86,46 @@ def written_out(la):
         value = data_fit - 0.5 * (torch.stack(ratios).sum() + penalty.sum())
         return value, 0.5 * (torch.stack(effective) - penalty)
 
-    products = [l[:, :, None] * m[:, None, :] for l, m in pairs]
+    products = [(l[:, :, None] * m[:, None, :],) for l, m in pairs]
 
     def stored(log_precision):
-        precision = log_precision.exp()
-        log_dets = [torch.log(s + p).sum() for s, p in zip(products, precision.unbind(), strict=True)]
-        ratio = torch.stack(log_dets).sum() - (sizes * log_precision).sum()
-        value = data_fit - 0.5 * (ratio + (precision * norms).sum())
-        return value, *torch.autograd.grad(value, log_precision)
+        return from_log_dets(log_precision, lambda s, p: torch.log(s + p).sum(), products)
 
-    return evidence, by_autograd, closed, stored
+    return by_autograd, closed, stored
 
 
 NETWORK = [
     "ella_cuda",
+    "ella_cuda, log_marginal_likelihood",
     "outer products",
-    "torch.compile of them",
-    "torch.compile, closed form",
     "products stored",
+    "torch.compile, closed form",
 ]
 
 
 @pytest.mark.parametrize("who", NETWORK)
 def test_network(time, device, who):
     la = fitted(device)
-    evidence, by_autograd, closed, stored = written_out(la)
+    by_autograd, closed, stored = written_out(la)
     log_precision = torch.linspace(-3, 4, len(la.factors), dtype=torch.float64, device=device).requires_grad_()
 
+    upward = torch.ones((), dtype=torch.float64, device=device)
+
     def ours(log_precision):
+        value = la.evidence_at(log_precision)
+        return value, *torch.autograd.grad(value, log_precision, upward)
+
+    def public(log_precision):
         value = la.log_marginal_likelihood(log_precision.exp())
         return value, *torch.autograd.grad(value, log_precision)
 
-    def compiled(log_precision):
-        value = forward(log_precision)
-        return value, *torch.autograd.grad(value, log_precision)
-
-    forward = torch.compile(evidence, dynamic=False)
     one_pass = torch.compile(closed, dynamic=False)
 
     def in_one_pass(log_precision):
         with torch.no_grad():
             return one_pass(log_precision)
 
-    call = dict(zip(NETWORK, (ours, by_autograd, compiled, in_one_pass, stored), strict=True))[who]
+    call = dict(zip(NETWORK, (ours, public, by_autograd, stored, in_one_pass), strict=True))[who]
     torch.testing.assert_close(call(log_precision), by_autograd(log_precision), rtol=1e-9, atol=1e-6)
     elements = sum(f.shape.numel for f in la.factors.values())
     time(
@@ -139,5 +136,5 @@ def test_network(time, device, who):
         # q / (1 + q), a multiplication and an addition each; twice the time in float64.
         flops=2 * 6 * elements,
         bytes=8 * sum(side.numel() for f in la.factors.values() for side in f.eigenvalues()),
-        rounds=15,
+        rounds=31,
     )

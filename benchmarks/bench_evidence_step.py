@@ -96,7 +96,7 @@ def written_out(la):
 
 NETWORK = [
     "ella_cuda",
-    "ella_cuda, log_marginal_likelihood",
+    "log_marginal_likelihood",
     "outer products",
     "products stored",
     "torch.compile, closed form",

@@ -10,8 +10,8 @@ from ella_cuda import ops
 from ella_cuda.ops.kron_evidence import _derivative
 from python_tests.ops import checks
 
-# (G, a, H, b) of each tensor: groups that share mu, groups of their own, a bias, nothing, more than one tile's columns.
-NETWORK = [(3, 4, 1, 2), (3, 2, 3, 4), (1, 1, 1, 5), (2, 0, 1, 3)]
+# (G, a, H, b) of each tensor: groups that share mu, groups of their own, a bias, a single number, nothing, more than one tile's columns.
+NETWORK = [(3, 4, 1, 2), (3, 2, 3, 4), (1, 1, 1, 5), (1, 1, 1, 1), (2, 0, 1, 3)]
 
 
 def network(
@@ -58,7 +58,7 @@ def test_equals_dense_determinants_and_their_derivatives(device):
 
 def test_tiles_hold_every_product_once(device):
     """More rows, columns and groups than one tile takes."""
-    shapes = [(1, 2600, 1, 30), (7, 300, 1, 11), (2, 180, 2, 190), (1, 1, 1, 5000)]
+    shapes = [(1, 2600, 1, 30), (7, 300, 1, 11), (2, 180, 2, 190), (1, 1, 1, 5000), (1, 3, 1, 1025)]
     pairs, args = network(device, shapes)
     spectra = ops.pack_spectra(pairs)
     assert len(spectra.tiles) > len(shapes) + 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import os
@@ -10,6 +11,7 @@ import re
 import struct
 import sys
 import termios
+import threading
 
 import pytest
 
@@ -22,14 +24,24 @@ SMALL = {"width": 1, "epochs": 1, "train_size": 40}
 @pytest.mark.parametrize(("columns", "width"), [(0, 80), (60, 59)])
 def test_runs_have_a_bar_whatever_the_terminal_says_of_its_size(columns, width, tmp_path, monkeypatch):
     shown, terminal = pty.openpty()
+    read: list[bytes] = []
+
+    def read_all() -> None:  # while it is written: a terminal holds a few kilobytes
+        with contextlib.suppress(OSError):  # the end, where the other side is closed
+            while part := os.read(shown, 4096):
+                read.append(part)
+
+    reader = threading.Thread(target=read_all, daemon=True)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", min(columns, 24), columns, 0, 0))
     with open(terminal, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setattr(sys, "stdout", stream)
+        reader.start()
         config = configure("digits", "digit", "conv", "map", **SMALL)
         run_grid([config], tmp_path / "runs", on_row=lambda row: print("a row", flush=True))
-        os.set_blocking(shown, False)
-        text = os.read(shown, 100_000).decode()
+    reader.join()
+    os.close(shown)
+    text = b"".join(read).decode()
     pictures = re.split(r"[\r\n]", text)
     whole = [p for p in pictures if p.startswith("1 run: 100%") and "1/1" in p]
     assert whole and max(map(len, whole)) == width

@@ -289,7 +289,6 @@ SOURCES = sorted({bug.source for bug in BUGS})
 RUNNER = f"""
 import json, os, sys, traceback
 import torch
-from ella_cuda.ops import pack_spectra
 from python_tests.cuda_sim.checking import SCHEDULES
 from python_tests.cuda_sim.simulator import Simulator
 
@@ -329,7 +328,10 @@ def run(library, source):
             elif source == "kron_evidence":
                 pairs = [(torch.rand(2, 40), torch.rand(1, 300)), (torch.rand(1, 3), torch.rand(1, 5))]  # several tiles, one
                 norms, u, v = torch.rand(2), torch.tensor([0.5, -1.0]), torch.tensor(0.2)
-                value, slope, _ = simulator.ops.kron_evidence(*pack_spectra(pairs)[:3], norms, u, v)
+                eigenvalues = torch.cat([side.flatten() for pair in pairs for side in pair])
+                tiles = torch.tensor([[0, 0, 40, 80, 300], [0, 40, 40, 80, 300], [1, 380, 3, 383, 5]])
+                spectra = eigenvalues, tiles, torch.tensor([0, 2, 3])
+                value, slope, _ = simulator.ops.kron_evidence(*spectra, norms, u, v)
                 got = torch.cat([value[None], slope])
                 ratios = (v - u).double().exp()
                 q = [(r * l.double()[:, :, None] * m.double()[:, None]) for (l, m), r in zip(pairs, ratios)]

@@ -97,7 +97,6 @@ class KronLaplace:
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = rules_for(model, resolution)
-        self._modules = list(model.modules())  # an evidence step is shorter than a walk through them
         self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
@@ -112,6 +111,7 @@ class KronLaplace:
         """Take these factors, in the parameters' order."""
         self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
         self._spectra = Spectra(self._factors.values())
+        self._modules = list(self.model.modules())  # an evidence step is shorter than a walk through them
         self._no_scale = torch.zeros((), dtype=torch.float64, device=self._device)
 
     def _forget(self) -> None:

@@ -33,6 +33,6 @@ class Spectra:
         """
         rows = [moment.rows for moment in self._moments]
         if self._packed is None or rows != self._rows:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():  # later calls may want gradients
                 self._packed, self._rows = ops.pack_spectra([f.eigenvalues() for f in self._factors]), rows
         return self._packed

@@ -165,6 +165,11 @@ def loop(name: str) -> Callable[..., Any]:
     return vmap
 
 
+def carries_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode differentiates in the tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def refuse_graph(name: str, **tensors: Tensor) -> None:
     """Raise ValueError when a tensor of an in-place op carries a graph or a tangent: the op has no derivative.
 
@@ -177,7 +182,7 @@ def refuse_graph(name: str, **tensors: Tensor) -> None:
             raise ValueError(
                 f"ella_cuda.ops.{name}: {label} requires grad, but {name} writes in place and has no derivative; pass {label}.detach()."
             )
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        if carries_tangent(tensor):
             raise ValueError(
                 f"ella_cuda.ops.{name}: {label} carries a forward-mode tangent, but {name} has no derivative; pass the primal only."
             )

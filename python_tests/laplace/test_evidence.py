@@ -113,10 +113,43 @@ def test_more_data_changes_the_packed_eigenvalues(fitted):
     fitted.prior_precision = 1.0
     assert fitted.log_det_ratio.item() != before[0] and fitted.effective_parameters() != before[1]
     factor = next(iter(fitted.factors.values()))
-    factor.input_moment.add(torch.ones(1, *factor.input_moment.total.shape[:2], dtype=torch.float64))
-    block = torch.block_diag(*factor.to_dense())
-    gamma = torch.trace(block @ torch.linalg.inv(block + torch.eye(len(block), dtype=block.dtype)))
-    assert fitted.effective_parameters()[fitted.parameter_names[0]] == pytest.approx(gamma.item())
+    for moment in (factor.input_moment, factor.output_moment):
+        moment.add(torch.ones(1, *moment.total.shape[:2], dtype=torch.float64))
+        block = torch.block_diag(*factor.to_dense())
+        gamma = torch.trace(block @ torch.linalg.inv(block + torch.eye(len(block), dtype=block.dtype)))
+        assert fitted.effective_parameters()[fitted.parameter_names[0]] == pytest.approx(gamma.item())
+
+
+def test_evidence_read_in_inference_mode_leaves_later_gradients_alone(fitted):
+    with torch.inference_mode():
+        read = fitted.log_marginal_likelihood().item(), fitted.effective_parameters()
+    assert read == (fitted.log_marginal_likelihood().item(), fitted.effective_parameters())
+    precision = fitted.prior_precision.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(fitted.log_marginal_likelihood(precision), precision)
+    norms = torch.stack([p.detach().square().sum() for p in fitted.model.parameters()])
+    gamma = torch.tensor(list(read[1].values()), dtype=torch.float64)
+    torch.testing.assert_close(slope, 0.5 * (gamma - norms), rtol=1e-10, atol=1e-12)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.temperature
+
+
+def test_a_module_put_in_before_the_fit_is_differentiated_in():
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randint(3, (6,))
+    model = nn.Sequential(nn.Identity(), nn.Linear(2, 3).double())
+    la = KronLaplace(model)
+    model[0] = Tempered()
+    temperature = model[0].temperature.requires_grad_()
+    la.fit([(x, y)])
+    (found,) = torch.autograd.grad(la.log_marginal_likelihood(), temperature)
+    expected = torch.autograd.grad(-nn.functional.cross_entropy(model(x), y, reduction="sum"), temperature)[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_log_likelihood_is_minus_the_summed_cross_entropy(fitted):

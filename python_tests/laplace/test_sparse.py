@@ -286,6 +286,31 @@ def test_the_evidence_is_differentiable_with_its_factors_held(kind, likelihood, 
         assert float(gradients[name][index]) == pytest.approx(expected, rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_precisions_and_noise_have_their_gradients_beside_a_basis_that_learns(likelihood):
+    model = network()
+    la = KronLaplace(model, likelihood, prior_precision=0.6, sigma_noise=1.0 if likelihood == "classification" else 0.7)
+    for buffer in buffers(model).values():
+        buffer.requires_grad_()
+    la.fit([(torch.randn(9, 2, 4, 4, dtype=torch.float64), targets(likelihood, 9, 3))])
+    at = la.prior_precision.log().requires_grad_(), la.sigma_noise.log().requires_grad_()
+    given = at if likelihood == "regression" else at[:1]
+
+    def value(*logs: Tensor) -> Tensor:
+        return la.evidence_at(*logs)
+
+    gradients = torch.autograd.grad(value(*given), given)
+    with torch.no_grad():
+        for k, gradient in enumerate(gradients):
+            for i in range(gradient.numel()):
+                ends = []
+                for step in (1e-5, -1e-5):
+                    moved = [x.clone() for x in given]
+                    moved[k].view(-1)[i] += step
+                    ends.append(value(*moved).item())
+                assert gradient.view(-1)[i].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-5, abs=1e-6)
+
+
 def test_gradients_add_up_over_fits_and_do_not_outlive_them():
     model = network()
     x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.randint(3, (8,))

@@ -45,6 +45,15 @@ def test_a_round_trip_is_bit_for_bit_and_can_be_added_to(data, resolution):
     )
 
 
+def test_a_state_replaces_a_fit_whose_evidence_was_read(data):
+    la, other = make().fit([data]), make().fit([(data[0] + 1, data[1])])
+    assert other.log_marginal_likelihood() != la.log_marginal_likelihood()
+    other.model.load_state_dict(la.model.state_dict())
+    other.load_state_dict(la.state_dict())
+    assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert other.effective_parameters() == la.effective_parameters()
+
+
 def test_a_saved_state_is_a_copy(data):
     la = make().fit([data])
     state, before = la.state_dict(), la.log_marginal_likelihood()

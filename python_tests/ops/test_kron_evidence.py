@@ -222,8 +222,28 @@ def test_errors(device):
         ops.pack_spectra([(pairs[0][0], pairs[0][1].float())])
     with pytest.raises(ValueError, match="requires grad"):
         ops.pack_spectra([(pairs[0][0].clone().requires_grad_(), pairs[0][1])])
+    with pytest.raises(ValueError, match=r"the first of pair 0 must be float32 or float64, got torch\.int64"):
+        ops.pack_spectra([(pairs[0][0].long(), pairs[0][1].long())])
     with pytest.raises(ValueError, match="must have 1 or 3 groups, as many as the first, got 2"):
         ops.pack_spectra([(pairs[0][0], pairs[1][1][:2])])
+
+
+def test_eigenvalues_that_are_differentiated_in_are_refused():
+    pairs, args = network(torch.device("cpu"))
+    spectra = ops.pack_spectra(pairs)
+    with pytest.raises(
+        ValueError, match=r"the first of pair 0 .* tangent, but kron_evidence has no derivative in eigenvalues"
+    ):
+        torch.func.jvp(lambda l: ops.pack_spectra([(l, pairs[0][1])]).eigenvalues, (pairs[0][0],), (pairs[0][0],))
+
+    def value(eigenvalues: Tensor) -> Tensor:
+        return ops.kron_evidence(spectra._replace(eigenvalues=eigenvalues), *args).value
+
+    for differentiate in (torch.func.grad(value), torch.func.jacfwd(value)):
+        with pytest.raises(ValueError, match=r"spectra\.eigenvalues requires grad or carries"):
+            differentiate(spectra.eigenvalues)
+    with pytest.raises(ValueError, match=r"spectra\.eigenvalues requires grad or carries"):
+        value(spectra.eigenvalues.clone().requires_grad_())
 
 
 @pytest.mark.parametrize("entry", [0, 1, 2, 3, 4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -255,3 +257,43 @@ def test_tiles_outside_the_eigenvalues_are_refused(entry):
         tiles[1, entry] = wrong
         with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
             ops.kron_evidence(spectra._replace(tiles=tiles), *args)
+
+
+@pytest.mark.parametrize("starts", [[0, 2, 1, 3], [1, 2, 3, 3], [0, 1, 2, 2], [0, 1, 2, 4]])
+def test_starts_that_do_not_count_the_tiles_are_refused(starts):
+    pairs, args = network(torch.device("cpu"), [(1, 2, 1, 3)] * 3)
+    spectra = ops.pack_spectra(pairs)
+    assert spectra.starts.tolist() == [0, 1, 2, 3]
+    wrong = spectra._replace(starts=torch.tensor(starts))
+    with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
+        ops.kron_evidence(wrong, *args)
+    with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
+        _derivative(*wrong[:3], args[1], 2)
+    tiles = spectra.tiles.clone()
+    tiles[0, 2] = 1000
+    with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
+        _derivative(spectra.eigenvalues, tiles, spectra.starts, args[1], 2)
+
+
+def test_tiles_of_any_size(device):
+    """Larger than any that pack_spectra makes."""
+    pairs, args = network(device, [(1, 300, 1, 2100)])
+    spectra = ops.pack_spectra(pairs)
+    whole = torch.tensor([[0, 0, 300, 300, 2100]], device=device)
+    found = ops.kron_evidence(spectra._replace(tiles=whole, starts=torch.tensor([0, 1], device=device)), *args)
+    q = (args[2] - args[1]).exp() * torch.outer(pairs[0][0][0], pairs[0][1][0])
+    checks.assert_same(found.value, q.log1p().sum() + (args[1].exp() * args[0]).sum(), rtol=1e-12, atol=0)
+    checks.assert_same(found.effective, (q / (1 + q)).sum()[None], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("q", [-0.5, -1e-3, 1e-12, 0.3, 3e6, 1e30, 1e100, 1e140, 1e170])
+def test_equal_products_of_any_size(q, device):
+    """The sum of 37 * 41 equal terms; those of 1e-12 are exact to 2e-16 in the value."""
+
+    def full(*shape: int, value: float = 0.0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.float64, device=device)
+
+    found = ops.kron_evidence(ops.pack_spectra([(full(1, 37, value=q), full(1, 41, value=1.0))]), full(1), full(1))
+    count, close = 37 * 41, 1e-3 if q == 1e-12 else 1e-12
+    checks.assert_same(found.value, full(value=count * math.log1p(q)), rtol=close, atol=0)
+    checks.assert_same(found.effective, full(1, value=count * q / (1 + q)), rtol=1e-12, atol=0)

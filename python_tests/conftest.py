@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ella_cuda
+from ella_cuda import experiments
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -31,3 +35,32 @@ def beside_the_tests(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "python_tests").symlink_to(Path(__file__).parent, target_is_directory=True)
     return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A grid that the command wants run."""
+
+    configs: list[experiments.RunConfig]
+    options: dict[str, Any]
+    folder: Path
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """The grids that the command, in a working directory of its own, wants run. Their data are loaded and their folders begun, but
+    nothing is run."""
+    calls: list[Asked] = []
+
+    def record(configs, out_dir, *, options, data_dir, download, on_begin, **_):
+        experiments.prepare_for(configs[0], data_dir, download)
+        out_dir.mkdir(parents=True)
+        stored = {"options": options, "runs": [dataclasses.asdict(c) for c in configs]}
+        (out_dir / "config.json").write_text(json.dumps(stored))
+        on_begin(0)
+        calls.append(Asked(list(configs), options, out_dir))
+        return []
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(experiments, "run_grid", record)
+    return calls

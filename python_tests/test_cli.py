@@ -285,21 +285,6 @@ def test_a_full_disk_fails_and_keeps_the_finished_rows(tmp_path, monkeypatch, ca
     assert (tmp_path / "dir" / "summary.json").read_text() == before
 
 
-@pytest.fixture
-def asked(tmp_path, monkeypatch) -> list[list[experiments.RunConfig]]:
-    """What `train` wants run, one list for each call; nothing is run."""
-    calls: list[list[experiments.RunConfig]] = []
-
-    def record(configs, out_dir, **_):
-        out_dir.mkdir(parents=True)
-        calls.append(list(configs))
-        return []
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiments, "run_grid", record)
-    return calls
-
-
 @pytest.mark.parametrize(("jobs", "prepared"), [("1", 1), ("2", 0)])
 def test_runs_in_this_process_have_the_settings_of_workers(asked, monkeypatch, jobs, prepared):
     calls = []
@@ -315,27 +300,27 @@ def kinds(configs: list[experiments.RunConfig]) -> list[tuple[str, str, str, int
 def test_without_arguments_the_papers_table(asked):
     assert cli.main(["train"]) == 0
     table = [("fc", "map"), ("conv", "map"), ("f_fc+conv", "map"), ("conv", "evidence"), ("f_fc+conv", "evidence")]
-    assert kinds(asked[0]) == [
+    assert kinds(asked[0].configs) == [
         (task, layer, objective, 0) for task in ("digit", "quadrant") for layer, objective in table
     ]
-    assert {c.data for c in asked[0]} == {"digits"}
+    assert {c.data for c in asked[0].configs} == {"digits"}
 
 
 def test_all_adds_fcs_evidence(asked):
     assert cli.main(["train"]) == cli.main(["train", "--all"]) == 0
-    more = set(kinds(asked[1])) - set(kinds(asked[0]))
+    more = set(kinds(asked[1].configs)) - set(kinds(asked[0].configs))
     assert more == {("digit", "fc", "evidence", 0), ("quadrant", "fc", "evidence", 0)}
 
 
 def test_named_runs_only(asked):
     assert cli.main(["train", "--task", "plain", "--layer", "fc", "--objective", "evidence", "--seed", "3", "4"]) == 0
-    assert kinds(asked[0]) == [("plain", "fc", "evidence", 3), ("plain", "fc", "evidence", 4)]
+    assert kinds(asked[0].configs) == [("plain", "fc", "evidence", 3), ("plain", "fc", "evidence", 4)]
 
 
 def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(asked):
     command = ["train", "--task", "digit", "--layer", "conv", "s_fc", "--learn", "none", "anchors", "lengthscales"]
     assert cli.main(command) == cli.main(["train", "--layer", "s_conv", "--objective", "evidence"]) == 0
-    assert [(c.layer, c.objective, c.learn) for c in asked[0]] == [
+    assert [(c.layer, c.objective, c.learn) for c in asked[0].configs] == [
         ("conv", "map", ""),
         ("s_fc", "map", ""),
         ("conv", "evidence", ""),
@@ -343,7 +328,7 @@ def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(a
         ("s_fc", "evidence", "anchors"),
         ("s_fc", "evidence", "lengthscales"),
     ]
-    assert {c.learn for c in asked[1]} == {""}
+    assert {c.learn for c in asked[1].configs} == {""}
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -391,7 +376,7 @@ def test_a_folder_without_an_evaluation_has_nothing_to_draw(tmp_path, monkeypatc
 def test_the_order_of_what_is_learned_does_not_matter(asked, capsys):
     command = ["train", "--layer", "s_fc", "--objective", "evidence", "--task", "digit", "--learn"]
     assert cli.main([*command, "lengthscales+anchors", "anchors+lengthscales"]) == 0
-    assert [c.learn for c in asked[0]] == ["anchors+lengthscales"]  # one run, not the same one twice
+    assert [c.learn for c in asked[0].configs] == ["anchors+lengthscales"]  # one run, not the same one twice
     assert cli.main([*command, "anchors+anchors"]) == 2
     assert "invalid choice: 'anchors+anchors'" in capsys.readouterr().err
 
@@ -438,8 +423,8 @@ def test_numbers_given_reach_the_run(asked):
         *(word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))),
     ]
     assert cli.main(["train", *args]) == 0
-    assert len(asked[0]) == 5
-    for config in asked[0]:
+    assert len(asked[0].configs) == 5
+    for config in asked[0].configs:
         assert {name: getattr(config, name) for name in given} == given
 
 

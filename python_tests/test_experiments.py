@@ -416,9 +416,19 @@ def test_a_grid_refuses_another_grids_folder(tmp_path):
 
 def test_missing_data_leave_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    begun: list[int] = []
     with pytest.raises(FileNotFoundError):
-        run_grid([configure("mnist", "plain", "conv", "map")], tmp_path / "new", progress=False, data_dir=str(tmp_path))
-    assert not (tmp_path / "new").exists()
+        run_grid(
+            [configure("mnist", "plain", "conv", "map")],
+            tmp_path / "new",
+            progress=False,
+            data_dir=str(tmp_path),
+            on_begin=begun.append,
+        )
+    assert not (tmp_path / "new").exists() and not begun
+    for _ in range(2):
+        run_grid([small()], tmp_path / "new", progress=False, on_begin=begun.append)
+    assert begun == [0, 1]
 
 
 def test_a_running_run_can_be_read(tmp_path, monkeypatch):

@@ -40,20 +40,11 @@ def test_every_block_runs(tmp_path, monkeypatch):
     assert names["config"] == config and names["la"].n_data == 40
 
 
-def test_a_command_makes_the_folder_that_is_loaded(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        experiments,
-        "run_grid",
-        lambda configs, out_dir, **_: (
-            made.extend(out_dir / c.name for c in configs) or out_dir.mkdir(parents=True) or []
-        ),
-    )
+def test_a_command_makes_the_folder_that_is_loaded(asked):
     (folder,) = re.findall(r'load_run\("(.*?)"\)', README)
     (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", README)
     assert cli.main(shlex.split(command)) == 0
-    assert Path(folder) in made
+    assert Path(folder) in [grid.folder / config.name for grid in asked for config in grid.configs]
 
 
 def test_what_is_installed_for_a_build_without_isolation_is_what_a_build_requires():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 
 import pytest
 
-from ella_cuda import cli, experiments
+from ella_cuda import cli
 from ella_cuda.experiments import paper
 from python_tests.test_cli import command, environment, one_line, rows_of, run, wait_for
 
@@ -135,22 +134,11 @@ def test_missing_and_damaged_data_are_failures_and_nothing_is_written(tmp_path, 
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_options_reach_the_runs_and_the_folder(tmp_path, monkeypatch, capsys):
-    asked = []
-
-    def record(configs, out_dir, *, options, **_):
-        asked.append((list(configs), options))
-        out_dir.mkdir(parents=True)
-        stored = {"options": options, "runs": [vars(c) for c in configs]}
-        (out_dir / "config.json").write_text(json.dumps(stored))
-        return []
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiments, "run_grid", record)
+def test_options_reach_the_runs_and_the_folder(asked, tmp_path, capsys):
     args = ["--data", "digits", "--scale", "0.5", "--all", "--seed", "1", "1", "2", "--lr", "0.5", "--fisher", "mc"]
     assert cli.main(["reproduce", "layers", *args]) == 0
-    ((configs, options),) = asked
-    plan = paper.Plan.from_json(options["plan"])
+    (grid,) = asked
+    configs, plan = grid.configs, paper.Plan.from_json(grid.options["plan"])
     assert (plan.table, plan.scale, plan.images) == ("layers", 0.5, {"digits": 1437})
     assert [len(cell.runs) for cell in plan.cells] == [2] * 22
     assert len(configs) == 2 * (8 + 11)  # S-FC, S-CONV and their sum have one MAP run for two rows

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 
 import pytest
 
-from ella_cuda import cli, experiments
+from ella_cuda import cli
 from ella_cuda.experiments import RECIPES, configure
 from ella_cuda.experiments.grid import _run_quietly
 from python_tests.data.test_sources import write_mnist
@@ -23,6 +22,9 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
     assert shown["--epochs"] == {"digits": "45", "mnist": "20", "fashion-mnist": "20", "cifar10, cifar100": "100"}
     assert shown["--cooldown"]["digits"] == "0.3" and shown["--cooldown"]["mnist"] == "-"
     assert ("--task" in shown) == (command == "train")
+    assert shown["--fan-in-limit"]["digits"] == "256" and shown["--fan-in-limit, FC"]["digits"] == "64"
+    for option in shown:
+        assert f"\n  {option.partition(',')[0]} " in options
     for name in ("width", "lr", "burn_in", "hypersteps", "column_tolerance", "init", "augment"):
         option = "--" + name.replace("_", "-")
         for heading, cell in shown[option].items():
@@ -30,20 +32,6 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
         about = options.rpartition(f"\n  {option} ")[2].split("\n  --")[0]
         assert " ".join(about.split()).endswith("(by --data)")
     assert "--fisher" not in shown and "one sampled column (exact)" in options
-
-
-@pytest.fixture
-def nothing_runs(tmp_path, monkeypatch):
-    """In a folder of its own, the command does all but the runs."""
-
-    def nothing(configs, out_dir, *, options, **_):
-        out_dir.mkdir(parents=True)
-        stored = {"options": options, "runs": [vars(c) for c in configs]}
-        (out_dir / "config.json").write_text(json.dumps(stored))
-        return []
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(experiments, "run_grid", nothing)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +48,7 @@ def nothing_runs(tmp_path, monkeypatch):
         ("--layer conv", None),
     ],
 )
-def test_train_says_what_it_left_out_after_the_table(options, said, nothing_runs, capsys):
+def test_train_says_what_it_left_out_after_the_table(options, said, asked, capsys):
     assert cli.main(["train", *options.split()]) == 0
     lines = [
         line for line in capsys.readouterr().out.partition("no finished run\n")[2].splitlines() if "not run" in line
@@ -100,7 +88,7 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
         (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
     ],
 )
-def test_what_is_wrong_with_an_attribute_names_its_option(args, words, options, nothing_runs, capsys):
+def test_what_is_wrong_with_an_attribute_names_its_option(args, words, options, asked, capsys):
     assert cli.main(args) == 2
     err = capsys.readouterr().err
     assert words in err and err.endswith(f"{options}\n") and err.count("\n") == 1
@@ -122,13 +110,13 @@ def test_a_folder_that_is_none_of_ours_is_wrong_usage(args, folder, words, tmp_p
     assert err.startswith("ella-cuda: wrong usage: ") and words in err and err.count("\n") == 1
 
 
-def test_a_device_that_is_none_is_wrong_usage_also_on_resuming(nothing_runs, capsys):
+def test_a_device_that_is_none_is_wrong_usage_also_on_resuming(asked, capsys):
     assert cli.main(["train", "--out", "dir"]) == 0
     assert cli.main(["train", "--resume", "dir", "--device", "tpu"]) == 2
     assert "device must be" in capsys.readouterr().err
 
 
-def test_no_folder_is_named_where_data_are_missing_and_one_run_is_not_runs(nothing_runs, capsys):
+def test_no_folder_is_named_where_data_are_missing_and_one_run_is_not_runs(asked, capsys):
     assert cli.main(["train", "--data", "mnist"]) == 1
     assert capsys.readouterr().out == ""
     assert cli.main(["train", "--task", "digit", "--layer", "conv", "--objective", "map", "--out", "dir"]) == 0
@@ -138,7 +126,7 @@ def test_no_folder_is_named_where_data_are_missing_and_one_run_is_not_runs(nothi
 
 
 @pytest.mark.parametrize("args", [["train", "--task", "plain"], ["reproduce", "toy", "--row", "digit-conv"]])
-def test_files_that_are_not_as_published_are_said_once_in_a_line(args, nothing_runs, tmp_path, capsys):
+def test_files_that_are_not_as_published_are_said_once_in_a_line(args, asked, tmp_path, capsys):
     write_mnist(tmp_path / args[0])
     assert cli.main([*args, "--data", "mnist", "--data-dir", str(tmp_path / args[0])]) == 0
     (line,) = capsys.readouterr().err.splitlines()

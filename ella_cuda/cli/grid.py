@@ -103,7 +103,12 @@ def _recipe_values() -> dict[str, list[Any]]:
 
 def recipe_table(names: Sequence[str]) -> str:
     """Those attributes of the recipes as options: a column for each, headed by its data sets; ``-`` is None."""
-    titles = {"tasks": "--task", "prior_prec_init": "--prior-prec-init", "map_prior_prec": "--prior-prec-init, MAP"}
+    titles = {
+        "tasks": "--task",
+        "fc_fan_in_limit": "--fan-in-limit, FC",
+        "prior_prec_init": "--prior-prec-init",
+        "map_prior_prec": "--prior-prec-init, MAP",
+    }
     recipes: dict[Recipe, list[str]] = {}
     for data, recipe in RECIPES.items():
         recipes.setdefault(recipe, []).append(data)
@@ -264,14 +269,12 @@ def do_runs(
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
     if device == "cpu" and jobs == 1:
         prepare_process()  # the runs are done here; workers prepare themselves
-    experiments.prepare_for(
-        configs[0], args.data_dir, bool(args.download)
-    )  # no folder is named where the data are missing
-    before = experiments.read_summary(out_dir)
-    print(
-        f"{counted(len(configs), 'run')} on {device}, {jobs} at once, {len(before)} done before; results in {out_dir}",
-        flush=True,
-    )
+
+    def begin(before: int) -> None:
+        print(
+            f"{counted(len(configs), 'run')} on {device}, {jobs} at once, {before} done before; results in {out_dir}",
+            flush=True,
+        )
 
     def finish(row: dict[str, Any]) -> None:
         _print_row(row)
@@ -287,6 +290,7 @@ def do_runs(
             data_dir=args.data_dir,
             download=bool(args.download),
             tensorboard=bool(args.tensorboard),
+            on_begin=begin,
             on_row=finish,
         )
     except KeyboardInterrupt:

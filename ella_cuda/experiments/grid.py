@@ -41,6 +41,7 @@ def run_grid(
     data_dir: str | None = None,
     download: bool = False,
     tensorboard: bool = False,
+    on_begin: Callable[[int], None] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Do every run that is not done yet; after each, bring the folder's summary, table and pictures up to date.
@@ -56,6 +57,7 @@ def run_grid(
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
         tensorboard: whether every run writes event files for TensorBoard, see :func:`run_one`.
+        on_begin: called once the data are there and the folder is this grid's, with how many runs were done before.
         on_row: called with each new row.
 
     Returns:
@@ -90,6 +92,8 @@ def run_grid(
         write_file(config_path, json.dumps({"options": options or {}, "runs": runs}, indent=1))
     _note_environment(out_dir, configs[0].device)
     done = {row["run"]: row for row in read_summary(out_dir)}
+    if on_begin is not None:
+        on_begin(len(done))
     if done:  # a session killed after writing the summary left the pictures behind it
         save_report([done[n] for n in names if n in done], out_dir)
     waiting = sorted((c for c in configs if c.name not in done), key=_cost, reverse=jobs > 1)

@@ -16,7 +16,7 @@ class Recipe:
     batch_size: int = 128
     lr: float = 3e-3  # of Adam
     fan_in_limit: int | None = None  # weights with more inputs learn at lower rates, see `adam_for`
-    fc_fan_in_limit: int | None = None  # the same of a network of FC paths alone, None as the others'
+    fc_fan_in_limit: int | None = None  # that of a network with no path but FC; None: the same
     # Share of the steps, the last, in which lr falls linearly to 0; None is a cosine over all steps.
     cooldown: float | None = None
     prior_prec_init: float = 0.03  # δ at the start of evidence training

@@ -79,20 +79,21 @@ class Entry:
                 return None
             for path, values in found.items():
                 values.append(100 * sum(p[path]["relative_effective_parameters"] for p in layers) / len(layers))
-        summed = {path: mean_and_error(values) for path, values in found.items()}
-        return None if None in summed.values() else summed  # type: ignore[return-value]
+        summed = {path: value for path, values in found.items() if (value := mean_and_error(values)) is not None}
+        return summed or None
 
 
 def mean_and_error(values: Iterable[float | None]) -> tuple[float, float | None] | None:
     """Mean and standard error of the mean; no error of one value, nothing where a value is missing or there is none."""
-    numbers = list(values)
-    if not numbers or None in numbers:
-        return None
+    given = list(values)
+    numbers = [x for x in given if x is not None]
     n = len(numbers)
-    mean = math.fsum(numbers) / n  # type: ignore[arg-type]
+    if n == 0 or n < len(given):
+        return None
+    mean = math.fsum(numbers) / n
     if n == 1:
         return mean, None
-    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (n - 1) / n)  # type: ignore[operator]
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (n - 1) / n)
 
 
 def entries(plan: Plan, configs: Sequence[RunConfig], rows: Sequence[Mapping[str, Any]]) -> list[Entry]:

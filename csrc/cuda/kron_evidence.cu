@@ -1,6 +1,6 @@
-// kron_evidence and its derivatives, one launch each, behind a memset of the ticket's 4 bytes. A block takes one tile of products q = e^z l m, which exist in registers
-// only, and leaves its sums in double; the last block to finish adds them up, tensor by tensor in the tiles' order, so that
-// results do not depend on the order of blocks or on the device.
+// kron_evidence and its derivatives, one launch each, behind a memset of the ticket's 4 bytes. A block takes one tile of
+// products q = e^z l m, which exist in registers only, and leaves its sums in double; the last block to finish adds them up,
+// tensor by tensor in the tiles' order, so that results do not depend on the order of blocks or on the device.
 #include <algorithm>
 #include <tuple>
 

@@ -157,13 +157,14 @@ def check(name, ours, reference):
     error = (ours.double() - reference).abs().max() / reference.abs().max()
     worst[name] = max(worst.get(name, 0.0), error.item() / torch.finfo(ours.dtype).eps)
 for dtype in (torch.float32, torch.float64):
-    x, u, v, g = (torch.randn(s, dtype=dtype) for s in ((37, 5, 70), (11, 5, 70), (11, 5, 9), (37, 11, 9)))
-    leaves = [t.double().requires_grad_() for t in (x, u, v)]
-    y = torch.einsum("ncx,dcx,dcy->ndy", *leaves)
-    check("forward", ops.factored_linear(x, u, v, None, None), y.detach())
-    gradients = ops.factored_linear_backward(g, x, u, v, None, True, True, True, False, False)
-    for ours, reference in zip(gradients, torch.autograd.grad(y, leaves, g.double())):
-        check("backward", ours, reference)
+    for X, Y in ((70, 9), (96, 64), (3, 1)):
+        x, u, v, g = (torch.randn(s, dtype=dtype) for s in ((37, 5, X), (11, 5, X), (11, 5, Y), (37, 11, Y)))
+        leaves = [t.double().requires_grad_() for t in (x, u, v)]
+        y = torch.einsum("ncx,dcx,dcy->ndy", *leaves)
+        check("forward", ops.factored_linear(x, u, v, None, None), y.detach())
+        gradients = ops.factored_linear_backward(g, x, u, v, None, True, True, True, False, False)
+        for ours, reference in zip(gradients, torch.autograd.grad(y, leaves, g.double())):
+            check("backward", ours, reference)
     for blocks, d in ((2, 77), (5, 1), (9, 2), (21, 3), (33, 4), (7, 8)):
         rows = torch.randn(300, blocks, d, dtype=dtype)
         factor = torch.zeros(blocks, d, d, dtype=dtype)

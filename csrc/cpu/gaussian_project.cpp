@@ -94,7 +94,7 @@ class Project {
       for (int64_t i = begin * rows; i < std::min(end * rows, s_.M); i += W) {
         const int64_t n = std::min(W, s_.M - i);
         k_.pack(n, s_.X, x_.const_data_ptr<T>() + i * s0, s0, s1, in);
-        k_.product(s_.A, n, s_.X, tile.data(), 1, W, in, W, nullptr, 0, out, W, false, false);
+        k_.product(s_.A, n, s_.X, tile.data(), 1, W, in, W, nullptr, 0, 0, out, W, false, false);
         k_.unpack(n, s_.A, out, out_.mutable_data_ptr<T>() + i * s_.A, s_.A);
       }
     });
@@ -114,7 +114,7 @@ class Project {
       for (int64_t i = row_begin; i < row_end; i += strip) {
         for (int64_t p = panel_begin; p < panel_end; ++p) {
           k_.product(std::min(strip, row_end - i), std::min(W, s_.A - p * W), depth, x + i * s0 + k0 * s1, s0, s1,
-                     tiles + (p - panel_begin) * kDepth * W, W, nullptr, 0, out + i * s_.A + p * W, s_.A, k0 > 0, true);
+                     tiles + (p - panel_begin) * kDepth * W, W, nullptr, 0, 0, out + i * s_.A + p * W, s_.A, k0 > 0, true);
         }
       }
     }
@@ -206,7 +206,7 @@ class Derivative {
       for (int64_t p = 0; p < panels; ++p) {
         const int64_t n = std::min(W, s_.X - (panel0 + p) * W);
         k_.pack(n, depth, x + r * x_.stride(0) + p * W * x_.stride(1), x_.stride(1), x_.stride(0), scratch.x.data());
-        k_.product(count, n, depth, left, left_row, left_k, scratch.x.data(), W, nullptr, 0,
+        k_.product(count, n, depth, left, left_row, left_k, scratch.x.data(), W, nullptr, 0, 0,
                    scratch.tile.data() + p * columns_ * W, W, r > row_begin, false);
       }
     }

@@ -69,12 +69,12 @@ class Gram {
       const int64_t count = std::min(kSum, rows - k0);
       const T *a = panel(left) + k0 * W, *b = panel(right) + k0 * W;
       if (left != right) {
-        k_.product(m, n, count, a, 1, W, b, W, nullptr, 0, sum, W, k0 > 0, false);
+        k_.product(m, n, count, a, 1, W, b, W, nullptr, 0, 0, sum, W, k0 > 0, false);
         continue;
       }
       for (int64_t i = 0; i < m; i += k_.rows) {  // vectors left of the diagonal are skipped
         const int64_t first = i / k_.vector * k_.vector;
-        k_.product(std::min(k_.rows, m - i), n - first, count, a + i, 1, W, b + first, W, nullptr, 0, sum + i * W + first, W,
+        k_.product(std::min(k_.rows, m - i), n - first, count, a + i, 1, W, b + first, W, nullptr, 0, 0, sum + i * W + first, W,
                    k0 > 0, false);
       }
     }

@@ -63,15 +63,16 @@ struct Kernels {
   int64_t vector;  // lanes of a vector; width is a multiple of it
   int64_t rows;    // rows of a register tile: row counts that are multiples of it are fastest
 
-  // C[i, j] = init[i * init_stride] + sum_k A[i * a_row + k * a_k] B[k * b_row + j], i < m, j < n <= width; `add` adds the sum
-  // to C instead (init is null then). Rows of C hold whole vectors (n rounded up) unless `exact`. Rows of B always do.
+  // C[i, j] = init[i * init_row + j * init_lane] + sum_k A[i * a_row + k * a_k] B[k * b_row + j], i < m, j < n <= width, with
+  // init_lane 0 or 1, init perhaps null; `add` adds the sum to C instead (init is null then). Rows of C hold whole vectors (n
+  // rounded up) unless `exact`. Rows of B, and of init where init_lane is 1, always do.
   void (*product)(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row,
-                  const T* init, int64_t init_stride, T* c, int64_t c_row, bool add, bool exact);
+                  const T* init, int64_t init_row, int64_t init_lane, T* c, int64_t c_row, bool add, bool exact);
 
-  // C[i * c_row + j] += sum_lane A[i * a_row + lane] B[j * b_row + lane] over n lanes rounded up to whole vectors; for few
-  // columns j < columns, where `product` would leave its lanes empty.
-  void (*dots)(int64_t m, int64_t columns, int64_t n, const T* a, int64_t a_row, const T* b, int64_t b_row, T* c,
-               int64_t c_row);
+  // C[i * c_row + j] += sum_k A[i * a_row + k] B[j * b_row + k], i < m, j < n, k < count, a multiple of `vector`. Fastest where
+  // n is a multiple of 4.
+  void (*row_products)(int64_t m, int64_t n, int64_t count, const T* a, int64_t a_row, const T* b, int64_t b_row, T* c,
+                       int64_t c_row);
 
   // sums[i * stride] += sum_lane A[i * a_row + lane] over n <= width lanes rounded up to whole vectors; short sums in T, the
   // rest in double.

@@ -29,6 +29,13 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     window = padded[tuple(slice(1, 2 * s + 1, 2) for s in tensor.shape)]
     window.copy_(tensor)
     yield "every second element of a larger tensor", window
+    if tensor.dim():
+        padded = torch.full(
+            (*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan"), dtype=tensor.dtype, device=tensor.device
+        )
+        window = padded[..., 1 : 1 + tensor.shape[-1]]
+        window.copy_(tensor)
+        yield "rows of a larger tensor", window
     if tensor.dim() and tensor.shape[0]:
         yield "first axis expanded", tensor[:1].expand_as(tensor)
 

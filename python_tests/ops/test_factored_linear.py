@@ -15,8 +15,12 @@ SHAPES = [
     (1, 1, 1, 1, 1),
     (2, 3, 1, 7, 1),
     (5, 1, 3, 1, 9),
+    (70, 3, 5, 1, 2),
+    (5, 1, 2, 2080, 3),
     (33, 17, 9, 4, 1),
     (7, 5, 6, 70, 65),
+    (7, 3, 2, 64, 48),  # whole vectors of positions on the CPU
+    (67, 110, 8, 32, 224),  # and several blocks of images and of output channels
 ]  # N, C, D, X, Y
 
 
@@ -60,9 +64,10 @@ def test_gradients_equal_the_dense_layers(shape, dtype, device):
         checks.error_at_most_twice(o, t, e)
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48)])
 @pytest.mark.parametrize("position", range(5))
-def test_every_layout(position, device):
-    args = list(arguments((4, 3, 5, 6, 7), device))
+def test_every_layout(shape, position, device):
+    args = list(arguments(shape, device))
     for _, laid_out in checks.layouts(args[position]):
         call = [*args[:position], laid_out, *args[position + 1 :]]
         checks.assert_same(ops.factored_linear(*call), dense(*call))

@@ -1,0 +1,123 @@
+// What F-FC's forward and backward on the CPU share: how they read their arguments, and the middle z.
+//
+// z[d][c][image] and dz[d][c][image] exist for one block of images and some output channels at a time, small enough for the
+// cache. A sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
+// positions can be taken along the rows as they lie in memory, lanes being added at the end (`row_products`), or be a product
+// with a panel, the rows transposed. The first costs three operations for each of its results, the second one for each number
+// of the panel.
+#pragma once
+
+#include <algorithm>
+
+#include "../common/checks.h"
+#include "buffer.h"
+#include "kernels.h"
+
+namespace ella {
+
+template <class T>
+struct Array3 {
+  explicit Array3(const Tensor& t) : data(t.const_data_ptr<T>()), s0(t.stride(0)), s1(t.stride(1)), s2(t.stride(2)) {}
+  const T* at(int64_t i, int64_t j) const { return data + i * s0 + j * s1; }
+  const T* data;
+  int64_t s0, s1, s2;
+};
+
+template <class T>
+struct Array1 {
+  explicit Array1(const std::optional<Tensor>& t)
+      : data(t ? t->const_data_ptr<T>() : nullptr), stride(t && t->size(0) > 1 ? t->stride(0) : 0) {}
+  const T* from(int64_t i) const { return data ? data + i * stride : nullptr; }
+  const T* data;
+  int64_t stride;
+};
+
+// Numbers from one output channel's z to the next one's. Were it a power of two, all channels would share a few sets of the
+// cache.
+template <class T>
+int64_t z_row(const Kernels<T>& k, const FactoredLinearSizes& s) {
+  return s.C * k.width + k.vector;
+}
+
+// Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
+template <class T>
+int64_t channel_block(const Kernels<T>& k, const FactoredLinearSizes& s, int64_t channels) {
+  constexpr int64_t kTileBytes = 256 * 1024;  // of z, and as much of dz: together half of a second-level cache of 1 MiB
+  const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(s.C * k.width, 1);
+  return std::min(channels, std::max(fit / k.rows, int64_t(1)) * k.rows);
+}
+
+// Whether vectors can run along the last axis of an array of `size` positions.
+template <class T>
+bool whole_vectors(const Kernels<T>& k, int64_t size, const Array3<T>& array) {
+  return size > 0 && size % k.vector == 0 && array.s2 == 1;
+}
+
+// Whether results for `size` positions are computed with these in the lanes; less than two vectors make poor tiles.
+template <class T>
+bool in_lanes(const Kernels<T>& k, int64_t size, const Array3<T>& weight) {
+  return whole_vectors(k, size, weight) && size >= 2 * k.vector;
+}
+
+// Whether sums over `size` positions, `results` of them for every row that would have to be transposed, are taken along the
+// rows.
+template <class T>
+bool along_rows(const Kernels<T>& k, int64_t size, int64_t results, const Array3<T>& left, const Array3<T>& right) {
+  return whole_vectors(k, size, left) && whole_vectors(k, size, right) && size > 2 * results;
+}
+
+// out[i * out_row + lane] = init[i * init_stride], or 0 without init, for n lanes, and zeros up to a whole vector.
+template <class T>
+void fill_rows(const Kernels<T>& k, int64_t rows, int64_t n, const T* init, int64_t init_stride, T* out, int64_t out_row) {
+  for (int64_t i = 0; i < rows; ++i) {
+    T* row = out + i * out_row;
+    std::fill_n(row, n, init ? init[i * init_stride] : T(0));
+    std::fill(row + n, row + ceil_divide(n, k.vector) * k.vector, T(0));
+  }
+}
+
+// z of one block of images, a channel c at a time.
+template <class T>
+class Middle {
+ public:
+  Middle(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in, const std::optional<Tensor>& bias_in)
+      : k_(kernels<T>()), s_(s), x_(x), u_(weight_in), bias_(bias_in), rows_(along_rows(k_, s.X, s.D, x_, u_)) {}
+
+  // Room for panels of x where blocks of `block` output channels are done one after the other, `all` of them in the end.
+  int64_t panel_size(int64_t block, int64_t all) const { return rows_ ? 0 : (block >= all ? 1 : s_.C) * s_.X * k_.width; }
+
+  // z[d0 .. d0 + rows][c] of n images from n0 on, to z + i * z_row. `fresh`: the images' panels are to be made.
+  void compute(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, bool once, bool fresh, T* panels, T* z,
+               int64_t z_row) const {
+    const T* bias = bias_.from(d0);
+    if (rows_) {
+      fill_rows(k_, rows, n, bias, bias_.stride, z, z_row);
+      k_.row_products(rows, n, s_.X, u_.at(d0, c), u_.s0, x_.at(n0, c), x_.s0, z, z_row);
+      return;
+    }
+    T* panel = panels + (once ? 0 : c * s_.X * k_.width);
+    if (fresh) k_.pack(n, s_.X, x_.at(n0, c), x_.s0, x_.s2, panel);
+    k_.product(rows, n, s_.X, u_.at(d0, c), u_.s0, u_.s2, panel, k_.width, bias, bias_.stride, 0, z, z_row, false, false);
+  }
+
+ private:
+  const Kernels<T>& k_;
+  const FactoredLinearSizes s_;
+  const Array3<T> x_, u_;
+  const Array1<T> bias_;
+  const bool rows_;
+};
+
+// out[image * out_row + position] = init[position] + sum_k a[k * a_k + image] weight[k * weight_row + position] for n images
+// and whole vectors of positions; `add` adds to out instead. `panel` is room for k rows of the weight.
+template <class T>
+void positions_in_lanes(const Kernels<T>& k, int64_t n, int64_t positions, int64_t count, const T* a, int64_t a_k,
+                        const T* weight, int64_t weight_row, const T* init, T* out, int64_t out_row, bool add, T* panel) {
+  for (int64_t j = 0; j < positions; j += k.width) {
+    const int64_t lanes = std::min(k.width, positions - j);
+    k.pack(lanes, count, weight + j, 1, weight_row, panel);
+    k.product(n, lanes, count, a, 1, a_k, panel, k.width, init ? init + j : nullptr, 0, 1, out + j, out_row, add, false);
+  }
+}
+
+}  // namespace ella

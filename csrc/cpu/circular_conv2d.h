@@ -1,4 +1,4 @@
-// What other CPU ops use of circular_conv2d.cpp.
+// What other CPU ops use of circular_conv2d_weight_grad.cpp.
 #pragma once
 
 #include "../common/stable.h"

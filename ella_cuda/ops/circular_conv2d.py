@@ -26,6 +26,10 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     :func:`torch.nn.functional.conv2d`. On any other device it is :func:`circular_conv2d_torch`, that is cuDNN on CUDA, which no
     kernel of ours would improve on.
 
+    Images of which only one polyphase component is not zero, such as gradients that come through
+    :func:`ella_cuda.ops.polyphase_pool`, are told by looking, and take a quarter of the products on the CPU if there are channels
+    enough for that to pay. Their other zeros are then not multiplied at all, by infinities and NaN neither.
+
     Args:
         x: ``(N, C, H, W)``.
         weight: K, ``(D, C, kh, kw)`` with kh and kw odd.

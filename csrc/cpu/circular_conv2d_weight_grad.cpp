@@ -1,0 +1,185 @@
+// The gradient of a convolution on a torus in its weights; torus.h says how images are laid out.
+#include <algorithm>
+#include <vector>
+
+#include "circular_conv2d.h"
+#include "gram.h"
+#include "one_component.h"
+#include "torus.h"
+
+namespace ella {
+namespace {
+
+// Units that are summed together, and the tasks they are shared out in: from the sizes alone, for the same numbers with any
+// number of threads.
+template <class T>
+struct GradientPlan {
+  GradientPlan(const Torus<T>& torus, const CircularConvSizes& s, int64_t planes, int64_t entries) {
+    constexpr int64_t kVectors = 128;               // enough work between two sums over the lanes of a vector
+    constexpr int64_t kBlockBytes = 512 * 1024;     // of packed images and gradients
+    constexpr int64_t kSumBytes = 8 * 1024 * 1024;  // of partial sums
+    const int64_t unit_bytes =
+        (s.C * planes * torus.plane + s.D * torus.vectors() * torus.k.vector) * static_cast<int64_t>(sizeof(T));
+    block = std::min(ceil_divide(kVectors, torus.vectors()), std::max(kBlockBytes / unit_bytes, int64_t(1)));
+    block = std::min(block, torus.units);
+    const int64_t blocks = ceil_divide(torus.units, block);
+    sums = s.D * s.C * entries;
+    const int64_t most = std::max(kSumBytes / (sums * static_cast<int64_t>(sizeof(double))), int64_t(1));
+    chunk = ceil_divide(blocks, std::min({blocks, most, int64_t(16)})) * block;
+    chunks = ceil_divide(torus.units, chunk);
+  }
+  int64_t block, chunk, chunks, sums;
+};
+
+// Where an entry of the kernel reads x: a plane of its channel and a tap.
+struct Entry {
+  int64_t plane, tap;
+};
+
+// sums[(d * C + c) * entries + e], the sum over images and positions of grad[d] times what entry e reads of channel c; with
+// `upper`, those for c < d are not wanted. `pack_image(unit, c, plane, target, room)` writes one plane of a unit,
+// `pack_gradient(unit, d, target, room)` its gradient, each with room for two; with `in_place` that is read where it lies.
+template <class T, class PackImage, class PackGradient, class Done>
+void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const Images<T>* in_place, int64_t planes,
+                     const std::vector<Entry>& entries, bool upper, const Tensor& like, const PackImage& pack_image,
+                     const PackGradient& pack_gradient, const Done& done) {
+  const int64_t count = static_cast<int64_t>(entries.size());
+  const GradientPlan<T> plan(torus, s, planes, count);
+  const int64_t L = torus.k.vector, vectors = torus.vectors(), room_size = torus.positions() * torus.lanes;
+  const Buffer<double> partial(like, plan.chunks * plan.sums);
+  std::vector<int64_t> in, at;
+  for (int64_t unit = 0; unit < plan.block; ++unit) {
+    for (int64_t v = 0; v < vectors; ++v) {
+      in.push_back(unit * torus.plane + torus.in[v]);
+      at.push_back(in_place ? unit * in_place->image + v * L : (unit * vectors + v) * L);
+    }
+  }
+  const int64_t plane = plan.block * torus.plane;
+  const int64_t packed_channel = (plan.block * vectors + 1) * L;  // odd, for channels must not share the sets of a cache
+  parallel_tasks(plan.chunks, [&](int64_t begin, int64_t end) {
+    const int64_t packed = in_place ? 0 : s.D * packed_channel;
+    const Buffer<T> scratch(like, s.C * planes * plane + packed + 2 * room_size);
+    T *const image = scratch.data(), *const gradient = image + s.C * planes * plane, *const room = gradient + packed;
+    std::vector<const T*> columns;
+    for (int64_t c = 0; c < s.C; ++c) {
+      for (const Entry& e : entries) columns.push_back(image + (c * planes + e.plane) * plane + e.tap);
+    }
+    for (int64_t task = begin; task < end; ++task) {
+      double* sums = partial.data() + task * plan.sums;
+      std::fill_n(sums, plan.sums, 0.0);
+      const int64_t last = std::min((task + 1) * plan.chunk, torus.units);
+      for (int64_t first = task * plan.chunk; first < last; first += plan.block) {
+        const int64_t units = std::min(plan.block, last - first);
+        for (int64_t i = 0; i < units; ++i) {
+          for (int64_t c = 0; c < s.C * planes; ++c) {
+            pack_image(first + i, c / planes, c % planes, image + c * plane + i * torus.plane, room);
+          }
+          for (int64_t d = 0; d < s.D && !in_place; ++d) {
+            pack_gradient(first + i, d, gradient + d * packed_channel + i * vectors * L, room);
+          }
+        }
+        const T* g = in_place ? in_place->data + first * in_place->image : gradient;
+        torus.k.convolve_gradient({g, at.data(), s.D, in_place ? in_place->channel : packed_channel, columns.data(),
+                                   s.C * count, upper ? count : 0, in.data(), units * vectors, sums, s.C * count});
+      }
+    }
+  });
+  double* total = partial.data();
+  for (int64_t task = 1; task < plan.chunks; ++task) {
+    for (int64_t i = 0; i < plan.sums; ++i) total[i] += total[task * plan.sums + i];
+  }
+  done(total);
+}
+
+// `rows` kernels from the sums of their folded entries: a kernel larger than the image repeats them.
+template <class T, class U>
+void unfold(const Torus<T>& torus, const double* sums, int64_t rows, U* target) {
+  for (int64_t i = 0; i < rows; ++i, sums += torus.tap_count()) {
+    for (const int64_t tap : torus.folded) *target++ = static_cast<U>(sums[tap]);
+  }
+}
+
+template <class T, class U>
+void dense_gradient(const CircularConvSizes& s, const Tensor& grad, const Tensor& x, bool upper, U* target) {
+  const Torus<T> torus(s);
+  const Images<T> source(x), gradients(grad);
+  std::vector<Entry> entries;
+  for (const int64_t tap : torus.taps) entries.push_back({0, tap});
+  weight_gradient(
+      s, torus, torus.reads_in_place(gradients) ? &gradients : nullptr, 1, entries, upper, x,
+      [&](int64_t unit, int64_t c, int64_t, T* to, T* room) {
+        torus.pack(torus.plane_of(source, unit, c), torus.images_of(unit), to, room);
+      },
+      [&](int64_t unit, int64_t d, T* to, T*) {
+        torus.pack_gradient(torus.plane_of(gradients, unit, d), torus.images_of(unit), to);
+      },
+      [&](const double* sums) { unfold(torus, sums, s.D * s.C, target); });
+}
+
+// Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.
+template <class T>
+void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& grad, const Tensor& x,
+                        T* target) {
+  const CircularConvSizes quarter = quarter_of(s);
+  const Torus<T> torus(quarter);
+  const Images<T> source(x), gradients(grad);
+  std::vector<Entry> entries;
+  for (int64_t i = 0; i < s.kernel_h; ++i) {
+    for (int64_t j = 0; j < s.kernel_w; ++j) {
+      // Position 2p is met with 2p + i - kernel_h / 2 = 2 (p + down) + below.
+      const int64_t down = i - s.kernel_h / 2, right = j - s.kernel_w / 2, below = down & 1, beside = right & 1;
+      entries.push_back({2 * below + beside,
+                         torus.tap((down - below) / 2 + quarter.kernel_h / 2, (right - beside) / 2 + quarter.kernel_w / 2)});
+    }
+  }
+  const auto gather = [&](const Images<T>& from, int64_t unit, int64_t channel, int64_t below, int64_t beside, T* to) {
+    for (int64_t i = 0; i < torus.images_of(unit); ++i) {
+      const int64_t n = unit * torus.lanes + i;
+      gather_component(from.data + n * from.image + channel * from.channel, from.down, from.right, s, component[n] % 2 + below,
+                       component[n] / 2 + beside, to + i * torus.positions());
+    }
+    return Plane<T>{to, torus.positions(), quarter.W, 1};
+  };
+  const int64_t room_size = torus.positions() * torus.lanes;
+  weight_gradient(
+      s, torus, static_cast<const Images<T>*>(nullptr), 4, entries, false, x,
+      [&](int64_t unit, int64_t c, int64_t plane, T* to, T* room) {
+        torus.pack(gather(source, unit, c, plane / 2, plane % 2, room + room_size), torus.images_of(unit), to, room);
+      },
+      [&](int64_t unit, int64_t d, T* to, T* room) {
+        torus.pack_gradient(gather(gradients, unit, d, 0, 0, room), torus.images_of(unit), to);
+      },
+      [&](const double* sums) {
+        for (int64_t i = 0; i < s.D * s.C * s.kernel_h * s.kernel_w; ++i) target[i] = static_cast<T>(sums[i]);
+      });
+}
+
+Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t kernel_h, int64_t kernel_w) {
+  const CircularConvSizes s = check_circular_conv2d_weight_grad(grad, x, kernel_h, kernel_w);
+  if (grad.numel() == 0 || x.numel() == 0) return zeros_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
+  Tensor out = empty_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_weight_grad", [&] {
+    scalar_t* target = out.mutable_data_ptr<scalar_t>();
+    if (const auto component = only_components<scalar_t>(grad, s, s.D, s.C)) {
+      component_gradient(s, *component, grad, x, target);
+    } else {
+      dense_gradient<scalar_t>(s, grad, x, false, target);
+    }
+  });
+  return out;
+}
+
+ELLA_REGISTER(CPU, m) { m.impl("circular_conv2d_weight_grad", TORCH_BOX(&circular_conv2d_weight_grad)); }
+
+}  // namespace
+
+std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
+  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
+  std::vector<double> lags(C * C * kernel_h * kernel_w);
+  const CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation",
+                         [&] { dense_gradient<scalar_t>(s, x, x, true, lags.data()); });
+  return lags;
+}
+
+}  // namespace ella

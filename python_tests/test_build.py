@@ -125,7 +125,11 @@ def ops_of_schemas() -> list[str]:
     return re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc/schemas.cpp").read_text())
 
 
-LIBRARYS_ON_CUDA = {"circular_conv2d", "circular_conv2d_weight_grad"}  # there Python calls cuDNN through torch
+LIBRARYS_ON_CUDA = {
+    "circular_conv2d",
+    "circular_conv2d_scattered",
+    "circular_conv2d_weight_grad",
+}  # there Python calls cuDNN through torch
 
 
 def test_every_schema_has_its_kernels():

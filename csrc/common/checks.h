@@ -302,6 +302,17 @@ struct PolyphaseSizes {
   int64_t N, C, h, w;  // of the pooled image; the full one is (2h, 2w)
 };
 
+// The index of a CPU op; read before its parallel loop, which must not throw.
+inline std::vector<int64_t> polyphase_components(const char* op, const Tensor& index) {
+  std::vector<int64_t> out(index.numel());
+  const int64_t* data = index.const_data_ptr<int64_t>();
+  for (size_t n = 0; n < out.size(); ++n) {
+    out[n] = data[static_cast<int64_t>(n) * index.stride(0)];
+    STD_TORCH_CHECK(out[n] >= 0 && out[n] < 4, op, ": index must be in 0..3, got ", out[n], " for image ", n);
+  }
+  return out;
+}
+
 inline PolyphaseSizes check_polyphase_image(const ArgumentCheck& check, const char* op, const Tensor& x) {
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
@@ -349,6 +360,19 @@ inline CircularConvSizes check_circular_conv2d(const Tensor& x, const Tensor& we
   check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
   if (bias) check.tensor("bias", *bias, {weight.size(0)}, "(D,)");
   return {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)};
+}
+
+// Sizes of the scattered images.
+inline CircularConvSizes check_circular_conv2d_scattered(const Tensor& x, const Tensor& index, const Tensor& weight) {
+  const char* op = "circular_conv2d_scattered";
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, h, w)");
+  check.index("index", index, {x.size(0)}, "(N,)");
+  check.tensor("weight", weight, {-1, x.size(1), -1, -1}, "(D, C, kh, kw)");
+  check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
+  STD_TORCH_CHECK(weight.size(2) >= 3 && weight.size(3) >= 3, op, ": weight must have height and width of at least 3, got (",
+                  weight.size(2), ", ", weight.size(3), ")");
+  return {x.size(0), x.size(1), 2 * x.size(2), 2 * x.size(3), weight.size(0), weight.size(2), weight.size(3)};
 }
 
 inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t kernel_h,

@@ -78,8 +78,9 @@ struct Seen {
   std::vector<std::array<int64_t, 2>> entries;
 };
 
+// x are the images or, if `gathered`, their components.
 template <class T>
-void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& x,
+void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& x, bool gathered,
                         const Tensor& weight, const T* bias, T* result) {
   const CircularConvSizes quarter = quarter_of(s);
   const Torus<T> torus(quarter);
@@ -111,12 +112,15 @@ void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& 
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t count = torus.images_of(unit), n0 = unit * lanes;
       for (int64_t c = 0; c < s.C; ++c) {
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t only = component[n0 + i];
-          gather_component(source.data + (n0 + i) * source.image + c * source.channel, source.down, source.right, s, only % 2,
-                           only / 2, own + i * positions);
+        Plane<T> plane = torus.plane_of(source, unit, c);
+        if (!gathered) {
+          for (int64_t i = 0; i < count; ++i) {
+            const int64_t only = component[n0 + i];
+            gather_component(plane.data + i * plane.image, plane.down, plane.right, s, only % 2, only / 2, own + i * positions);
+          }
+          plane = {own, positions, quarter.W, 1};
         }
-        torus.pack({own, positions, quarter.W, 1}, count, image + c * torus.plane, room);
+        torus.pack(plane, count, image + c * torus.plane, room);
       }
       for (size_t i = 0; i < seen.size(); ++i) {
         torus.k.convolve({image, s.C, torus.plane, seen[i].taps.data(), seen[i].count(), torus.in.data(), torus.place.data(),
@@ -140,7 +144,7 @@ Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optiona
     const scalar_t* offsets = bias ? offset.data() : nullptr;
     scalar_t* result = y.mutable_data_ptr<scalar_t>();
     if (const auto component = only_components<scalar_t>(x, s, s.C, s.D)) {
-      convolve_component(s, *component, x, weight, offsets, result);
+      convolve_component(s, *component, x, false, weight, offsets, result);
     } else {
       convolve(s, x, weight, offsets, result);
     }
@@ -148,7 +152,21 @@ Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optiona
   return y;
 }
 
-ELLA_REGISTER(CPU, m) { m.impl("circular_conv2d", TORCH_BOX(&circular_conv2d)); }
+Tensor circular_conv2d_scattered(const Tensor& x, const Tensor& index, const Tensor& weight) {
+  const CircularConvSizes s = check_circular_conv2d_scattered(x, index, weight);
+  const std::vector<int64_t> component = polyphase_components("circular_conv2d_scattered", index);
+  Tensor y = empty_of(x, {s.N, s.D, s.H, s.W});
+  if (y.numel() == 0) return y;
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_scattered", [&] {
+    convolve_component(s, component, x, true, weight, static_cast<const scalar_t*>(nullptr), y.mutable_data_ptr<scalar_t>());
+  });
+  return y;
+}
+
+ELLA_REGISTER(CPU, m) {
+  m.impl("circular_conv2d", TORCH_BOX(&circular_conv2d));
+  m.impl("circular_conv2d_scattered", TORCH_BOX(&circular_conv2d_scattered));
+}
 
 }  // namespace
 }  // namespace ella

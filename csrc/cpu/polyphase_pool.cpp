@@ -74,17 +74,6 @@ void select(const Image<const T>& x, const PolyphaseSizes& s, int64_t n, int64_t
   }
 }
 
-// Read before the parallel loop, which must not throw.
-std::vector<int64_t> components(const char* op, const Tensor& index) {
-  std::vector<int64_t> out(index.numel());
-  const int64_t* data = index.const_data_ptr<int64_t>();
-  for (size_t n = 0; n < out.size(); ++n) {
-    out[n] = data[static_cast<int64_t>(n) * index.stride(0)];
-    STD_TORCH_CHECK(out[n] >= 0 && out[n] < 4, op, ": index must be in 0..3, got ", out[n], " for image ", n);
-  }
-  return out;
-}
-
 std::tuple<Tensor, Tensor> polyphase_pool(const Tensor& x, double norm) {
   const PolyphaseSizes s = check_polyphase_pool(x, norm);
   Tensor out = empty_of(x, {s.N, s.C, s.h, s.w});
@@ -105,7 +94,7 @@ std::tuple<Tensor, Tensor> polyphase_pool(const Tensor& x, double norm) {
 
 Tensor polyphase_select(const Tensor& x, const Tensor& index) {
   const PolyphaseSizes s = check_polyphase_select(x, index);
-  const std::vector<int64_t> chosen = components("polyphase_select", index);
+  const std::vector<int64_t> chosen = polyphase_components("polyphase_select", index);
   Tensor out = empty_of(x, {s.N, s.C, s.h, s.w});
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "polyphase_select", [&] {
     const auto view = image<scalar_t>(x);
@@ -119,7 +108,7 @@ Tensor polyphase_select(const Tensor& x, const Tensor& index) {
 
 Tensor polyphase_scatter(const Tensor& grad, const Tensor& index) {
   const PolyphaseSizes s = check_polyphase_scatter(grad, index);
-  const std::vector<int64_t> chosen = components("polyphase_scatter", index);
+  const std::vector<int64_t> chosen = polyphase_components("polyphase_scatter", index);
   Tensor out = zeros_of(grad, {s.N, s.C, 2 * s.h, 2 * s.w});
   ELLA_DISPATCH_FLOATING(grad.scalar_type(), "polyphase_scatter", [&] {
     const auto view = image<scalar_t>(grad);

@@ -7,6 +7,7 @@ gradient at its input. So nothing is kept for all layers at once, and no gradien
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules.conv import Conv2dRule
+from ella_cuda.nn import PolyphasePool2d
 
 Pull = Callable[[Tensor], Tensor]
 
@@ -84,6 +87,25 @@ class _OutputTap(torch.autograd.Function):
         return _OnColumns.apply(gradient, pull), None, None
 
 
+class _Pooled:
+    """In the place of a convolution's rule at the output of the polyphase choice that follows it."""
+
+    def __init__(self, rule: Conv2dRule, index: Tensor) -> None:
+        self.rule, self.index = rule, index
+
+    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        return self.rule.pull_back_pooled(gradient, self.index, input_shape)
+
+
+@dataclasses.dataclass
+class _Between:
+    """What stands between a convolution and the polyphase choice that follows it: the one's input and output."""
+
+    rule: Conv2dRule
+    x: Tensor
+    out: Tensor
+
+
 class CurvaturePass:
     """The hooks of one fit; see :func:`curvature_pass`.
 
@@ -101,6 +123,9 @@ class CurvaturePass:
         self._column_bytes = 0
         self._called: set[Rule] = set()
         self._paused = False
+        self._strided = _strided_layers(model, rules)
+        self._inside: list[nn.Sequential] = []  # those of them whose forward runs
+        self._between: _Between | None = None
         self.hyperparameters = list(hyperparameters(model).values())
 
     @contextmanager
@@ -171,17 +196,70 @@ class CurvaturePass:
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
-            size = sum(t.numel() * t.element_size() for t in (x, out) if isinstance(t, Tensor))
-            self._column_bytes = max(
-                self._column_bytes, 2 * size
-            )  # gradients of both, and as much again for temporaries
             with torch.no_grad():
                 rule.inputs(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
-            if rule.differentiates:
-                return _LayerNode.apply(x, out.detach(), self._anchor, rule)
-            return _OutputTap.apply(out, self._anchor, rule)
+            if not rule.differentiates:
+                self._charge(x, out)
+                return _OutputTap.apply(out, self._anchor, rule)
+            out = _LayerNode.apply(x, out.detach(), self._anchor, rule)
+            if self._inside and self._strided[self._inside[-1]] is rule:
+                self._between = _Between(rule, x, out)
+            else:
+                self._charge(x, out)
+            return out
 
         return replace
+
+    def _charge(self, *tensors: Tensor) -> None:
+        """A column's gradients of these exist at once, and as much again for temporaries."""
+        size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        self._column_bytes = max(self._column_bytes, 2 * size)
+
+    @contextmanager
+    def strided(self) -> Iterator[None]:
+        """For the duration of the context, convolutions followed by a polyphase choice are one node: the gradient between them,
+        three quarters of it zeros, is never formed.
+        """
+        handles = []
+
+        def enter(module: nn.Sequential, args: Any) -> None:
+            self._inside.append(module)
+
+        def leave(module: nn.Sequential, args: Any, out: Tensor | None) -> None:
+            self._inside.pop()
+
+        def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            between, self._between = self._between, None
+            if self._paused or between is None or args[0] is not between.out:
+                return out
+            self._charge(between.x, out)
+            with torch.no_grad():
+                index = torch.ops.ella_cuda.polyphase_pool(between.out.detach(), float(module.norm))[1]
+            return _LayerNode.apply(between.x, out.detach(), self._anchor, _Pooled(between.rule, index))
+
+        try:
+            for sequence in self._strided:
+                handles.append(sequence.register_forward_pre_hook(enter))
+                handles.append(sequence.register_forward_hook(leave, prepend=True, always_call=True))
+                handles.append(sequence[1].register_forward_hook(replace, prepend=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Sequential, Conv2dRule]:
+    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice: nothing else sees what is between the two."""
+    convolutions = {rule.module: rule for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
+    return {
+        m: convolutions[m[0]]
+        for m in model.modules()
+        if type(m) is nn.Sequential
+        and len(m) == 2
+        and m[0] in convolutions
+        and type(m[1]) is PolyphasePool2d
+        and not (m[0]._forward_hooks or m[0]._backward_hooks or m[1]._forward_pre_hooks or m[1]._backward_hooks)
+    }
 
 
 @contextmanager
@@ -189,7 +267,7 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
     """The nodes of a fit, in :func:`hooked` layers of a model whose parameters and buffers are constants."""
     run = CurvaturePass(model, rules, memory_budget)
     constants = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
-    with hooked(model, {rule: run.hook(rule) for rule in rules}, constants):
+    with hooked(model, {rule: run.hook(rule) for rule in rules}, constants), run.strided():
         yield run
 
 

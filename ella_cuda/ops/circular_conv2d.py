@@ -1,7 +1,8 @@
 """Convolution on a torus at stride 1, for few channels.
 
 The map is linear in each of ``x`` and ``weight``, so every derivative of every order is a sum of calls to the same two ops,
-``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments.
+``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments. A third, ``circular_conv2d_scattered``,
+is the first one behind ``polyphase_scatter``: what the gradient of a strided layer goes through.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
+from ella_cuda.ops.polyphase_pool import polyphase_scatter, polyphase_select
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,8 +72,26 @@ def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return y if bias is None else y + bias[:, None, None]
 
 
-def _mirrored(weight: Tensor) -> Tensor:
-    """The kernel of the transposed map."""
+def circular_conv2d_scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """``circular_conv2d(polyphase_scatter(x, index), weight)``, on the CPU without the zeros: a quarter of the products.
+
+    Args:
+        x: ``(N, C, h, w)``, the one polyphase component of each image that is not zero.
+        index: ``(N,)``, int64, which one it is.
+        weight: ``(D, C, kh, kw)`` with kh and kw odd.
+
+    Returns:
+        ``(N, D, 2h, 2w)``.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit, or an index is none of 0 to 3.
+    """
+    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and min(weight.shape[2:]) >= 3
+    return _scattered(x, index, weight) if compiled else circular_conv2d(polyphase_scatter(x, index), weight)
+
+
+def mirrored(weight: Tensor) -> Tensor:
+    """The kernel of the transposed map, ``(D, C, kh, kw) -> (C, D, kh, kw)``."""
     return weight.flip(2, 3).transpose(0, 1)
 
 
@@ -101,7 +121,7 @@ def _forward_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Ten
     x, weight = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad
     return (
-        _forward(grad, _mirrored(weight), None) if need_x else None,
+        _forward(grad, mirrored(weight), None) if need_x else None,
         _weight_grad(grad, x, *weight.shape[2:]) if need_weight else None,
         grad.sum((0, 2, 3)) if need_bias else None,
     )
@@ -155,7 +175,7 @@ def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Te
     grad, x = ctx.saved_tensors
     return (
         _forward(x, v, None) if ctx.needs_input_grad[0] else None,
-        _forward(grad, _mirrored(v), None) if ctx.needs_input_grad[1] else None,
+        _forward(grad, mirrored(v), None) if ctx.needs_input_grad[1] else None,
         None,
         None,
     )
@@ -184,6 +204,43 @@ def _weight_grad_vmap(
     return map_over_batch(op, info, (grad_dim, x_dim, None, None), (grad, x, *kernel_size))
 
 
+# circular_conv2d_scattered ---------------------------------------------------------------------------------------------------
+
+
+def _scattered_fake(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    n, _, h, w = x.shape
+    return x.new_empty(n, weight.shape[0], 2 * h, 2 * w)
+
+
+def _scattered_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    keep(ctx, *inputs)
+
+
+def _scattered_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, Tensor | None]:
+    if grad is None:
+        return None, None, None
+    x, index, weight = ctx.saved_tensors
+    need_x, _, need_weight = ctx.needs_input_grad
+    return (
+        polyphase_select(_forward(grad, mirrored(weight), None), index) if need_x else None,
+        None,
+        _weight_grad(grad, polyphase_scatter(x, index), *weight.shape[2:]) if need_weight else None,
+    )
+
+
+def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None) -> Tensor:
+    x, index, weight = ctx.saved_tensors
+    total = _sum(
+        None if x_t is None else _scattered(x_t, index, weight),
+        None if weight_t is None else _scattered(x, index, weight_t),
+    )
+    return torch.zeros_like(_scattered_fake(x, index, weight)) if total is None else total
+
+
+def _scattered_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
+    return map_over_batch(torch.ops.ella_cuda.circular_conv2d_scattered, info, in_dims, args)
+
+
 # sum_{n,h,w} grad[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W], (D, C, kh, kw)
 _weight_grad = differentiable(
     "circular_conv2d_weight_grad",
@@ -200,4 +257,12 @@ _forward = differentiable(
     backward=_forward_backward,
     jvp=_forward_jvp,
     vmap=_forward_vmap,
+)
+_scattered = differentiable(
+    "circular_conv2d_scattered",
+    fake=_scattered_fake,
+    save=_scattered_save,
+    backward=_scattered_backward,
+    jvp=_scattered_jvp,
+    vmap=_scattered_vmap,
 )

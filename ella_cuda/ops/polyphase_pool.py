@@ -78,11 +78,11 @@ def _pool_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _pool_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, None]:
-    return (None if grad is None else _scatter(grad, ctx.saved_tensors[0])), None
+    return (None if grad is None else polyphase_scatter(grad, ctx.saved_tensors[0])), None
 
 
 def _pool_jvp(ctx: Any, x_t: Tensor, _: Any) -> tuple[Tensor, None]:
-    return _select(x_t, ctx.saved_tensors[0]), None
+    return polyphase_select(x_t, ctx.saved_tensors[0]), None
 
 
 def _pool_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, norm: float) -> tuple[Any, Any]:
@@ -96,11 +96,11 @@ def _index_save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None
 
 
 def _select_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    return (None if grad is None else _scatter(grad, ctx.saved_tensors[0])), None
+    return (None if grad is None else polyphase_scatter(grad, ctx.saved_tensors[0])), None
 
 
 def _select_jvp(ctx: Any, x_t: Tensor, _: Any) -> Tensor:
-    return _select(x_t, ctx.saved_tensors[0])
+    return polyphase_select(x_t, ctx.saved_tensors[0])
 
 
 def _select_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, index: Tensor) -> tuple[Tensor, int]:
@@ -113,11 +113,11 @@ def _scatter_fake(grad: Tensor, index: Tensor) -> Tensor:
 
 
 def _scatter_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    return (None if grad is None else _select(grad, ctx.saved_tensors[0])), None
+    return (None if grad is None else polyphase_select(grad, ctx.saved_tensors[0])), None
 
 
 def _scatter_jvp(ctx: Any, grad_t: Tensor, _: Any) -> Tensor:
-    return _scatter(grad_t, ctx.saved_tensors[0])
+    return polyphase_scatter(grad_t, ctx.saved_tensors[0])
 
 
 def _scatter_vmap(info: Any, in_dims: tuple[int | None, ...], grad: Tensor, index: Tensor) -> tuple[Tensor, int]:
@@ -129,7 +129,7 @@ def _scatter_vmap(info: Any, in_dims: tuple[int | None, ...], grad: Tensor, inde
 _pool = differentiable(
     "polyphase_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap
 )
-_select = differentiable(
+polyphase_select = differentiable(
     "polyphase_select",
     fake=lambda x, index: _halved(x),
     save=_index_save,
@@ -137,7 +137,7 @@ _select = differentiable(
     jvp=_select_jvp,
     vmap=_select_vmap,
 )
-_scatter = differentiable(
+polyphase_scatter = differentiable(
     "polyphase_scatter",
     fake=_scatter_fake,
     save=_index_save,

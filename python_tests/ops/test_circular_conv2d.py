@@ -79,74 +79,6 @@ def test_gradients_equal_those_of_rolled_images(shape, dtype, device):
         checks.error_at_most_twice(o, t, e)
 
 
-# Even sides, with halves wider and narrower than a vector, and than the kernel; products enough for the short cut.
-COMPONENT_SHAPES = [
-    (5, 10, 12, 32, 64, 3, 3),
-    (19, 11, 10, 16, 8, 3, 3),
-    (6, 7, 6, 4, 34, 3, 5),
-    (21, 3, 4, 8, 4, 7, 5),
-    (5, 10, 10, 2, 2, 3, 3),
-    (4, 3, 3, 2, 6, 5, 9),
-]
-
-
-def one_component(images: Tensor) -> Tensor:
-    """The images with all but one of their polyphase components, a different one in turn, set to zero, the first image wholly."""
-    kept = torch.zeros_like(images)
-    for n in range(1, len(images)):
-        rows, columns = slice(n % 2, None, 2), slice(n // 2 % 2, None, 2)
-        kept[n, :, rows, columns] = images[n, :, rows, columns]
-    return kept
-
-
-@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_images_of_one_polyphase_component(shape, dtype, device):
-    x, weight, bias = arguments(shape, device, dtype)
-    mixed = one_component(x)
-    mixed[-1] = x[-1]
-    for images in (one_component(x), -one_component(x), mixed):
-        for b in (None, bias):
-            twin = ops.circular_conv2d_torch(images, weight, b)
-            checks.error_at_most_twice(ops.circular_conv2d(images, weight, b), twin, rolled(images, weight, b))
-
-
-@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_one_polyphase_component(shape, dtype, device):
-    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
-    wide = [a.detach().double().requires_grad_() for a in args]
-    grad = one_component(gradient(shape, device, dtype))
-    ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
-    twin = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
-    exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
-        checks.error_at_most_twice(o, t, e)
-
-
-def test_every_layout_of_images_of_one_component(device):
-    x, weight, _ = arguments((5, 10, 11, 8, 6, 3, 3), device)
-    grad = one_component(gradient((5, 10, 11, 8, 6, 3, 3), device))
-    for _, images in checks.layouts(one_component(x)[1:]):
-        checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
-    for _, laid_out in checks.layouts(grad[1:]):
-        wide = weight.clone().requires_grad_()
-        exact = torch.autograd.grad(rolled(x[1:], wide), wide, laid_out)[0]
-        checks.assert_same(_weight_grad(laid_out, x[1:], 3, 3), exact)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zeros_of_the_other_components_are_not_multiplied(dtype):
-    x, weight, _ = arguments((3, 10, 10, 8, 8, 3, 3), torch.device("cpu"), dtype)
-    images = one_component(x)[1:2]  # odd rows, even columns
-    weight[:, :, 1, 1] = float("nan")
-    seen = ops.circular_conv2d(images, weight).isnan()
-    assert seen[:, :, 1::2, ::2].all() and not seen[:, :, ::2].any() and not seen[:, :, :, 1::2].any()
-    x[:, :, ::2] = float("nan")
-    filters = _weight_grad(images, x[1:2], 3, 3).isnan()
-    assert filters[:, :, ::2].all() and not filters[:, :, 1].any()
-
-
 def test_the_direction_of_the_kernel(device):
     """Entry (0, 0) of a 3x3 kernel looks one up and one to the left, around the border."""
     x = torch.arange(12.0, device=device).view(1, 1, 3, 4)
@@ -280,11 +212,13 @@ def test_every_set_of_instructions(capability, beside_the_tests):
     code = """
 import json, torch, ella_cuda
 from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
+from python_tests.ops.test_one_component import COMPONENT_SHAPES, one_component
 worst = 0.0
 for dtype in (torch.float32, torch.float64):
-    for shape in SHAPES:
+    cases = [(shape, lambda t: t) for shape in SHAPES] + [(shape, one_component) for shape in COMPONENT_SHAPES]
+    for shape, made in cases:
         x, weight, bias = arguments(shape, torch.device("cpu"), dtype)
-        grad = gradient(shape, torch.device("cpu"), dtype)
+        x, grad = made(x), made(gradient(shape, torch.device("cpu"), dtype))
         wide = weight.double().requires_grad_()
         exact = rolled(x, wide, bias)
         (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())

@@ -12,6 +12,8 @@ from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d
+from ella_cuda.ops.circular_conv2d import circular_conv2d_scattered, mirrored
+from ella_cuda.ops.polyphase_pool import polyphase_scatter
 
 
 @register(CircularConv2d)
@@ -87,18 +89,46 @@ class Conv2dRule(Rule):
         moment.count(x.shape[0] * positions)
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        self._output_sides(gradient, math.prod(gradient.shape[3:]))
+        return None if input_shape is None else self._pulled(gradient, input_shape)
+
+    def pools(self) -> bool:
+        """Whether :meth:`pull_back_pooled` knows this layer."""
+        return self._same_on_torus() and type(self) is Conv2dRule
+
+    def pull_back_pooled(self, gradient: Tensor, index: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        """As :meth:`pull_back` of ``polyphase_scatter(gradient, index)``, without the zeros.
+
+        Args:
+            gradient: ``(K, N, D, H/2, W/2)``, at the output of a :class:`ella_cuda.nn.PolyphasePool2d` that follows the layer.
+            index: ``(N,)``, the components that it chose.
+            input_shape: of the layer, or None.
+        """
+        self._output_sides(gradient, 4 * math.prod(gradient.shape[3:]))
+        if input_shape is None:
+            return None
+        columns = gradient.shape[:2]
+        flat, index = gradient.flatten(0, 1), index.repeat(columns[0])
+        if gradient.device.type == "cpu":
+            kernel = mirrored(self.layer.weight.detach())
+            return circular_conv2d_scattered(flat, index, kernel).unflatten(0, columns)
+        return self._pulled(polyphase_scatter(flat, index).unflatten(0, columns), input_shape)
+
+    def _output_sides(self, gradient: Tensor, positions: int) -> None:
+        """Add the output sides of ``(K, N, D, ...)`` gradients at all of ``positions`` that are not zero."""
         flat = gradient.flatten(0, 1)
         if "weight" in self.factors:
-            moment, positions = self.factors["weight"].output_moment, math.prod(flat.shape[2:])
+            moment = self.factors["weight"].output_moment
             moment.add_patches(flat, 1, alpha=1 / max(positions, 1))
             moment.count(flat.shape[0] * positions)
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
-        if input_shape is None:
-            return None
+
+    def _pulled(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
+        """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
+        flat = gradient.flatten(0, 1)
         if self._same_on_torus() and gradient.device.type == "cpu":
-            kernel = self.layer.weight.detach().flip(2, 3).transpose(0, 1)
-            return ops.circular_conv2d(flat, kernel).unflatten(0, gradient.shape[:2])
+            return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
         # Channels innermost: convolutions are faster so on the CPU.
         flat = flat.contiguous(memory_format=torch.channels_last)
         pulled = self._input_gradient(flat, input_shape)

@@ -1,0 +1,186 @@
+"""The convolution on a torus of images of which one polyphase component is not zero, against rolled images in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.circular_conv2d import _weight_grad, circular_conv2d_scattered
+from ella_cuda.ops.polyphase_pool import polyphase_scatter
+from python_tests.ops import checks
+from python_tests.ops.test_circular_conv2d import arguments, gradient, rolled
+
+# Even sides, with halves wider and narrower than a vector, and than the kernel; products enough for the short cut.
+COMPONENT_SHAPES = [
+    (5, 10, 12, 32, 64, 3, 3),
+    (19, 11, 10, 16, 8, 3, 3),
+    (6, 7, 6, 4, 34, 3, 5),
+    (21, 3, 4, 8, 4, 7, 5),
+    (5, 10, 10, 2, 2, 3, 3),
+    (4, 3, 3, 2, 6, 5, 9),
+]
+
+
+def one_component(images: Tensor) -> Tensor:
+    """The images with all but one of their polyphase components, a different one in turn, set to zero, the first image wholly."""
+    kept = torch.zeros_like(images)
+    for n in range(1, len(images)):
+        rows, columns = slice(n % 2, None, 2), slice(n // 2 % 2, None, 2)
+        kept[n, :, rows, columns] = images[n, :, rows, columns]
+    return kept
+
+
+@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_images_of_one_polyphase_component(shape, dtype, device):
+    x, weight, bias = arguments(shape, device, dtype)
+    mixed = one_component(x)
+    mixed[-1] = x[-1]
+    for images in (one_component(x), -one_component(x), mixed):
+        for b in (None, bias):
+            twin = ops.circular_conv2d_torch(images, weight, b)
+            checks.error_at_most_twice(ops.circular_conv2d(images, weight, b), twin, rolled(images, weight, b))
+
+
+@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_one_polyphase_component(shape, dtype, device):
+    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    wide = [a.detach().double().requires_grad_() for a in args]
+    grad = one_component(gradient(shape, device, dtype))
+    ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
+    twin = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
+    exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
+    for o, t, e in zip(ours, twin, exact, strict=True):
+        checks.error_at_most_twice(o, t, e)
+
+
+def test_every_layout_of_images_of_one_component(device):
+    x, weight, _ = arguments((5, 10, 11, 8, 6, 3, 3), device)
+    grad = one_component(gradient((5, 10, 11, 8, 6, 3, 3), device))
+    for _, images in checks.layouts(one_component(x)[1:]):
+        checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
+    for _, laid_out in checks.layouts(grad[1:]):
+        wide = weight.clone().requires_grad_()
+        exact = torch.autograd.grad(rolled(x[1:], wide), wide, laid_out)[0]
+        checks.assert_same(_weight_grad(laid_out, x[1:], 3, 3), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_of_the_other_components_are_not_multiplied(dtype):
+    x, weight, _ = arguments((3, 10, 10, 8, 8, 3, 3), torch.device("cpu"), dtype)
+    images = one_component(x)[1:2]  # odd rows, even columns
+    weight[:, :, 1, 1] = float("nan")
+    seen = ops.circular_conv2d(images, weight).isnan()
+    assert seen[:, :, 1::2, ::2].all() and not seen[:, :, ::2].any() and not seen[:, :, :, 1::2].any()
+    x[:, :, ::2] = float("nan")
+    filters = _weight_grad(images, x[1:2], 3, 3).isnan()
+    assert filters[:, :, ::2].all() and not filters[:, :, 1].any()
+
+
+@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
+def test_same_numbers_for_any_number_of_threads(shape):
+    x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
+    grad = one_component(gradient(shape, torch.device("cpu"), torch.float32))
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append((ops.circular_conv2d(one_component(x), weight, bias), _weight_grad(grad, x, *shape[5:])))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+# ---- with the component already gathered ----
+
+
+def components(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """Components of images of the shape, which ones they are, and a kernel."""
+    x, weight, _ = arguments(shape, device, dtype)
+    return x[:, :, ::2, ::2].contiguous(), torch.arange(shape[0], device=device) * 3 % 4, weight
+
+
+def scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """The twin: zeros written out."""
+    full = x.new_zeros(*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])
+    for i in range(4):
+        mine = torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").roll((i & 1, i >> 1), (2, 3))
+        place = torch.zeros_like(full)
+        place[:, :, i & 1 :: 2, i >> 1 :: 2] = 1
+        full = full + torch.where((index == i)[:, None, None, None], mine * place, 0)
+    return ops.circular_conv2d_torch(full, weight)
+
+
+@pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, (5, 2, 3, 4, 6, 3, 3), (4, 3, 2, 8, 6, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scattered_equals_the_convolution_of_scattered_images(shape, dtype, device):
+    x, index, weight = components(shape, device, dtype)
+    full = torch.zeros(*x.shape[:2], *shape[3:5], dtype=torch.float64, device=device)
+    for n, i in enumerate(index.tolist()):
+        full[n, :, i & 1 :: 2, i >> 1 :: 2] = x[n]
+    twin = ops.circular_conv2d_torch(full.to(dtype), weight)
+    checks.error_at_most_twice(circular_conv2d_scattered(x, index, weight), twin, rolled(full, weight))
+    checks.error_at_most_twice(scattered(x, index, weight), twin, rolled(full, weight))
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_every_layout_of_components(position, device):
+    args = list(components((5, 3, 4, 8, 6, 3, 3), device))
+    for _, laid_out in checks.layouts(args[position]):
+        call = [*args[:position], laid_out, *args[position + 1 :]]
+        checks.assert_same(circular_conv2d_scattered(*call), scattered(*call))
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4, 6, 3, 3), (2, 0, 3, 4, 6, 3, 3), (2, 3, 0, 4, 6, 3, 3), (2, 3, 4, 0, 6, 3, 3)]
+)
+def test_no_components(shape, device):
+    x, index, weight = components(shape, device)
+    full = ops.circular_conv2d(polyphase_scatter(x, index), weight)
+    checks.assert_same(circular_conv2d_scattered(x, index, weight), full)
+
+
+def test_derivatives_of_scattered(device):
+    x, index, weight = components((3, 2, 3, 4, 2, 3, 3), device)
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return circular_conv2d_scattered(x, index, weight)
+
+    def twin(x: Tensor, weight: Tensor) -> Tensor:
+        return scattered(x, index, weight)
+
+    checks.check_derivatives(call, (x.requires_grad_(), weight.requires_grad_()))
+    args = (x.detach(), weight.detach())
+    checks.check_func_transforms(call, twin, args)
+    checks.check_vmap(call, args, batch=2)
+    checks.check_compile(call, args)
+
+
+def test_opcheck_of_scattered():
+    x, index, weight = components((3, 2, 3, 4, 2, 3, 3), torch.device("cpu"))
+    torch.library.opcheck(
+        torch.ops.ella_cuda.circular_conv2d_scattered.default, (x.requires_grad_(), index, weight.requires_grad_())
+    )
+
+
+@pytest.mark.parametrize(
+    ("position", "bad", "words"),
+    [
+        (0, lambda t: t[0], "x must have shape"),
+        (1, lambda t: t[1:], "index must have shape"),
+        (1, lambda t: t + 2, "index must be in 0..3"),
+        (1, lambda t: t.float(), "index must be"),
+        (2, lambda t: t[:, 1:], "weight must have shape"),
+        (2, lambda t: t.float(), "weight must have the dtype"),
+    ],
+)
+def test_errors_of_scattered(position, bad, words):
+    args = list(components((3, 2, 3, 4, 6, 3, 3), torch.device("cpu")))
+    args[position] = bad(args[position])
+    with pytest.raises(RuntimeError, match=words):
+        circular_conv2d_scattered(*args)

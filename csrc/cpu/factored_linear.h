@@ -66,14 +66,21 @@ bool along_rows(const Kernels<T>& k, int64_t size, int64_t results, const Array3
   return whole_vectors(k, size, left) && whole_vectors(k, size, right) && size > 2 * results;
 }
 
+// Zeros in the lanes from n on up to a whole vector, which sums over lanes take in.
+template <class T>
+void clear_lanes(const Kernels<T>& k, int64_t rows, int64_t n, T* out, int64_t out_row) {
+  for (int64_t i = 0; i < rows && n % k.vector != 0; ++i) {
+    std::fill(out + i * out_row + n, out + i * out_row + ceil_divide(n, k.vector) * k.vector, T(0));
+  }
+}
+
 // out[i * out_row + lane] = init[i * init_stride], or 0 without init, for n lanes, and zeros up to a whole vector.
 template <class T>
 void fill_rows(const Kernels<T>& k, int64_t rows, int64_t n, const T* init, int64_t init_stride, T* out, int64_t out_row) {
   for (int64_t i = 0; i < rows; ++i) {
-    T* row = out + i * out_row;
-    std::fill_n(row, n, init ? init[i * init_stride] : T(0));
-    std::fill(row + n, row + ceil_divide(n, k.vector) * k.vector, T(0));
+    std::fill_n(out + i * out_row, n, init ? init[i * init_stride] : T(0));
   }
+  clear_lanes(k, rows, n, out, out_row);
 }
 
 // z of one block of images, a channel c at a time.
@@ -98,6 +105,7 @@ class Middle {
     T* panel = panels + (once ? 0 : c * s_.X * k_.width);
     if (fresh) k_.pack(n, s_.X, x_.at(n0, c), x_.s0, x_.s2, panel);
     k_.product(rows, n, s_.X, u_.at(d0, c), u_.s0, u_.s2, panel, k_.width, bias, bias_.stride, 0, z, z_row, false, false);
+    clear_lanes(k_, rows, n, z, z_row);
   }
 
  private:

@@ -147,6 +147,7 @@ class Backward {
       if (wanted_.bias_out) k_.lane_sums(s_.Y, n, panel, W, target.dbias_out, 1);
       if (!need_dz) return;
       k_.product(s_.C, n, s_.Y, v_.at(d, 0), v_.s1, v_.s2, panel, W, nullptr, 0, 0, dz, W, false, false);
+      clear_lanes(k_, s_.C, n, dz, W);
     }
     if (wanted_.bias_in) k_.lane_sums(s_.C, n, dz, W, target.dbias_in + d, 0);
   }

@@ -28,9 +28,10 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     :func:`torch.nn.functional.conv2d`. On any other device it is :func:`circular_conv2d_torch`, that is cuDNN on CUDA, which no
     kernel of ours would improve on.
 
-    Images of which only one polyphase component is not zero, such as gradients that come through
-    :func:`ella_cuda.ops.polyphase_pool`, are told by looking, and take a quarter of the products on the CPU if there are channels
-    enough for that to pay. Their other zeros are then not multiplied at all, by infinities and NaN neither.
+    Where each image of a call has numbers in one of its polyphase components only, such as gradients that come through
+    :func:`ella_cuda.ops.polyphase_pool`, the other zeros are not multiplied on the CPU, here and in the gradient of the weight: by
+    infinities and NaN neither. That takes images of even sides, kernels of at least three rows and columns, and channels enough for
+    it to pay; an image of zeros alone counts as having one component.
 
     Args:
         x: ``(N, C, H, W)``.

@@ -21,6 +21,9 @@ SHAPES = [
     (7, 5, 6, 70, 65),
     (7, 3, 2, 64, 48),  # whole vectors of positions on the CPU
     (67, 110, 8, 32, 224),  # and several blocks of images and of output channels
+    (67, 110, 8, 33, 5),  # several blocks of output channels, packed positions
+    (5, 2, 9, 300, 3),  # sums longer than those of one pass
+    (1030, 2, 3, 7, 6),  # several blocks of images in a chunk
 ]  # N, C, D, X, Y
 
 
@@ -62,6 +65,20 @@ def test_gradients_equal_the_dense_layers(shape, dtype, device):
     exact = torch.autograd.grad(dense(*wide), wide, grad.double())
     for o, t, e in zip(ours, twin, exact, strict=True):
         checks.error_at_most_twice(o, t, e)
+
+
+@pytest.mark.parametrize("infinite", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(3, 2, 2, 4, 1), (3, 2, 2, 4, 8), (3, 2, 2, 64, 48), (17, 1, 2, 3, 1)])
+def test_infinities_stay_where_they_are(shape, infinite, device):
+    """Lanes of vectors that hold no image must not turn an infinite weight into NaN where there is none."""
+    args = [torch.ones_like(a) for a in arguments(shape, device, torch.float32)]
+    args[infinite].view(-1)[0] = torch.inf
+    leaves, plain = ([a.clone().requires_grad_() for a in args] for _ in range(2))
+    results = ops.factored_linear(*leaves), ops.factored_linear_torch(*plain)
+    torch.testing.assert_close(*results, equal_nan=True)
+    ours, twin = (torch.autograd.grad(y.sum(), a) for y, a in zip(results, (leaves, plain), strict=True))
+    for o, t in zip(ours, twin, strict=True):
+        torch.testing.assert_close(o, t, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48)])

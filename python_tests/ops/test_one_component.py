@@ -20,6 +20,8 @@ COMPONENT_SHAPES = [
     (21, 3, 4, 8, 4, 7, 5),
     (5, 10, 10, 2, 2, 3, 3),
     (4, 3, 3, 2, 6, 5, 9),
+    (5, 10, 12, 4, 16, 3, 3),
+    (3, 10, 12, 4, 32, 3, 3),
 ]
 
 
@@ -73,11 +75,71 @@ def test_zeros_of_the_other_components_are_not_multiplied(dtype):
     x, weight, _ = arguments((3, 10, 10, 8, 8, 3, 3), torch.device("cpu"), dtype)
     images = one_component(x)[1:2]  # odd rows, even columns
     weight[:, :, 1, 1] = float("nan")
-    seen = ops.circular_conv2d(images, weight).isnan()
-    assert seen[:, :, 1::2, ::2].all() and not seen[:, :, ::2].any() and not seen[:, :, :, 1::2].any()
+    for signed in (images, -images):  # a zero may have a sign
+        seen = ops.circular_conv2d(signed, weight).isnan()
+        assert seen[:, :, 1::2, ::2].all() and not seen[:, :, ::2].any() and not seen[:, :, :, 1::2].any()
     x[:, :, ::2] = float("nan")
     filters = _weight_grad(images, x[1:2], 3, 3).isnan()
     assert filters[:, :, ::2].all() and not filters[:, :, 1].any()
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan"), 1e-36])
+def test_one_number_of_another_component(value):
+    """In whatever image, channel, row and column it lies, the images are not of one component."""
+    _, weight, _ = arguments((3, 10, 12, 16, 8, 3, 3), torch.device("cpu"), torch.float32)
+    for at in ((0, 0, 0, 1), (1, 9, 15, 6), (2, 9, 1, 0), (2, 4, 14, 7), (2, 9, 15, 7)):
+        images = torch.zeros(3, 10, 16, 8)
+        images[at] = value
+        images[at[0], 0, 0, 0] = value * 0.5 if value == value else 1.0
+        for laid_out in (images, images.to(memory_format=torch.channels_last), torch.cat([images, images], 1)[:, :10]):
+            torch.testing.assert_close(
+                ops.circular_conv2d(laid_out, weight).double(),
+                rolled(images, weight),
+                rtol=1e-5,
+                atol=0.0,
+                equal_nan=True,
+            )
+
+
+def test_only_the_images_own_numbers_are_looked_at():
+    """Zeros between an image's rows, columns or channels in memory are not the image's."""
+    _, weight, _ = arguments((2, 10, 12, 8, 8, 3, 3), torch.device("cpu"))
+    columns = torch.zeros(2, 10, 8, 8, dtype=torch.float64)
+    columns[..., ::2, 0] = torch.randn(2, 10, 4, dtype=torch.float64)
+    rows = torch.zeros(2, 10, 16, 8, dtype=torch.float64)
+    rows[:, :, ::2, ::2] = torch.randn(2, 10, 8, 4, dtype=torch.float64)
+    channels = torch.zeros(2, 20, 8, 8, dtype=torch.float64)
+    channels[:, :, ::2, ::2] = torch.randn(2, 20, 4, 4, dtype=torch.float64)
+    channels[:, 18] = torch.randn(2, 8, 8, dtype=torch.float64)
+    for images in (columns[..., :1].expand(-1, -1, -1, 8), rows[:, :, ::2], channels[:, ::2]):
+        checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 40, 40, 7, 8, 3, 3), (2, 40, 40, 8, 7, 3, 3), (2, 40, 40, 8, 8, 1, 9), (2, 40, 40, 8, 8, 9, 1)]
+)
+def test_sizes_without_the_short_cut(shape):
+    """Odd sides, and kernels by which some outputs see nothing of a component."""
+    x, weight, bias = arguments(shape, torch.device("cpu"))
+    for images in (torch.zeros_like(x), one_component(x)):
+        checks.assert_same(ops.circular_conv2d(images, weight, bias), rolled(images, weight, bias))
+        wide = weight.clone().requires_grad_()
+        exact = torch.autograd.grad(rolled(x, wide), wide, images)[0]
+        checks.assert_same(_weight_grad(images, x, *shape[5:]), exact)
+
+
+def test_every_layout_of_what_meets_one_component(device):
+    shape = (5, 10, 11, 8, 6, 3, 5)
+    x, weight, bias = arguments(shape, device)
+    images, grad = one_component(x), one_component(gradient(shape, device))
+    for _, laid_out in checks.layouts(weight):
+        checks.assert_same(ops.circular_conv2d(images, laid_out), rolled(images, laid_out))
+    for _, laid_out in checks.layouts(bias):
+        checks.assert_same(ops.circular_conv2d(images, weight, laid_out), rolled(images, weight, laid_out))
+    for _, laid_out in checks.layouts(x):
+        wide = weight.clone().requires_grad_()
+        exact = torch.autograd.grad(rolled(laid_out, wide), wide, grad)[0]
+        checks.assert_same(_weight_grad(grad, laid_out, 3, 5), exact)
 
 
 @pytest.mark.parametrize("shape", COMPONENT_SHAPES)

@@ -99,11 +99,13 @@ class _Pooled:
 
 @dataclasses.dataclass
 class _Between:
-    """What stands between a convolution and the polyphase choice that follows it: the one's input and output."""
+    """What stands between a convolution and the polyphase choice that follows it: the one's input and output, and which version of
+    that."""
 
     rule: Conv2dRule
     x: Tensor
     out: Tensor
+    version: int
 
 
 class CurvaturePass:
@@ -203,7 +205,7 @@ class CurvaturePass:
                 return _OutputTap.apply(out, self._anchor, rule)
             out = _LayerNode.apply(x, out.detach(), self._anchor, rule)
             if self._inside and self._strided[self._inside[-1]] is rule:
-                self._between = _Between(rule, x, out)
+                self._between = _Between(rule, x, out, out._version)
             else:
                 self._charge(x, out)
             return out
@@ -217,8 +219,8 @@ class CurvaturePass:
 
     @contextmanager
     def strided(self) -> Iterator[None]:
-        """For the duration of the context, convolutions followed by a polyphase choice are one node: the gradient between them,
-        three quarters of it zeros, is never formed.
+        """For the duration of the context, convolutions followed by a polyphase choice are one node, so that a rule can do without
+        the gradient between them, three quarters of which are zeros.
         """
         handles = []
 
@@ -226,13 +228,18 @@ class CurvaturePass:
             self._inside.append(module)
 
         def leave(module: nn.Sequential, args: Any, out: Tensor | None) -> None:
-            self._inside.pop()
+            if self._inside and self._inside[-1] is module:
+                self._inside.pop()
+            if self._between is not None:  # and no choice took it up
+                self._charge(self._between.x, self._between.out)
+                self._between = None
 
         def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-            between, self._between = self._between, None
-            if self._paused or between is None or args[0] is not between.out:
+            between = self._between
+            if between is None or not args or args[0] is not between.out or between.out._version != between.version:
                 return out
-            self._charge(between.x, out)
+            self._between = None
+            self._charge(between.x, out if between.rule.skips_zeros(out.device) else between.out)
             with torch.no_grad():
                 index = torch.ops.ella_cuda.polyphase_pool(between.out.detach(), float(module.norm))[1]
             return _LayerNode.apply(between.x, out.detach(), self._anchor, _Pooled(between.rule, index))
@@ -249,7 +256,11 @@ class CurvaturePass:
 
 
 def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Sequential, Conv2dRule]:
-    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice: nothing else sees what is between the two."""
+    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice, where nothing else sees what is between the two: no
+    hook, and no forward but the classes' own.
+    """
+    if torch.nn.modules.module._has_any_global_hook():
+        return {}
     convolutions = {rule.module: rule for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
     return {
         m: convolutions[m[0]]
@@ -258,7 +269,8 @@ def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Sequenti
         and len(m) == 2
         and m[0] in convolutions
         and type(m[1]) is PolyphasePool2d
-        and not (m[0]._forward_hooks or m[0]._backward_hooks or m[1]._forward_pre_hooks or m[1]._backward_hooks)
+        and not any("forward" in vars(part) for part in (m, m[1]))
+        and not any(hooks for part in m for name, hooks in vars(part).items() if name.endswith("_hooks"))
     }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, curvature
+from ella_cuda.laplace.kron import rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, PolyphasePool2d
 
@@ -35,13 +38,13 @@ class BothSides(nn.Module):
         return pooled + between[:, :, ::2, ::2]
 
 
-def network(kernels: tuple[int, int], wrap=lambda layers: layers, bias: bool = True) -> nn.Sequential:
+def network(kernels: tuple[int, int], wrap=lambda layers: layers, bias: bool = True, norm: float = 2) -> nn.Sequential:
     torch.manual_seed(0)
     first, second = kernels
     return nn.Sequential(
-        wrap(nn.Sequential(CircularConv2d(2, 3, first, bias), PolyphasePool2d())),
+        wrap(nn.Sequential(CircularConv2d(2, 3, first, bias), PolyphasePool2d(norm))),
         nn.Tanh(),
-        wrap(nn.Sequential(CircularConv2d(3, 4, second, bias), PolyphasePool2d())),
+        wrap(nn.Sequential(CircularConv2d(3, 4, second, bias), PolyphasePool2d(norm))),
         nn.Tanh(),
         nn.Flatten(),
         nn.Linear(16, 3),
@@ -84,18 +87,92 @@ def test_the_gradient_between_them_is_not_formed(monkeypatch, device):
         KronLaplace(network((3, 3), Apart).to(device)).fit(data(device))
 
 
-def test_a_hook_between_them_is_obeyed(device):
-    hooked, plain = network((3, 3)).to(device), network((3, 3), Apart).to(device)
-    hooked[2][0].register_forward_hook(lambda module, args, out: out.sin())
-    plain[2].layers[0].register_forward_hook(lambda module, args, out: out.sin())
-    assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (hooked, plain)))
+@pytest.mark.parametrize("norm", [1, math.inf])
+def test_factors_with_another_norm(norm, device):
+    fits = [KronLaplace(network((3, 3), wrap, norm=norm).to(device)).fit(data(device)) for wrap in (lambda m: m, Apart)]
+    assert_same_factors(*fits)
 
 
-def test_a_hook_before_the_choice_is_obeyed(device):
-    hooked, plain = network((3, 3)).to(device), network((3, 3), Apart).to(device)
-    for pool in (hooked[2][1], plain[2].layers[1]):
-        pool.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
-    assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (hooked, plain)))
+def use_between(layers: nn.Sequential) -> None:
+    layers[1].register_forward_hook(lambda module, args, out: out + args[0][:, :, ::2, ::2])
+
+
+def choose_otherwise(layers: nn.Sequential) -> None:
+    layers[1].forward = lambda between: between[:, :, ::2, ::2]
+
+
+def add_a_connection(layers: nn.Sequential) -> None:
+    def forward(x: Tensor) -> Tensor:
+        between = layers[0](x)
+        return layers[1](between) + between[:, :, 1::2, ::2]
+
+    layers.forward = forward
+
+
+CHANGES = [
+    lambda layers: layers[0].register_forward_hook(lambda module, args, out: out.sin()),
+    lambda layers: layers[1].register_forward_pre_hook(lambda module, args: (args[0].sin(),)),
+    lambda layers: layers[1].register_forward_pre_hook(lambda module, args: (args[0].mul_(3.0),)),
+    lambda layers: layers[1].register_forward_hook(lambda module, args, out: out.sin()),
+    use_between,
+    choose_otherwise,
+    add_a_connection,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_puts_between_them_is_obeyed(change, device, monkeypatch):
+    """Against the same with the one node taken apart."""
+    models = [network((3, 3)).to(device) for _ in range(2)]
+    for model in models:
+        change(model[2])
+    together = KronLaplace(models[0]).fit(data(device))
+    monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: {})
+    assert_same_factors(together, KronLaplace(models[1]).fit(data(device)))
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_global_hooks_are_obeyed(kind, device, monkeypatch):
+    kept = []
+
+    def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor | None:
+        if isinstance(module, PolyphasePool2d):
+            kept.append(args[0])
+        if isinstance(module, nn.Flatten) and kind == "forward":
+            return out + kept[-1].mean()
+        return (args[0] + kept[-1].mean(),) if isinstance(module, nn.Flatten) else None
+
+    fits = []
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(hook)
+    try:
+        for _ in range(2):
+            fits.append(KronLaplace(network((3, 3)).to(device)).fit(data(device)))
+            monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: {})
+    finally:
+        handle.remove()
+    assert_same_factors(*fits)
+
+
+def test_memory_is_charged_for_what_is_formed(device):
+    """In bytes of a column of 4 images: gradients at both ends of the first layer, and as much again."""
+
+    def charged(kernels: tuple[int, int], wrap=lambda layers: layers) -> int:
+        model = network(kernels, wrap).to(device)
+        with curvature.curvature_pass(model, rules_for(model, "shared"), 1) as run:
+            for rule in run.rules:
+                rule.allocate()
+            run.forward(data(device)[0][0])
+            return run._column_bytes
+
+    whole, pooled = 2 * 8 * 4 * (2 * 64 + 3 * 64), 2 * 8 * 4 * (2 * 64 + 3 * 16)
+    assert charged((3, 3), Apart) == whole
+    assert charged((3, 3)) == (pooled if device.type == "cpu" else whole)
+    assert charged((1, 3)) == whole
+    observed = nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    try:
+        assert charged((3, 3)) == whole
+    finally:
+        observed.remove()
 
 
 def test_layers_of_a_sequence_called_one_by_one(device):
@@ -113,15 +190,23 @@ def test_a_choice_shared_by_several_layers(device):
     assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (shared, own)))
 
 
-def test_no_hook_stays(device):
+@pytest.mark.parametrize("where", ["no error", "inside a layer", "in the loader"])
+def test_no_hook_stays(where, device):
     model = network((3, 3)).to(device)
-    KronLaplace(model).fit(data(device))
-    bad = [
-        (
-            torch.full((2, 2, 8, 8), float("nan"), dtype=torch.float64, device=device),
-            torch.zeros(2, dtype=torch.int64, device=device),
-        )
-    ]
-    with pytest.raises((ValueError, FloatingPointError)):
-        KronLaplace(model).fit(bad)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+    def batches():
+        yield from data(device)
+        if where == "inside a layer":
+            yield (
+                torch.zeros(2, 5, 8, 8, dtype=torch.float64, device=device),
+                torch.zeros(2, dtype=torch.int64, device=device),
+            )
+        if where == "in the loader":
+            raise RuntimeError("no more")
+
+    if where == "no error":
+        KronLaplace(model).fit(batches())
+    else:
+        with pytest.raises((RuntimeError, ValueError)):
+            KronLaplace(model).fit(batches())
+    assert not any(hooks for m in model.modules() for name, hooks in vars(m).items() if name.endswith("_hooks"))

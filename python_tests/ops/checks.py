@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,16 +23,17 @@ def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
 
 def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The same numbers in every memory layout a user may pass, and (last) numbers repeated with stride 0."""
+    between = math.nan if tensor.is_floating_point() else 99
     yield "contiguous", tensor.contiguous()
     order = list(range(tensor.dim()))[::-1]
     yield "reversed axes", tensor.permute(order).contiguous().permute(order)
-    padded = torch.full([2 * s + 1 for s in tensor.shape], float("nan"), dtype=tensor.dtype, device=tensor.device)
+    padded = torch.full([2 * s + 1 for s in tensor.shape], between, dtype=tensor.dtype, device=tensor.device)
     window = padded[tuple(slice(1, 2 * s + 1, 2) for s in tensor.shape)]
     window.copy_(tensor)
     yield "every second element of a larger tensor", window
     if tensor.dim():
         padded = torch.full(
-            (*tensor.shape[:-1], tensor.shape[-1] + 3), float("nan"), dtype=tensor.dtype, device=tensor.device
+            (*tensor.shape[:-1], tensor.shape[-1] + 3), between, dtype=tensor.dtype, device=tensor.device
         )
         window = padded[..., 1 : 1 + tensor.shape[-1]]
         window.copy_(tensor)

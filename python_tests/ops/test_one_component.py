@@ -146,12 +146,14 @@ def test_every_layout_of_what_meets_one_component(device):
 def test_same_numbers_for_any_number_of_threads(shape):
     x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
     grad = one_component(gradient(shape, torch.device("cpu"), torch.float32))
+    gathered = components(shape, x.device, x.dtype)
     results = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             results.append((ops.circular_conv2d(one_component(x), weight, bias), _weight_grad(grad, x, *shape[5:])))
+            results[-1] += (circular_conv2d_scattered(*gathered),)
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -190,7 +192,7 @@ def test_scattered_equals_the_convolution_of_scattered_images(shape, dtype, devi
     checks.error_at_most_twice(scattered(x, index, weight), twin, rolled(full, weight))
 
 
-@pytest.mark.parametrize("position", [0, 2])
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_every_layout_of_components(position, device):
     args = list(components((5, 3, 4, 8, 6, 3, 3), device))
     for _, laid_out in checks.layouts(args[position]):

@@ -96,8 +96,12 @@ class Conv2dRule(Rule):
         """Whether :meth:`pull_back_pooled` knows this layer."""
         return self._same_on_torus() and type(self) is Conv2dRule
 
+    def skips_zeros(self, device: torch.device) -> bool:
+        """Whether :meth:`pull_back_pooled` never forms the gradient at the layer's output there."""
+        return device.type == "cpu" and min(self.layer.kernel_size) >= 3
+
     def pull_back_pooled(self, gradient: Tensor, index: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        """As :meth:`pull_back` of ``polyphase_scatter(gradient, index)``, without the zeros.
+        """As :meth:`pull_back` of ``polyphase_scatter(gradient, index)``, without the zeros where it can.
 
         Args:
             gradient: ``(K, N, D, H/2, W/2)``, at the output of a :class:`ella_cuda.nn.PolyphasePool2d` that follows the layer.
@@ -109,7 +113,7 @@ class Conv2dRule(Rule):
             return None
         columns = gradient.shape[:2]
         flat, index = gradient.flatten(0, 1), index.repeat(columns[0])
-        if gradient.device.type == "cpu":
+        if self.skips_zeros(gradient.device):
             kernel = mirrored(self.layer.weight.detach())
             return circular_conv2d_scattered(flat, index, kernel).unflatten(0, columns)
         return self._pulled(polyphase_scatter(flat, index).unflatten(0, columns), input_shape)

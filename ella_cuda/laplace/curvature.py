@@ -99,13 +99,11 @@ class _Pooled:
 
 @dataclasses.dataclass
 class _Between:
-    """What stands between a convolution and the polyphase choice that follows it: the one's input and output, and which version of
-    that."""
+    """What stands between a convolution and the polyphase choice that follows it: the one's input and output."""
 
     rule: Conv2dRule
     x: Tensor
     out: Tensor
-    version: int
 
 
 class CurvaturePass:
@@ -204,8 +202,8 @@ class CurvaturePass:
                 self._charge(x, out)
                 return _OutputTap.apply(out, self._anchor, rule)
             out = _LayerNode.apply(x, out.detach(), self._anchor, rule)
-            if self._inside and self._strided[self._inside[-1]] is rule:
-                self._between = _Between(rule, x, out, out._version)
+            if self._inside:
+                self._between = _Between(rule, x, out)
             else:
                 self._charge(x, out)
             return out
@@ -230,13 +228,11 @@ class CurvaturePass:
         def leave(module: nn.Sequential, args: Any, out: Tensor | None) -> None:
             if self._inside and self._inside[-1] is module:
                 self._inside.pop()
-            if self._between is not None:  # and no choice took it up
-                self._charge(self._between.x, self._between.out)
-                self._between = None
+            self._between = None
 
         def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
             between = self._between
-            if between is None or not args or args[0] is not between.out or between.out._version != between.version:
+            if between is None or not args or args[0] is not between.out:
                 return out
             self._between = None
             self._charge(between.x, out if between.rule.skips_zeros(out.device) else between.out)
@@ -255,15 +251,15 @@ class CurvaturePass:
                 handle.remove()
 
 
-def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Sequential, Conv2dRule]:
+def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequential]:
     """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice, where nothing else sees what is between the two: no
     hook, and no forward but the classes' own.
     """
     if torch.nn.modules.module._has_any_global_hook():
-        return {}
-    convolutions = {rule.module: rule for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
-    return {
-        m: convolutions[m[0]]
+        return []
+    convolutions = {rule.module for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
+    return [
+        m
         for m in model.modules()
         if type(m) is nn.Sequential
         and len(m) == 2
@@ -271,7 +267,7 @@ def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Sequenti
         and type(m[1]) is PolyphasePool2d
         and not any("forward" in vars(part) for part in (m, m[1]))
         and not any(hooks for part in m for name, hooks in vars(part).items() if name.endswith("_hooks"))
-    }
+    ]
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def test_what_a_user_puts_between_them_is_obeyed(change, device, monkeypatch):
     for model in models:
         change(model[2])
     together = KronLaplace(models[0]).fit(data(device))
-    monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: {})
+    monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: [])
     assert_same_factors(together, KronLaplace(models[1]).fit(data(device)))
 
 
@@ -147,7 +147,7 @@ def test_global_hooks_are_obeyed(kind, device, monkeypatch):
     try:
         for _ in range(2):
             fits.append(KronLaplace(network((3, 3)).to(device)).fit(data(device)))
-            monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: {})
+            monkeypatch.setattr(curvature, "_strided_layers", lambda model, rules: [])
     finally:
         handle.remove()
     assert_same_factors(*fits)

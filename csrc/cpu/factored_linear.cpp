@@ -58,7 +58,7 @@ class Forward {
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
-  const int64_t z_row_ = z_row(k_, s_);
+  const int64_t z_row_ = s_.C * k_.width;  // from one output channel's z to the next one's
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> v_;

@@ -32,13 +32,6 @@ struct Array1 {
   int64_t stride;
 };
 
-// Numbers from one output channel's z to the next one's. Were it a power of two, all channels would share a few sets of the
-// cache.
-template <class T>
-int64_t z_row(const Kernels<T>& k, const FactoredLinearSizes& s) {
-  return s.C * k.width + k.vector;
-}
-
 // Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
 template <class T>
 int64_t channel_block(const Kernels<T>& k, const FactoredLinearSizes& s, int64_t channels) {

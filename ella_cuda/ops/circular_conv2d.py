@@ -87,8 +87,8 @@ def circular_conv2d_scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tenso
     Raises:
         RuntimeError: a shape, dtype or device does not fit, or an index is none of 0 to 3.
     """
-    some = weight.dim() == 4 and min(weight.shape[2:]) < 3  # by which some outputs see nothing
-    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and not some
+    narrow = weight.dim() == 4 and min(weight.shape[2:]) < 3  # some outputs see nothing of a component
+    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and not narrow
     return _scattered(x, index, weight) if compiled else circular_conv2d(polyphase_scatter(x, index), weight)
 
 

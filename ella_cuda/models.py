@@ -173,6 +173,7 @@ class Neyshabur(nn.Module):
             geometry = (channels, multiple * width, size, size // shrink)
             self.blocks.append(RelaxedEquivariance({name: make(*geometry) for name, make in paths.items()}))
             channels, size = multiple * width, size // shrink
+        self.activation = nn.ReLU()
         self.pool = nn.Identity() if group is None else GroupMaxPool(group)
         features = channels * size * size
         hidden = HEAD_CHANNELS * width
@@ -188,7 +189,7 @@ class Neyshabur(nn.Module):
             )
         x = self.lift(x)
         for block in self.blocks:
-            x = torch.relu(block(x))
+            x = self.activation(block(x))
         return self.head(self.pool(x).flatten(1))
 
 

@@ -31,6 +31,12 @@ struct GradientPlan {
   int64_t block, chunk, chunks, sums;
 };
 
+// Tensors whose vectors need no packing, or null.
+template <class T>
+struct InPlace {
+  const Images<T>*x = nullptr, *grad = nullptr;
+};
+
 // Where an entry of the kernel reads x: a plane of its channel and a tap.
 struct Entry {
   int64_t plane, tap;
@@ -38,9 +44,10 @@ struct Entry {
 
 // sums[(d * C + c) * entries + e], the sum over images and positions of grad[d] times what entry e reads of channel c; with
 // `upper`, those for c < d are not wanted. `pack_image(unit, c, plane, target, room)` writes one plane of a unit,
-// `pack_gradient(unit, d, target, room)` its gradient, each with room for two; with `in_place` that is read where it lies.
+// `pack_gradient(unit, d, target, room)` its gradient, each with room for two; what is given as `lies.x` or `lies.grad` is read
+// where it lies instead.
 template <class T, class PackImage, class PackGradient, class Done>
-void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const Images<T>* in_place, int64_t planes,
+void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const InPlace<T>& lies, int64_t planes,
                      const std::vector<Entry>& entries, bool upper, const Tensor& like, const PackImage& pack_image,
                      const PackGradient& pack_gradient, const Done& done) {
   const int64_t count = static_cast<int64_t>(entries.size());
@@ -50,16 +57,16 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const Im
   std::vector<int64_t> in, at;
   for (int64_t unit = 0; unit < plan.block; ++unit) {
     for (int64_t v = 0; v < vectors; ++v) {
-      in.push_back(unit * torus.plane + torus.in[v]);
-      at.push_back(in_place ? unit * in_place->image + v * L : (unit * vectors + v) * L);
+      in.push_back(lies.x ? unit * lies.x->image + torus.place[v] : unit * torus.plane + torus.in[v]);
+      at.push_back(lies.grad ? unit * lies.grad->image + v * L : (unit * vectors + v) * L);
     }
   }
   const int64_t plane = plan.block * torus.plane;
   const int64_t packed_channel = (plan.block * vectors + 1) * L;  // odd, for channels must not share the sets of a cache
   parallel_tasks(plan.chunks, [&](int64_t begin, int64_t end) {
-    const int64_t packed = in_place ? 0 : s.D * packed_channel;
-    const Buffer<T> scratch(like, s.C * planes * plane + packed + 2 * room_size);
-    T *const image = scratch.data(), *const gradient = image + s.C * planes * plane, *const room = gradient + packed;
+    const int64_t packed_image = lies.x ? 0 : s.C * planes * plane, packed = lies.grad ? 0 : s.D * packed_channel;
+    const Buffer<T> scratch(like, packed_image + packed + 2 * room_size);
+    T *const image = scratch.data(), *const gradient = image + packed_image, *const room = gradient + packed;
     std::vector<const T*> columns;
     for (int64_t c = 0; c < s.C; ++c) {
       for (const Entry& e : entries) columns.push_back(image + (c * planes + e.plane) * plane + e.tap);
@@ -71,15 +78,16 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const Im
       for (int64_t first = task * plan.chunk; first < last; first += plan.block) {
         const int64_t units = std::min(plan.block, last - first);
         for (int64_t i = 0; i < units; ++i) {
-          for (int64_t c = 0; c < s.C * planes; ++c) {
+          for (int64_t c = 0; c < s.C * planes && !lies.x; ++c) {
             pack_image(first + i, c / planes, c % planes, image + c * plane + i * torus.plane, room);
           }
-          for (int64_t d = 0; d < s.D && !in_place; ++d) {
+          for (int64_t d = 0; d < s.D && !lies.grad; ++d) {
             pack_gradient(first + i, d, gradient + d * packed_channel + i * vectors * L, room);
           }
         }
-        const T* g = in_place ? in_place->data + first * in_place->image : gradient;
-        torus.k.convolve_gradient({g, at.data(), s.D, in_place ? in_place->channel : packed_channel, columns.data(),
+        for (int64_t c = 0; c < s.C && lies.x; ++c) columns[c] = lies.x->data + first * lies.x->image + c * lies.x->channel;
+        const T* g = lies.grad ? lies.grad->data + first * lies.grad->image : gradient;
+        torus.k.convolve_gradient({g, at.data(), s.D, lies.grad ? lies.grad->channel : packed_channel, columns.data(),
                                    s.C * count, upper ? count : 0, in.data(), units * vectors, sums, s.C * count});
       }
     }
@@ -100,13 +108,15 @@ void unfold(const Torus<T>& torus, const double* sums, int64_t rows, U* target) 
 }
 
 template <class T, class U>
-void dense_gradient(const CircularConvSizes& s, const Tensor& grad, const Tensor& x, bool upper, U* target) {
+void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, const Images<T>& source, bool upper,
+                    const Tensor& like, U* target) {
   const Torus<T> torus(s);
-  const Images<T> source(x), gradients(grad);
   std::vector<Entry> entries;
   for (const int64_t tap : torus.taps) entries.push_back({0, tap});
+  const bool x_in_place = torus.tap_count() == 1 && torus.reads_in_place(source);
   weight_gradient(
-      s, torus, torus.reads_in_place(gradients) ? &gradients : nullptr, 1, entries, upper, x,
+      s, torus, InPlace<T>{x_in_place ? &source : nullptr, torus.reads_in_place(gradients) ? &gradients : nullptr}, 1, entries,
+      upper, like,
       [&](int64_t unit, int64_t c, int64_t, T* to, T* room) {
         torus.pack(torus.plane_of(source, unit, c), torus.images_of(unit), to, room);
       },
@@ -142,7 +152,7 @@ void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& 
   };
   const int64_t room_size = torus.positions() * torus.lanes;
   weight_gradient(
-      s, torus, static_cast<const Images<T>*>(nullptr), 4, entries, false, x,
+      s, torus, InPlace<T>{}, 4, entries, false, x,
       [&](int64_t unit, int64_t c, int64_t plane, T* to, T* room) {
         torus.pack(gather(source, unit, c, plane / 2, plane % 2, room + room_size), torus.images_of(unit), to, room);
       },
@@ -163,7 +173,7 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
     if (const auto component = only_components<scalar_t>(grad, s, s.D, s.C)) {
       component_gradient(s, *component, grad, x, target);
     } else {
-      dense_gradient<scalar_t>(s, grad, x, false, target);
+      dense_gradient(s, Images<scalar_t>(grad), Images<scalar_t>(x), false, x, target);
     }
   });
   return out;
@@ -176,9 +186,16 @@ ELLA_REGISTER(CPU, m) { m.impl("circular_conv2d_weight_grad", TORCH_BOX(&circula
 std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
   const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
   std::vector<double> lags(C * C * kernel_h * kernel_w);
-  const CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation",
-                         [&] { dense_gradient<scalar_t>(s, x, x, true, lags.data()); });
+  CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation", [&] {
+    Images<scalar_t> images(x);
+    if (kernel_h * kernel_w == 1 && images.right == 1 && images.down == s.W) {  // pixels have no neighbours: one long row
+      s.W *= s.H;
+      s.H = 1;
+      images.down = s.W;
+    }
+    dense_gradient(s, images, images, true, x, lags.data());
+  });
   return lags;
 }
 

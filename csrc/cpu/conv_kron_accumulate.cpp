@@ -78,6 +78,28 @@ class Patches {
   const ConvGeometry& g_;
 };
 
+// Rows of the numbers that the channels have at one position each: patches of a kernel of one pixel.
+template <class T>
+void accumulate_pixels(const Tensor& x, T alpha, T* factor) {
+  const int64_t C = x.size(1), width = x.size(3), positions = x.size(2) * width, count = x.size(0) * positions;
+  const T* data = x.const_data_ptr<T>();
+  const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
+  const Kernels<T>& k = kernels<T>();
+  const bool lines = down == width * right;
+  Gram<T>(x, C, count).accumulate(factor, count, alpha, [&](int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
+    while (rows > 0) {
+      // As many positions as lie at one distance.
+      const int64_t at = k0 % positions, h = at / width, w = at % width;
+      const int64_t length = positions == 1 ? rows : std::min(rows, lines ? positions - at : width - w);
+      k.pack(n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
+             positions == 1 ? image : right, panel);
+      panel += length * k.width;
+      k0 += length;
+      rows -= length;
+    }
+  });
+}
+
 // Whether patches are those of a convolution on a torus that keeps the size. Then
 //   sum_p x[c, p + r] x[c', p + r'] = sum_q x[c, q] x[c', q + r' - r]
 // depends on the lag r' - r alone: (2 kh - 1) (2 kw - 1) sums for each pair of channels in place of (kh kw)^2.
@@ -111,6 +133,10 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
   if (g.patch() == 0 || g.positions() == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
+    if (same_on_torus(g) && g.patch() == g.C && g.H * g.W < kernels<scalar_t>().vector) {
+      accumulate_pixels(x, static_cast<scalar_t>(alpha), factor.mutable_data_ptr<scalar_t>());
+      return;
+    }
     if (same_on_torus(g)) {
       const std::vector<double> lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
       add_lags(g, lags, alpha, factor.mutable_data_ptr<scalar_t>());

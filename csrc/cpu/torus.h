@@ -47,7 +47,7 @@ struct Images {
   explicit Images(const Tensor& t)
       : data(t.const_data_ptr<T>()), image(t.stride(0)), channel(t.stride(1)), down(t.stride(2)), right(t.stride(3)) {}
   const T* data;
-  const int64_t image, channel, down, right;
+  int64_t image, channel, down, right;
 };
 
 // One channel of some images.

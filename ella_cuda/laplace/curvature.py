@@ -46,24 +46,32 @@ class _LayerNode(torch.autograd.Function):
 
     ``out`` becomes the output itself, not a view or copy of it, so that the next layer may work on it in place.
     ``anchor`` requires a gradient that is never formed: it makes the engine visit the first layer too.
+    ``rectified``: the layer's input where x is what an ``nn.ReLU`` made it from; the node then is that of both.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
         ctx.mark_dirty(out)
         ctx.rule, ctx.shape = rule, x.shape
+        ctx.save_for_backward(rectified)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         rule, shape = ctx.rule, ctx.shape if ctx.needs_input_grad[0] else None
+        (rectified,) = ctx.saved_tensors
 
         def pull(columns: Tensor) -> Tensor:
             pulled = rule.pull_back(columns, shape)
-            return columns.new_zeros(columns.shape[0]) if pulled is None else pulled
+            if pulled is None:
+                return columns.new_zeros(columns.shape[0])
+            if rectified is not None:
+                for column in pulled:
+                    torch.ops.aten.threshold_backward.grad_input(column, rectified, 0, grad_input=column)
+            return pulled
 
         pulled = _OnColumns.apply(gradient, pull)
-        return pulled if shape is not None else None, None, None, None
+        return pulled if shape is not None else None, None, None, None, None
 
 
 class _OutputTap(torch.autograd.Function):
@@ -97,6 +105,19 @@ class _Pooled:
         return self.rule.pull_back_pooled(gradient, self.index, input_shape)
 
 
+class _Rectified:
+    """A call of ``nn.ReLU``, as it was."""
+
+    def __init__(self, x: Tensor, out: Tensor) -> None:
+        self.x, self.out = x, out
+        self._versions = x._version, out._version
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether the tensor is what came out, neither it nor what went in was changed since, and nobody asks for its gradient."""
+        unchanged = (self.x._version, self.out._version) == self._versions
+        return tensor is self.out and unchanged and not tensor._backward_hooks
+
+
 @dataclasses.dataclass
 class _Between:
     """What stands between a convolution and the polyphase choice that follows it: the one's input and output."""
@@ -126,6 +147,8 @@ class CurvaturePass:
         self._strided = _strided_layers(model, rules)
         self._inside: list[nn.Sequential] = []  # those of them whose forward runs
         self._between: _Between | None = None
+        self._rectifiers = _rectifiers(model)
+        self._rectified: _Rectified | None = None  # the last call of one of them
         self.hyperparameters = list(hyperparameters(model).values())
 
     @contextmanager
@@ -146,8 +169,11 @@ class CurvaturePass:
         """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
         self._batch_size, self._column_bytes = x.shape[0], 1
         self._called.clear()
-        with torch.enable_grad():
-            return self.model(x)
+        try:
+            with torch.enable_grad():
+                return self.model(x)
+        finally:
+            self._rectified = None
 
     def backward(self, outputs: Tensor, columns: Tensor) -> None:
         """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides
@@ -201,7 +227,7 @@ class CurvaturePass:
             if not rule.differentiates:
                 self._charge(x, out)
                 return _OutputTap.apply(out, self._anchor, rule)
-            out = _LayerNode.apply(x, out.detach(), self._anchor, rule)
+            out = self._node(rule, x, out, rule)
             if self._inside:
                 self._between = _Between(rule, x, out)
             else:
@@ -209,6 +235,13 @@ class CurvaturePass:
             return out
 
         return replace
+
+    def _node(self, rule: Rule, x: Tensor, out: Tensor, pulls: Rule | _Pooled) -> Tensor:
+        """The output of a rule's layer, in the graph by a node of ours."""
+        rectified = None
+        if rule.pulls_afresh and self._rectified is not None and self._rectified.made(x):
+            x, rectified = self._rectified.x, x.detach()
+        return _LayerNode.apply(x, rectified, out.detach(), self._anchor, pulls)
 
     def _charge(self, *tensors: Tensor) -> None:
         """A column's gradients of these exist at once, and as much again for temporaries."""
@@ -221,6 +254,9 @@ class CurvaturePass:
         the gradient between them, three quarters of which are zeros.
         """
         handles = []
+
+        def remember(module: nn.ReLU, args: tuple[Any, ...], out: Tensor) -> None:
+            self._rectified = _Rectified(args[0], out) if args else None
 
         def enter(module: nn.Sequential, args: Any) -> None:
             self._inside.append(module)
@@ -238,9 +274,11 @@ class CurvaturePass:
             self._charge(between.x, out if between.rule.skips_zeros(out.device) else between.out)
             with torch.no_grad():
                 index = torch.ops.ella_cuda.polyphase_pool(between.out.detach(), float(module.norm))[1]
-            return _LayerNode.apply(between.x, out.detach(), self._anchor, _Pooled(between.rule, index))
+            return self._node(between.rule, between.x, out, _Pooled(between.rule, index))
 
         try:
+            for rectifier in self._rectifiers:
+                handles.append(rectifier.register_forward_hook(remember))
             for sequence in self._strided:
                 handles.append(sequence.register_forward_pre_hook(enter))
                 handles.append(sequence.register_forward_hook(leave, prepend=True, always_call=True))
@@ -249,6 +287,20 @@ class CurvaturePass:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _rectifiers(model: nn.Module) -> list[nn.ReLU]:
+    """ReLU where nothing else sees its gradients: no hook, and no forward but the class's own."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return []
+    return [m for m in model.modules() if type(m) is nn.ReLU and not m.inplace and _plain(m)]
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing besides."""
+    return "forward" not in vars(module) and not any(
+        hooks for name, hooks in vars(module).items() if name.endswith("_hooks")
+    )
 
 
 def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequential]:
@@ -265,8 +317,9 @@ def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequenti
         and len(m) == 2
         and m[0] in convolutions
         and type(m[1]) is PolyphasePool2d
-        and not any("forward" in vars(part) for part in (m, m[1]))
-        and not any(hooks for part in m for name, hooks in vars(part).items() if name.endswith("_hooks"))
+        and _plain(m[1])
+        and "forward" not in vars(m)
+        and not any(hooks for name, hooks in vars(m[0]).items() if name.endswith("_hooks"))
     ]
 
 

@@ -58,7 +58,7 @@ class KronLaplace:
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
             per channel, exact for a single data point.
         memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
-            accordingly. None chooses: 16 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
+            accordingly. None chooses: 48 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding.
         column_tolerance: with ``fisher="exact"``, the share of the softmax Hessian's trace (summed over a batch) that may be
             left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%.
@@ -97,7 +97,7 @@ class KronLaplace:
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = rules_for(model, resolution)
-        self.memory_budget = memory_budget or (16 << 20 if self._device.type == "cpu" else 2 << 30)
+        self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self._hold({})

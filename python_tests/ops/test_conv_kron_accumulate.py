@@ -89,6 +89,35 @@ def test_many_positions_and_channels(shape, device):
     assert torch.equal(factor, factor.T)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (40, 70, 1, 1),
+        (9, 70, 2, 3),
+        (7, 20, 3, 3),
+        (300, 5, 1, 2),
+        (5, 20, 4, 4),
+        (150, 6, 8, 8),
+        (3, 20, 5, 5),
+        (2, 4, 7, 33),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_patches_of_one_pixel(shape, dtype, device):
+    x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+    more = torch.full((shape[0], shape[1] + 3, *shape[2:]), torch.nan, dtype=dtype, device=device)
+    more[:, 1:-2] = x
+    for laid_out in (*(t for _, t in checks.layouts(x)), more[:, 1:-2]):
+        rows = laid_out.double().transpose(0, 1).flatten(1)
+        for mode in ("circular", "zeros"):
+            ours, twin = (torch.zeros(shape[1], shape[1], dtype=dtype, device=device) for _ in range(2))
+            ops.conv_kron_accumulate_(ours, laid_out, 1, mode, 0.5)
+            ops.conv_kron_accumulate_torch_(twin, laid_out, 1, mode, 0.5)
+            checks.error_at_most_twice(ours, twin, 0.5 * rows @ rows.T)
+            assert torch.equal(ours, ours.T)
+
+
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
 def test_more_positions_than_are_packed_at_once(mode, device):
     """1x1 patches at a stride, which have no way of their own: two numbers each, whose sum is a product of two matrices."""

@@ -30,6 +30,7 @@ class Conv2dRule(Rule):
     """
 
     differentiates = True
+    pulls_afresh = True
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)

@@ -26,6 +26,7 @@ class FactoredLinear2dRule(Rule):
     """
 
     differentiates = True
+    pulls_afresh = True
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""

@@ -22,6 +22,7 @@ class LinearRule(Rule):
     """
 
     differentiates = True
+    pulls_afresh = True
 
     def shapes(self) -> dict[str, FactorShape]:
         a, b = self.module.in_features, self.module.out_features

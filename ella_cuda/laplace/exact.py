@@ -21,6 +21,10 @@ class _GraphMoment(SecondMoment):
         self.total = self.total + alpha * torch.einsum("rgi,rgj->gij", rows, rows)
         self.count(rows.shape[0])
 
+    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        self.total = self.total + rows.t() @ rows * weights
+        self.count(rows.shape[0])
+
     def add_patches(
         self,
         x: Tensor,

@@ -11,6 +11,8 @@ from torch import Tensor
 from ella_cuda import ops
 from ella_cuda.nn import SpatialBasis
 
+DECOMPOSED_AT_ONCE = 1 << 20  # numbers of a factor's blocks: 8 MiB in float64
+
 
 class FactorShape(NamedTuple):
     """Sizes of one parameter tensor's block-Kronecker factor; the tensor has ``groups * inputs * outputs`` elements.
@@ -78,6 +80,14 @@ class SecondMoment:
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the outer products of ``rows``, ``(R, G, d)``, any strides."""
         ops.kron_accumulate_(self.total, rows, alpha)
+        self.count(rows.shape[0])
+
+    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        """Add ``weights`` ``(G, d, d)``, symmetric, times the sum of the outer products of ``rows``, ``(R, d)``, entry by entry. Where
+        the weights are sums of outer products too, so is what is added (Schur).
+        """
+        total = ops.kron_accumulate_(torch.zeros_like(self.total[:1]), rows[:, None], 1.0)
+        self.total += total * weights
         self.count(rows.shape[0])
 
     def add_patches(
@@ -151,7 +161,7 @@ class SecondMoment:
                 f"{self.name}: the factor has entries that are not finite; the activations or gradients of this "
                 "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
             )
-        values = torch.linalg.eigvalsh(self.projected().double())
+        values = _eigenvalues(self.projected())
         with torch.no_grad():
             # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
             # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
@@ -176,6 +186,16 @@ class SecondMoment:
                     "added."
                 )
         return values.clamp(min=0)
+
+
+def _eigenvalues(blocks: Tensor) -> Tensor:
+    """Of symmetric blocks ``(G, d, d)``, in float64. On the CPU, where they are decomposed one after the other anyway, a few at once:
+    the copies in float64 would take several times the factor's memory.
+    """
+    at_once = blocks.shape[0]
+    if blocks.device.type == "cpu":
+        at_once = max(DECOMPOSED_AT_ONCE // max(blocks.shape[1] ** 2, 1), 1)
+    return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(max(at_once, 1))])
 
 
 class KroneckerFactor:

@@ -95,31 +95,49 @@ def _pads(conv: nn.Conv2d) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("resolution", ["shared", "per_channel"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_factored_linear(resolution, bias, batches):
+@pytest.mark.parametrize(
+    "sizes",
+    [((2, 3), (1, 1)), ((2, 3), (2, 2)), ((5, 4), (3, 3))],
+    ids=["one position", "map of all pairs", "two factors"],
+)
+@pytest.mark.parametrize("frozen", [(), ("weight_in",), ("bias_in",), ("weight_out", "bias_out")], ids=str)
+def test_factored_linear(resolution, bias, sizes, frozen, batches):
     n, c, d = 5, 2, 3
-    first, layer = nn.Conv2d(2, c, 1), FactoredLinear2d(c, d, (2, 3), (2, 2), bias=bias)
+    (height, width), y_size = sizes[0], sizes[1][0] * sizes[1][1]
+    first, layer = nn.Conv2d(2, c, 1), FactoredLinear2d(c, d, *sizes, bias=bias)
     if bias:
         nn.init.normal_(layer.bias_in)
-    tail = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    tail = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(d * y_size, 3))
     model = nn.Sequential(first, nn.Tanh(), layer, tail).double()
-    x = torch.randn(n, 2, 2, 3, dtype=torch.float64)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    x = torch.randn(n, 2, height, width, dtype=torch.float64)
     la = KronLaplace(model, resolution=resolution).fit(batches(x, torch.randint(3, (n,)), 2))
 
     h = torch.tanh(first(x)).detach().flatten(2)
     u, v = layer.weight_in.detach().flatten(2), layer.weight_out.detach().flatten(2)
     z = torch.einsum("ncx,dcx->ndc", h, u) + (layer.bias_in.detach()[:, None] if bias else 0)
-    g = output_gradients(tail, layer(h.view(n, c, 2, 3))).flatten(3)
+    g = output_gradients(tail, layer(h.view(n, c, height, width))).flatten(3)
     dz = torch.einsum("kndy,dcy->kndc", g, v)
     if resolution == "shared":
         b_in, b_out = torch.einsum("kndc,knec->de", dz, dz)[None] / c, torch.einsum("kndy,kndz->yz", g, g)[None] / d
     else:
         b_in, b_out = torch.einsum("kndc,knec->cde", dz, dz), torch.einsum("kndy,kndz->dyz", g, g)
-    check(la.factors["2.weight_in"], torch.einsum("ncx,ncy->cxy", h, h) / n, b_in)
-    check(la.factors["2.weight_out"], torch.einsum("ndc,nde->dce", z, z) / n, b_out)
-    assert set(la.factors) == {name for name, _ in model.named_parameters()}
+    if "weight_in" not in frozen:
+        check(la.factors["2.weight_in"], torch.einsum("ncx,ncy->cxy", h, h) / n, b_in)
+    if "weight_out" not in frozen:
+        check(la.factors["2.weight_out"], torch.einsum("ndc,nde->dce", z, z) / n, b_out)
+    if bias and "bias_in" not in frozen:
+        s = dz.sum(3)
+        torch.testing.assert_close(la.factors["2.bias_in"].outputs[0], torch.einsum("knd,kne->de", s, s))
+    if bias and "bias_out" not in frozen:
+        s = g.sum(2)
+        torch.testing.assert_close(la.factors["2.bias_out"].outputs[0], torch.einsum("kny,knz->yz", s, s))
+    assert set(la.factors) == {name for name, p in model.named_parameters() if p.requires_grad}
 
     g = output_gradients(model[1:], first(x)).flatten(3)
-    torch.testing.assert_close(la.factors["0.weight"].outputs[0], torch.einsum("knap,knbp->ab", g, g) / 6)
+    expected = torch.einsum("knap,knbp->ab", g, g) / (height * width)
+    torch.testing.assert_close(la.factors["0.weight"].outputs[0], expected)
 
 
 def test_linear_with_shared_positions(batches):

@@ -31,15 +31,19 @@ def targets(likelihood: str, n: int, k: int) -> Tensor:
     return torch.randint(k, (n,)) if likelihood == "classification" else torch.randn(n, k, dtype=torch.float64)
 
 
-def network(kind: str = "interpolating") -> nn.Module:
-    """Two relaxed layers, the second halving the image, and a head; 4x4 images of two channels, three outputs."""
+def network(kind: str = "interpolating", side: int = 2) -> nn.Module:
+    """Two relaxed layers, the second halving the image, and a head; 4x4 images of two channels, three outputs. With ``side=1``
+    a third layer takes its 2x2 positions to one.
+    """
     first = {"s_fc": SparseFactoredLinear2d(2, 3, 4, 4, basis=kind), "s_conv": SparseConv2d(2, 3, basis=kind)}
     second = {
         "s_fc": SparseFactoredLinear2d(3, 2, 4, 2, basis=kind),
         "s_conv": nn.Sequential(SparseConv2d(3, 2, basis=kind), PolyphasePool2d()),
     }
     paths = (RelaxedEquivariance(first), nn.Tanh(), RelaxedEquivariance(second), nn.Tanh())
-    return randomise(nn.Sequential(*paths, nn.Flatten(), nn.Linear(8, 3)))
+    if side == 1:
+        paths += (SparseFactoredLinear2d(2, 4, 2, 1, basis=kind), nn.Tanh())
+    return randomise(nn.Sequential(*paths, nn.Flatten(), nn.Linear(8 if side == 2 else 4, 3)))
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -176,8 +180,9 @@ def test_a_projected_sum_that_is_none_is_reported():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("resolution", ["shared", "per_channel"])
-def test_exact_evidence_has_the_value_and_the_derivative_of_the_evidence(kind, likelihood, resolution):
-    model = network(kind)
+@pytest.mark.parametrize("side", [2, 1])
+def test_exact_evidence_has_the_value_and_the_derivative_of_the_evidence(kind, likelihood, resolution, side):
+    model = network(kind, side)
     x, y = torch.randn(6, 2, 4, 4, dtype=torch.float64), targets(likelihood, 6, 3)
     sigma = 1.0 if likelihood == "classification" else 0.7
     la = KronLaplace(model, likelihood, prior_precision=0.6, sigma_noise=sigma, resolution=resolution)
@@ -194,14 +199,15 @@ def test_exact_evidence_has_the_value_and_the_derivative_of_the_evidence(kind, l
     (by_fit,) = torch.autograd.grad(la.fit([(x, y)]).log_marginal_likelihood(delta), delta)
     assert_same(gradients[-1], by_fit)
     for (name, buffer), gradient in zip(found.items(), gradients[:-1], strict=True):
-        index = (1, 0) if buffer.dim() else ()
+        index = (min(1, len(buffer) - 1), 0) if buffer.dim() else ()
         with torch.no_grad():
             buffer[index] += 1e-5
             above = value()
             buffer[index] -= 2e-5
             below = value()
             buffer[index] += 1e-5
-        assert float(gradient[index]) == pytest.approx((above - below) / 2e-5, rel=2e-5, abs=1e-6), name
+        precise = 2e-5 if side == 2 else 2e-4  # with three layers the evidence curves more within a step
+        assert float(gradient[index]) == pytest.approx((above - below) / 2e-5, rel=precise, abs=1e-6), name
 
 
 def test_exact_evidence_of_rules_that_leave_differentiation_to_autograd():

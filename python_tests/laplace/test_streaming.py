@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, SecondMoment, factors
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
 
@@ -157,3 +157,31 @@ def test_memory_estimate_is_what_a_fit_allocates(model, data):
     moments = {m for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
     assert estimate == sum(m.total.numel() * m.total.element_size() for m in moments)
     assert la.factors["5.weight"].output_moment is la.factors["5.bias"].output_moment
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_weighted_sums_grow_with_their_rows(groups):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    halves = torch.randn(groups, 4, 2, generator=generator, dtype=torch.float64)
+    weights = halves @ halves.mT
+    moment = SecondMoment(groups, 4, rows, "layer.weight (output side)")
+    for part in rows.split(5):
+        moment.add_weighted(part, weights)
+        moment.eigenvalues()
+    # The same sum, of the rows times each column of the weights' halves.
+    each = torch.einsum("ri,gik->rkgi", rows, halves).flatten(0, 1)
+    expected = torch.einsum("rgi,rgj->gij", each, each)
+    torch.testing.assert_close(moment.total, expected)
+    torch.testing.assert_close(moment.eigenvalues(), torch.linalg.eigvalsh(expected))
+
+
+def test_blocks_are_decomposed_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(factors, "DECOMPOSED_AT_ONCE", 50)
+    rows = torch.randn(9, 7, 4)
+    moment = SecondMoment(7, 4, rows, "layer.weight (input side)")
+    moment.add(rows)
+    seen, eigvalsh = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(a.shape[0]) or eigvalsh(a))
+    torch.testing.assert_close(moment.eigenvalues(), eigvalsh(moment.total.double()).clamp(min=0))
+    assert seen == [3, 3, 1]

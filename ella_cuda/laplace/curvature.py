@@ -66,8 +66,7 @@ class _LayerNode(torch.autograd.Function):
             if pulled is None:
                 return columns.new_zeros(columns.shape[0])
             if rectified is not None:
-                for column in pulled:
-                    torch.ops.aten.threshold_backward.grad_input(column, rectified, 0, grad_input=column)
+                torch.ops.aten.threshold_backward.grad_input(pulled, rectified.expand_as(pulled), 0, grad_input=pulled)
             return pulled
 
         pulled = _OnColumns.apply(gradient, pull)

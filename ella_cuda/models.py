@@ -181,6 +181,10 @@ class Neyshabur(nn.Module):
         for linear in (self.head[0], self.head[2]):
             nn.init.zeros_(linear.bias)
 
+    def handed_on(self) -> list[tuple[nn.Module, nn.Module]]:
+        """Pairs of modules, of which the second alone gets what the first returns; for the curvature of both together."""
+        return [(self.activation, block) for block in self.blocks[1:]]
+
     def forward(self, x: Tensor) -> Tensor:
         """``(N, in_channels, image_size, image_size) -> (N, num_classes)``, logits."""
         if x.dim() != 4 or tuple(x.shape[1:]) != (self.in_channels, self.image_size, self.image_size):

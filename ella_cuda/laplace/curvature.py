@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.rectified import Rectifiers, plain
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import PolyphasePool2d
@@ -46,11 +47,14 @@ class _LayerNode(torch.autograd.Function):
 
     ``out`` becomes the output itself, not a view or copy of it, so that the next layer may work on it in place.
     ``anchor`` requires a gradient that is never formed: it makes the engine visit the first layer too.
-    ``rectified``: the layer's input where x is what an ``nn.ReLU`` made it from; the node then is that of both.
+    ``rectified``, or None: the layer's input, where it came out of an ``nn.ReLU`` whose own input is x; the node is then that
+    of both.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule | _Pooled
+    ) -> Tensor:
         ctx.mark_dirty(out)
         ctx.rule, ctx.shape = rule, x.shape
         ctx.save_for_backward(rectified)
@@ -104,19 +108,6 @@ class _Pooled:
         return self.rule.pull_back_pooled(gradient, self.index, input_shape)
 
 
-class _Rectified:
-    """A call of ``nn.ReLU``, as it was."""
-
-    def __init__(self, x: Tensor, out: Tensor) -> None:
-        self.x, self.out = x, out
-        self._versions = x._version, out._version
-
-    def made(self, tensor: Tensor) -> bool:
-        """Whether the tensor is what came out, neither it nor what went in was changed since, and nobody asks for its gradient."""
-        unchanged = (self.x._version, self.out._version) == self._versions
-        return tensor is self.out and unchanged and not tensor._backward_hooks
-
-
 @dataclasses.dataclass
 class _Between:
     """What stands between a convolution and the polyphase choice that follows it: the one's input and output."""
@@ -146,8 +137,7 @@ class CurvaturePass:
         self._strided = _strided_layers(model, rules)
         self._inside: list[nn.Sequential] = []  # those of them whose forward runs
         self._between: _Between | None = None
-        self._rectifiers = _rectifiers(model)
-        self._rectified: _Rectified | None = None  # the last call of one of them
+        self.rectifiers = Rectifiers(model, rules)
         self.hyperparameters = list(hyperparameters(model).values())
 
     @contextmanager
@@ -161,6 +151,7 @@ class CurvaturePass:
             yield
         finally:
             self._paused = False
+            self.rectifiers.forget()
             for buffer in self.hyperparameters:
                 buffer.requires_grad_(False)
 
@@ -172,7 +163,7 @@ class CurvaturePass:
             with torch.enable_grad():
                 return self.model(x)
         finally:
-            self._rectified = None
+            self.rectifiers.forget()
 
     def backward(self, outputs: Tensor, columns: Tensor) -> None:
         """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides
@@ -237,9 +228,7 @@ class CurvaturePass:
 
     def _node(self, rule: Rule, x: Tensor, out: Tensor, pulls: Rule | _Pooled) -> Tensor:
         """The output of a rule's layer, in the graph by a node of ours."""
-        rectified = None
-        if rule.pulls_afresh and self._rectified is not None and self._rectified.made(x):
-            x, rectified = self._rectified.x, x.detach()
+        x, rectified = self.rectifiers.before(rule, x)
         return _LayerNode.apply(x, rectified, out.detach(), self._anchor, pulls)
 
     def _charge(self, *tensors: Tensor) -> None:
@@ -253,9 +242,6 @@ class CurvaturePass:
         the gradient between them, three quarters of which are zeros.
         """
         handles = []
-
-        def remember(module: nn.ReLU, args: tuple[Any, ...], out: Tensor) -> None:
-            self._rectified = _Rectified(args[0], out) if args else None
 
         def enter(module: nn.Sequential, args: Any) -> None:
             self._inside.append(module)
@@ -276,8 +262,6 @@ class CurvaturePass:
             return self._node(between.rule, between.x, out, _Pooled(between.rule, index))
 
         try:
-            for rectifier in self._rectifiers:
-                handles.append(rectifier.register_forward_hook(remember))
             for sequence in self._strided:
                 handles.append(sequence.register_forward_pre_hook(enter))
                 handles.append(sequence.register_forward_hook(leave, prepend=True, always_call=True))
@@ -288,24 +272,8 @@ class CurvaturePass:
                 handle.remove()
 
 
-def _rectifiers(model: nn.Module) -> list[nn.ReLU]:
-    """ReLU where nothing else sees its gradients: no hook, and no forward but the class's own."""
-    if torch.nn.modules.module._has_any_global_hook():
-        return []
-    return [m for m in model.modules() if type(m) is nn.ReLU and not m.inplace and _plain(m)]
-
-
-def _plain(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward and nothing besides."""
-    return "forward" not in vars(module) and not any(
-        hooks for name, hooks in vars(module).items() if name.endswith("_hooks")
-    )
-
-
 def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequential]:
-    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice, where nothing else sees what is between the two: no
-    hook, and no forward but the classes' own.
-    """
+    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice, where nothing else sees what is between the two."""
     if torch.nn.modules.module._has_any_global_hook():
         return []
     convolutions = {rule.module for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
@@ -313,12 +281,12 @@ def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequenti
         m
         for m in model.modules()
         if type(m) is nn.Sequential
+        and "forward" not in vars(m)  # a hook on it sees its input and output only
         and len(m) == 2
         and m[0] in convolutions
         and type(m[1]) is PolyphasePool2d
-        and _plain(m[1])
-        and "forward" not in vars(m)
-        and not any(hooks for name, hooks in vars(m[0]).items() if name.endswith("_hooks"))
+        and plain(m[0])
+        and plain(m[1])
     ]
 
 
@@ -327,7 +295,8 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
     """The nodes of a fit, in :func:`hooked` layers of a model whose parameters and buffers are constants."""
     run = CurvaturePass(model, rules, memory_budget)
     constants = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
-    with hooked(model, {rule: run.hook(rule) for rule in rules}, constants), run.strided():
+    hooks = {rule: run.hook(rule) for rule in rules}
+    with hooked(model, hooks, constants), run.strided(), run.rectifiers.watched():
         yield run
 
 

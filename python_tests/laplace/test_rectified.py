@@ -1,76 +1,50 @@
-"""An ``nn.ReLU`` and the layer that follows it are one node of a fit; the factors are those that ``torch.relu`` gives."""
+"""An ``nn.ReLU`` and the layers that it feeds are differentiated together in a fit; the factors are those that ``torch.relu`` gives."""
 
 from __future__ import annotations
+
+import functools
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ella_cuda import models
-from ella_cuda.laplace import KronLaplace, Rule, curvature, register
+from ella_cuda.laplace import KronLaplace, Rule, register
+from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.kron import rules_for
 from ella_cuda.laplace.rules import base
+from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
 
 
 class Functional(nn.Module):
     """ReLU that no fit can tell from other functions."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(input)
 
 
-class Blocks(nn.Module):
-    """Layers with a rectifier between them, in a forward of its own."""
-
-    def __init__(self, relu: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        strided = nn.Sequential(CircularConv2d(3, 4), PolyphasePool2d())
-        self.first = CircularConv2d(2, 3)
-        self.second = RelaxedEquivariance({"conv": strided, "f_fc": FactoredLinear2d(3, 4, 4, 2)})
-        self.third = nn.Conv2d(4, 4, 3, padding=1)
-        self.head = nn.Linear(16, 3)
-        self.relu = relu
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.first(x))
-        x = self.relu(self.second(x))
-        x = x + self.relu(self.third(x))
-        return self.head(self.relu(x).flatten(1))
-
-
-class Doubled(Blocks):
-    """What went into the rectifier is changed in place afterwards, and used."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.first(x)
-        x = self.relu(before)
-        before.mul_(2)
-        x = self.relu(self.third(self.relu(self.second(x)))) + before[:, :1, ::2, ::2]
-        return self.head(x.flatten(1))
-
-
-class Overwritten(Blocks):
-    """What came out of the rectifier is overwritten when the layer has read it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.first(x))
-        y = self.relu(self.third(self.relu(self.second(x))))
-        x.zero_()
-        return self.head(y.flatten(1))
-
-
-class Scaled(Blocks):
-    """A hook on what came out of the rectifier changes its gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.first(x))
-        x.register_hook(lambda gradient: 3 * gradient)
-        x = self.relu(self.second(x))
-        x.register_hook(lambda gradient: 5 * gradient)
-        return self.head(self.relu(self.third(x)).flatten(1))
+def network(relu: nn.Module) -> nn.Sequential:
+    """All kinds of layers behind a rectifier, and what is none."""
+    torch.manual_seed(0)
+    strided = nn.Sequential(CircularConv2d(3, 4), PolyphasePool2d())
+    return nn.Sequential(
+        CircularConv2d(2, 3),
+        relu,
+        RelaxedEquivariance({"conv": strided, "f_fc": FactoredLinear2d(3, 4, 4, 2)}),
+        relu,
+        nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.AvgPool2d(1)),
+        relu,
+        FactoredLinear2d(3, 5, 2, 1),
+        relu,
+        nn.Flatten(),
+        nn.Linear(5, 4),
+        relu,
+        nn.Linear(4, 3),
+    ).double()
 
 
 def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
@@ -83,46 +57,57 @@ def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
 def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
     assert len(one.factors) == len(other.factors) > 0
     for ours, theirs in zip(one.factors.values(), other.factors.values(), strict=True):
-        assert bool(ours.outputs.abs().sum() > 0)
         torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-11, atol=1e-13)
-        if ours.inputs is not None:
-            torch.testing.assert_close(ours.inputs, theirs.inputs, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(ours.inputs, theirs.inputs, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "kind, inplace", [(Blocks, False), (Blocks, True), (Scaled, False), (Scaled, True), (Doubled, False)]
-)
+class Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Shapes of the gradients that go through a ReLU's own derivative, behind the axis of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.threshold_backward.default:
+            self.shapes.append(tuple(args[0].shape[1:]))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("memory_budget", [1, 1 << 26])
-def test_factors_are_those_of_the_function(kind, inplace, memory_budget, device):
-    models = [kind(relu).to(device) for relu in (nn.ReLU(inplace), Functional())]
-    fits = [KronLaplace(model, memory_budget=memory_budget).fit(data(device)) for model in models]
+def test_factors_are_those_of_the_function(inplace, memory_budget, device):
+    fits = [
+        KronLaplace(network(relu).to(device), memory_budget=memory_budget).fit(data(device))
+        for relu in (nn.ReLU(inplace), Functional())
+    ]
     assert_same_factors(*fits)
+    for factor in fits[0].factors.values():
+        assert bool(factor.outputs.abs().sum() > 0)
 
 
-def test_no_gradient_passes_through_a_rectifier_between_layers(device):
-    model = nn.Sequential(
-        CircularConv2d(2, 3), nn.ReLU(), CircularConv2d(3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)
-    )
-    model.double().to(device)
-    seen = []
-
-    class Outputs(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.threshold_backward.default:
-                seen.append(tuple(args[0].shape))
-            return function(*args, **(kwargs or {}))
-
-    with Outputs():
-        KronLaplace(model, memory_budget=1).fit(data(device))
-    # The last one's output is flattened before a layer sees it: two columns of either batch pass through that one alone.
-    assert [shape[1:] for shape in seen] == [(2, 4, 4)] * 4
+def test_no_gradient_of_its_own_where_a_layer_follows(device):
+    with Passes() as passes:
+        KronLaplace(network(nn.ReLU()).to(device), memory_budget=1).fit(data(device)[:1])
+    assert passes.shapes == [(5, 1, 1)] * 2  # two columns: what is flattened before a layer gets it
+    with Passes() as passes:
+        model = models.neyshabur("f_fc+conv", 2, 3, 1).to(device)
+        KronLaplace(model, memory_budget=1).fit([(torch.randn(2, 2, 32, 32, device=device), torch.tensor([0, 1]))])
+    assert passes.shapes == [(16, 1, 1)] * 2
 
 
-def test_a_hook_on_the_rectifier_still_sees_gradients(device):
-    relu, seen = nn.ReLU(), []
-    relu.register_full_backward_hook(lambda module, before, after: seen.append(len(after)))
-    fits = [KronLaplace(Blocks(r).to(device), memory_budget=1).fit(data(device)) for r in (relu, Functional())]
-    assert len(seen) > 0
+@pytest.mark.parametrize("stage", [0, 2], ids=["before it", "after it"])
+def test_hooks_beside_the_rectifier_are_obeyed(stage, device):
+    """A layer's hook that triples the gradient at its output, or at its input."""
+
+    def triple(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        (out if stage == 0 else args[0]).register_hook(lambda gradient: 3 * gradient)
+
+    fits = []
+    for relu in (nn.ReLU(), Functional()):
+        model = network(relu).to(device)
+        model[stage].register_forward_hook(triple)
+        fits.append(KronLaplace(model, memory_budget=1).fit(data(device)))
     assert_same_factors(*fits)
 
 
@@ -130,28 +115,161 @@ def doubled(module: nn.Module, args: object, out: Tensor) -> Tensor | None:
     return 2 * out if isinstance(module, (nn.ReLU, Functional)) else None
 
 
-@pytest.mark.parametrize("where", ["hook", "global hook", "forward"])
-def test_a_rectifier_that_was_changed_is_what_it_was_made(where, device):
+class Doubling(nn.ReLU):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * torch.relu(input)
+
+
+def tripling(model: nn.Sequential, x: Tensor) -> Tensor:
+    for i, module in enumerate(model):
+        x = module(x)
+        if i == 1:
+            x.register_hook(lambda gradient: 3 * gradient)
+    return x
+
+
+@pytest.mark.parametrize("where", ["hook", "global hook", "forward", "class", "layer's forward", "container's forward"])
+def test_what_was_changed_is_what_it_was_made(where, device):
     fits = []
-    for relu in (nn.ReLU(), Functional()):
-        handle = None
-        if where == "hook":
+    for relu in (Doubling() if where == "class" else nn.ReLU(), Functional()):
+        model, handle = network(relu).to(device), None
+        if where == "hook" or (where == "class" and isinstance(relu, Functional)):
             relu.register_forward_hook(doubled)
         elif where == "global hook":
             handle = torch.nn.modules.module.register_module_forward_hook(doubled)
-        else:
-            relu.forward = lambda x: 2 * torch.relu(x)
+        elif where == "forward":
+            relu.forward = lambda input: 2 * torch.relu(input)
+        elif where == "container's forward":
+            model.forward = functools.partial(tripling, model)
+        elif where == "layer's forward":
+            mean = model[2].forward
+            model[2].forward = lambda x, mean=mean: mean(x.detach())
         try:
-            fits.append(KronLaplace(Blocks(relu).to(device)).fit(data(device)))
+            fits.append(KronLaplace(model).fit(data(device)))
         finally:
             if handle is not None:
                 handle.remove()
     assert_same_factors(*fits)
 
 
-def test_an_input_overwritten_too_early_is_an_error(device):
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        KronLaplace(Overwritten(nn.ReLU()).to(device)).fit(data(device))
+class Between(nn.Module):
+    """Layers with a rectifier between them, and something done to what is between."""
+
+    def __init__(self, relu: nn.Module, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.relu, self.how = nn.Linear(32, 7), nn.Linear(7, 6), nn.Linear(6, 3), relu, how
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x.flatten(1))
+        if self.how == "no graph":
+            with torch.no_grad():
+                h = self.relu(z)
+        elif self.how == "no graph, then one":
+            with torch.no_grad():
+                h = self.relu(z)
+            h.requires_grad_()
+        else:
+            h = self.relu(z)
+        if self.how == "cut":
+            h.detach_()
+        elif self.how == "cut before":
+            z.detach_()
+        elif self.how == "changed before":
+            z.mul_(2)
+        elif self.how == "new numbers":
+            h.data = h.data - 0.3
+        out = self.b(h)
+        if self.how == "hook":
+            h.register_hook(lambda gradient: 3 * gradient)
+        return self.c(torch.tanh(out)) + (z[:, :3] if self.how == "changed before" else 0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["no graph", "no graph, then one", "cut", "cut before", "changed before", "new numbers", "hook"],
+)
+def test_a_forward_of_its_own_may_do_anything_between_them(how, device):
+    fits = [KronLaplace(Between(relu, how).to(device)).fit(data(device)) for relu in (nn.ReLU(), Functional())]
+    assert len(fits[0].factors) == 6
+    for ours, theirs in zip(*(fit.factors.values() for fit in fits), strict=True):
+        torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-11, atol=1e-13)
+
+
+class Announced(nn.Module):
+    """A network that says what it hands on, and calls its modules by keyword."""
+
+    def __init__(self, relu: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.relu = nn.Linear(32, 7), nn.Linear(7, 3), relu
+        self.double()
+
+    def handed_on(self) -> list[tuple[nn.Module, nn.Module]]:
+        return [(self.relu, self.b)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(input=self.relu(input=self.a(x.flatten(1))))
+
+
+class Scales(Announced):
+    """Inherits what was said of another forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.a(x.flatten(1)))
+        h.register_hook(lambda gradient: 3 * gradient)
+        return self.b(h)
+
+
+@pytest.mark.parametrize("kind", [Announced, Scales])
+def test_networks_that_say_what_they_hand_on(kind, device):
+    assert_same_factors(*(KronLaplace(kind(r).to(device)).fit(data(device)) for r in (nn.ReLU(), Functional())))
+
+
+def test_under_inference_mode(device):
+    fits = []
+    for relu in (nn.ReLU(), Functional()):
+        model = nn.Sequential(relu, nn.Flatten(), *network(relu)[9:]).to(device)
+        model[2] = nn.Linear(32, 4, dtype=torch.float64, device=device)
+        nn.init.constant_(model[2].weight, 0.1)
+        with torch.inference_mode():
+            features = [(2 * x, y) for x, y in data(device)]
+            KronLaplace(model).fit(features)
+        fits.append(KronLaplace(model).fit(features))
+    assert_same_factors(*fits)
+
+
+def test_a_compiled_network(device):
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(32, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3)
+    ).double()
+    model.to(device)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (model, compiled)))
+
+
+def test_nothing_is_held(device):
+    """What went into the rectifier is gone when the outputs are there, with the network as it is or as a fit sees it."""
+    relu, seen = nn.ReLU(), []
+    before = nn.Sequential(nn.Linear(32, 7), nn.Tanh(), relu)
+    model = nn.Sequential(*before, nn.Linear(7, 6), nn.Tanh(), relu, nn.Identity(), nn.Linear(6, 3), nn.Identity())
+    model.double().to(device)
+    for layer in (model[1], model[4]):
+        layer.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    x = data(device)[0][0].flatten(1)
+    rules = rules_for(model, "shared")
+    for rule in rules:
+        rule.allocate()
+    with curvature_pass(model, rules, 1) as run:
+        outputs = run.forward(x)
+        gc.collect()
+        assert outputs.requires_grad and [reference() for reference in seen] == [None, None]
+        with run.paused():
+            model(x)
+        gc.collect()
+        assert [reference() for reference in seen] == [None] * 4
 
 
 class Shared(nn.Module):
@@ -165,11 +283,12 @@ class Shared(nn.Module):
         return x + self.bias
 
 
-def test_memory_that_a_rule_does_not_own_is_not_changed(device, monkeypatch):
+@pytest.mark.parametrize("parent", [Rule, LinearRule])
+def test_memory_that_a_rule_does_not_own_is_not_changed(parent, device, monkeypatch):
     monkeypatch.setattr(base, "_RULES", dict(base._RULES))
 
     @register(Shared)
-    class SharedRule(Rule):
+    class SharedRule(parent):
         differentiates = True
 
         def shapes(self):
@@ -186,17 +305,12 @@ def test_memory_that_a_rule_does_not_own_is_not_changed(device, monkeypatch):
         def __init__(self, relu: nn.Module) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.beside, self.head = nn.Linear(32, 5), nn.Linear(32, 5), nn.Linear(5, 3)
-            self.shift, self.relu = Shared(), relu
+            self.beside, self.head = nn.Linear(32, 5), nn.Linear(5, 3)
+            self.branch = nn.Sequential(nn.Linear(32, 5), relu, Shared())
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:
             beside = self.beside(x.flatten(1))  # so early that its gradient, of the same memory, is used last
-            return self.head(self.shift(self.relu(self.first(x.flatten(1)))) + beside)
+            return self.head(self.branch(x.flatten(1)) + beside)
 
-    fits = [KronLaplace(Network(relu).to(device)).fit(data(device)) for relu in (nn.ReLU(), Functional())]
-    assert_same_factors(*fits)
-
-
-def test_rectifiers_of_the_paper_network_are_seen(device):
-    assert len(curvature._rectifiers(models.neyshabur("conv", 1, 10, 1))) == 2
+    assert_same_factors(*(KronLaplace(Network(r).to(device)).fit(data(device)) for r in (nn.ReLU(), Functional())))

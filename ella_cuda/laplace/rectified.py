@@ -1,0 +1,133 @@
+"""A ReLU and the layers that it feeds, differentiated together in a fit: the gradient that a layer pulls back is new memory, so the
+ReLU's part can be done in it, in place of a pass that reads and writes as much again.
+
+That takes that nobody else sees what is between the two. Which pairs are such is told from the modules, before the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.nn import RelaxedEquivariance
+
+
+class _Call(NamedTuple):
+    """Of a ReLU."""
+
+    x: Tensor
+    out: Tensor
+
+
+class Rectifiers:
+    """The ReLUs of a model that feed layers with rules and nothing else.
+
+    Args:
+        model: as it is outside of a fit, without our hooks.
+        rules: of its layers.
+    """
+
+    def __init__(self, model: nn.Module, rules: Sequence[Rule]) -> None:
+        by_module = {rule.module: rule for rule in rules}
+        self._relus: dict[nn.Module, None] = {}
+        self._fed: dict[nn.Module, list[Rule]] = {}  # by what a ReLU feeds: the rules whose layers get its output
+        for relu, fed in handed_on(model):
+            first = _first_rules(fed, by_module)
+            if type(relu) is nn.ReLU and not relu.inplace and plain(relu) and first is not None:
+                self._relus[relu], self._fed[fed] = None, first
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no tensor."""
+        self._last: _Call | None = None
+        self._feeding: _Call | None = None
+        self._rules: Sequence[Rule] = ()
+
+    def before(self, rule: Rule, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """For the input x of a rule's layer: the ReLU's input that it was made from, and x as a constant; or x itself, and None."""
+        call = self._feeding
+        if (
+            call is None
+            or x is not call.out
+            or rule not in self._rules
+            or not (call.x.requires_grad and x.requires_grad)
+        ):
+            return x, None
+        return call.x, x.detach()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """For the duration of the context, follow what the ReLUs return."""
+
+        def remember(relu: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            self._last = _Call(args[0], out) if args else None
+
+        def enter(fed: nn.Module, args: tuple[Any, ...]) -> None:
+            call, self._last = self._last, None
+            if call is not None and args and args[0] is call.out:
+                self._feeding, self._rules = call, self._fed[fed]
+
+        def leave(fed: nn.Module, args: Any, out: Any) -> None:
+            self._feeding = None
+
+        handles = [relu.register_forward_hook(remember) for relu in self._relus]
+        for fed in self._fed:
+            handles.append(fed.register_forward_pre_hook(enter))
+            handles.append(fed.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.forget()
+
+
+def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Modules of which the second alone gets what the first returns, and nobody can see it on the way: neighbours in an
+    ``nn.Sequential``, and what a module of another class names in a method ``handed_on`` of that class.
+    """
+    compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
+    if compiled or torch.nn.modules.module._has_any_global_hook():
+        return
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        if type(module) is nn.Sequential:
+            yield from zip(module, list(module)[1:], strict=False)
+        elif "handed_on" in vars(type(module)):
+            yield from module.handed_on()
+
+
+def plain(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's forward and nothing besides."""
+    return "forward" not in vars(module) and not any(
+        hooks for name, hooks in vars(module).items() if name.endswith("_hooks")
+    )
+
+
+def _first_rules(module: nn.Module, by_module: Mapping[nn.Module, Rule]) -> list[Rule] | None:
+    """Rules of the layers that get the module's input; None where something else may see it, or a rule does not own what it
+    pulls back.
+    """
+    if not plain(module):
+        return None
+    if module in by_module:
+        rule = by_module[module]
+        return [rule] if _pulls_afresh(rule) else None
+    if type(module) is nn.Sequential and len(module):
+        return _first_rules(module[0], by_module)
+    if type(module) is RelaxedEquivariance:
+        paths = [_first_rules(module.get_submodule(name), by_module) for name in module.path_names]
+        return None if None in paths else [rule for path in paths for rule in path]
+    return None
+
+
+def _pulls_afresh(rule: Rule) -> bool:
+    """The promise of the class that defines ``pull_back``; one that defines it anew has not given it."""
+    owner = next(c for c in type(rule).__mro__ if "pull_back" in vars(c))
+    return bool(vars(owner).get("pulls_afresh", False))

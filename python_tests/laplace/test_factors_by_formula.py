@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d
@@ -138,6 +140,30 @@ def test_factored_linear(resolution, bias, sizes, frozen, batches):
     g = output_gradients(model[1:], first(x)).flatten(3)
     expected = torch.einsum("knap,knbp->ab", g, g) / (height * width)
     torch.testing.assert_close(la.factors["0.weight"].outputs[0], expected)
+
+
+class Sizes(TorchDispatchMode):
+    """Numbers of elements of all tensors that operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.seen.update(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+        return out
+
+
+@pytest.mark.parametrize("side, formed", [(1, False), (2, True)])
+def test_an_inner_gradient_is_formed_for_several_positions_only(side, formed):
+    n, c, d, columns = 3, 5, 7, 2
+    layer = FactoredLinear2d(c, d, (2, 4), (1, side))
+    model = nn.Sequential(nn.Conv2d(2, c, 1), layer, nn.Flatten(), nn.Linear(d * side, columns + 1))
+    data = torch.randn(n, 2, 2, 4), torch.randint(columns + 1, (n,))
+    with Sizes() as sizes:
+        KronLaplace(model).fit([data])
+    assert (columns * n * d * c in sizes.seen) == formed
 
 
 def test_linear_with_shared_positions(batches):

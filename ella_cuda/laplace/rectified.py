@@ -1,7 +1,8 @@
 """A ReLU and the layers that it feeds, differentiated together in a fit: the gradient that a layer pulls back is new memory, so the
 ReLU's part can be done in it, in place of a pass that reads and writes as much again.
 
-That takes that nobody else sees what is between the two. Which pairs are such is told from the modules, before the model runs.
+That takes that nobody else sees what is between the two. Which pairs are such is told from the modules, before the model runs; and
+they are, only while the module that hands the one's output to the other is called, and not its parts by somebody else.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from ella_cuda.nn import RelaxedEquivariance
 
 
 class _Call(NamedTuple):
-    """Of a ReLU."""
+    """Of a ReLU, by the module that hands its output on."""
 
+    by: nn.Module
+    relu: nn.Module
     x: Tensor
     out: Tensor
 
@@ -34,16 +37,17 @@ class Rectifiers:
 
     def __init__(self, model: nn.Module, rules: Sequence[Rule]) -> None:
         by_module = {rule.module: rule for rule in rules}
-        self._relus: dict[nn.Module, None] = {}
-        self._fed: dict[nn.Module, list[Rule]] = {}  # by what a ReLU feeds: the rules whose layers get its output
-        for relu, fed in handed_on(model):
+        # By who hands on, the ReLU and what it feeds: the rules whose layers get its output.
+        self._pairs: dict[tuple[nn.Module, nn.Module, nn.Module], list[Rule]] = {}
+        for by, relu, fed in handed_on(model):
             first = _first_rules(fed, by_module)
             if type(relu) is nn.ReLU and not relu.inplace and plain(relu) and first is not None:
-                self._relus[relu], self._fed[fed] = None, first
+                self._pairs[by, relu, fed] = first
         self.forget()
 
     def forget(self) -> None:
         """Hold no tensor."""
+        self._running: list[nn.Module] = []  # calls of modules that hand on, the innermost last
         self._last: _Call | None = None
         self._feeding: _Call | None = None
         self._rules: Sequence[Rule] = ()
@@ -64,21 +68,33 @@ class Rectifiers:
     def watched(self) -> Iterator[None]:
         """For the duration of the context, follow what the ReLUs return."""
 
+        def begin(by: nn.Module, args: Any) -> None:
+            self._running.append(by)
+
+        def end(by: nn.Module, args: Any, out: Any) -> None:
+            if self._running and self._running[-1] is by:
+                self._running.pop()
+
         def remember(relu: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            self._last = _Call(args[0], out) if args else None
+            self._last = _Call(self._running[-1], relu, args[0], out) if args and self._running else None
 
         def enter(fed: nn.Module, args: tuple[Any, ...]) -> None:
             call, self._last = self._last, None
             if call is not None and args and args[0] is call.out:
-                self._feeding, self._rules = call, self._fed[fed]
+                self._feeding, self._rules = call, self._pairs.get((call.by, call.relu, fed), ())
 
         def leave(fed: nn.Module, args: Any, out: Any) -> None:
             self._feeding = None
 
-        handles = [relu.register_forward_hook(remember) for relu in self._relus]
-        for fed in self._fed:
+        handles = []
+        for relu in dict.fromkeys(relu for _, relu, _ in self._pairs):
+            handles.append(relu.register_forward_hook(remember))
+        for fed in dict.fromkeys(fed for _, _, fed in self._pairs):
             handles.append(fed.register_forward_pre_hook(enter))
             handles.append(fed.register_forward_hook(leave, always_call=True))
+        for by in dict.fromkeys(by for by, _, _ in self._pairs):  # after enter, where it is fed itself
+            handles.append(by.register_forward_pre_hook(begin))
+            handles.append(by.register_forward_hook(end, prepend=True, always_call=True))
         try:
             yield
         finally:
@@ -87,9 +103,9 @@ class Rectifiers:
             self.forget()
 
 
-def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Modules of which the second alone gets what the first returns, and nobody can see it on the way: neighbours in an
-    ``nn.Sequential``, and what a module of another class names in a method ``handed_on`` of that class.
+def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
+    """Modules of which the first, when called, gives what the second returns to the third alone, and nobody can see it on the way:
+    an ``nn.Sequential`` and neighbours in it, a module of another class and what it names in a method ``handed_on`` of that class.
     """
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     if compiled or torch.nn.modules.module._has_any_global_hook():
@@ -98,9 +114,9 @@ def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         if "forward" in vars(module):
             continue
         if type(module) is nn.Sequential:
-            yield from zip(module, list(module)[1:], strict=False)
+            yield from ((module, *pair) for pair in zip(module, list(module)[1:], strict=False))
         elif "handed_on" in vars(type(module)):
-            yield from module.handed_on()
+            yield from ((module, *pair) for pair in module.handed_on())
 
 
 def plain(module: nn.Module) -> bool:

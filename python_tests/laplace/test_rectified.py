@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import weakref
@@ -126,6 +127,29 @@ def tripling(model: nn.Sequential, x: Tensor) -> Tensor:
         if i == 1:
             x.register_hook(lambda gradient: 3 * gradient)
     return x
+
+
+class Watching(nn.Module):
+    """Calls the parts of a container by itself."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tripling(self.layers, x)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_container_whose_parts_somebody_else_calls(inner, device):
+    """What is between the parts is theirs, also while another container is called."""
+    models = [Watching(network(relu)).to(device) for relu in (nn.ReLU(), Functional())]
+    if inner:
+        torch.manual_seed(1)
+        before = [nn.Sequential(CircularConv2d(2, 2), nn.ReLU(), CircularConv2d(2, 2)).double().to(device)]
+        before.append(copy.deepcopy(before[0]))
+        models = [nn.Sequential(*first, model) for first, model in zip(before, models, strict=True)]
+    assert_same_factors(*(KronLaplace(model).fit(data(device)) for model in models))
 
 
 @pytest.mark.parametrize("where", ["hook", "global hook", "forward", "class", "layer's forward", "container's forward"])

@@ -7,6 +7,7 @@ they are, only while the module that hands the one's output to the other is call
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +26,20 @@ class _Call(NamedTuple):
     relu: nn.Module
     x: Tensor
     out: Tensor
+
+    def still_holds(self) -> bool:
+        """Whether autograd has the one made from the other by a ReLU, nobody asked for the gradient between them, and what is saved
+        for the backward pass is kept as it is: recomputed with the forward of a checkpoint, the layer would be called twice.
+        """
+        node, before = self.out.grad_fn, self.x.grad_fn
+        return (
+            node is not None
+            and before is not None
+            and node.name() == "ReluBackward0"
+            and node.next_functions[0][0] is before
+            and not self.out._backward_hooks
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
 
 
 class Rectifiers:
@@ -55,12 +70,7 @@ class Rectifiers:
     def before(self, rule: Rule, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """For the input x of a rule's layer: the ReLU's input that it was made from, and x as a constant; or x itself, and None."""
         call = self._feeding
-        if (
-            call is None
-            or x is not call.out
-            or rule not in self._rules
-            or not (call.x.requires_grad and x.requires_grad)
-        ):
+        if call is None or x is not call.out or rule not in self._rules or not call.still_holds():
             return x, None
         return call.x, x.detach()
 
@@ -80,7 +90,9 @@ class Rectifiers:
 
         def enter(fed: nn.Module, args: tuple[Any, ...]) -> None:
             call, self._last = self._last, None
-            if call is not None and args and args[0] is call.out:
+            if call is None or not args or args[0] is not call.out or torch.nn.modules.module._has_any_global_hook():
+                return
+            if all(_hooks(module) == hooks[module] for module in (call.relu, fed)):  # none since the fit began
                 self._feeding, self._rules = call, self._pairs.get((call.by, call.relu, fed), ())
 
         def leave(fed: nn.Module, args: Any, out: Any) -> None:
@@ -95,6 +107,7 @@ class Rectifiers:
         for by in dict.fromkeys(by for by, _, _ in self._pairs):  # after enter, where it is fed itself
             handles.append(by.register_forward_pre_hook(begin))
             handles.append(by.register_forward_hook(end, prepend=True, always_call=True))
+        hooks = {module: _hooks(module) for _, *pair in self._pairs for module in pair}
         try:
             yield
         finally:
@@ -115,15 +128,18 @@ def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Modul
             continue
         if type(module) is nn.Sequential:
             yield from ((module, *pair) for pair in zip(module, list(module)[1:], strict=False))
-        elif "handed_on" in vars(type(module)):
+        elif inspect.isfunction(vars(type(module)).get("handed_on")):
             yield from ((module, *pair) for pair in module.handed_on())
 
 
 def plain(module: nn.Module) -> bool:
     """Whether a call of the module is its class's forward and nothing besides."""
-    return "forward" not in vars(module) and not any(
-        hooks for name, hooks in vars(module).items() if name.endswith("_hooks")
-    )
+    return "forward" not in vars(module) and not _hooks(module)
+
+
+def _hooks(module: nn.Module) -> int:
+    """How many the module has, of all kinds."""
+    return sum(len(v) for name, v in vars(module).items() if name.endswith("_hooks") and isinstance(v, dict))
 
 
 def _first_rules(module: nn.Module, by_module: Mapping[nn.Module, Rule]) -> list[Rule] | None:

@@ -9,7 +9,9 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ella_cuda import models
 from ella_cuda.laplace import KronLaplace, Rule, register
@@ -208,6 +210,78 @@ class Between(nn.Module):
         if self.how == "hook":
             h.register_hook(lambda gradient: 3 * gradient)
         return self.c(torch.tanh(out)) + (z[:, :3] if self.how == "changed before" else 0)
+
+
+def triple_output(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    out.register_hook(lambda gradient: 3 * gradient)
+
+
+class Blocked(nn.Module):
+    """A block that begins with a rectifier, called in another way than its own."""
+
+    def __init__(self, relu: nn.Module, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.how = nn.Linear(32, 7), nn.Linear(6, 3), how
+        self.block = nn.Sequential(relu, nn.Linear(7, 6))
+        self.block[1].number_of_hooks = 3  # somebody's own attribute
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, kept = self.a(x.flatten(1)), []
+        if self.how == "checkpoint":
+            return self.b(checkpoint(self.block, z, use_reentrant=False))
+        if self.how == "no hook at all":  # an attribute of a class that has nothing to do with us
+            return self.b(self.block(z))
+        hook = {
+            "hook that keeps": lambda: self.block[0].register_forward_hook(lambda m, args, out: kept.append(out)),
+            "hook": lambda: self.block[0].register_forward_hook(triple_output),
+            "hook before the layer": lambda: self.block[1].register_forward_pre_hook(lambda m, args: kept.extend(args)),
+            "global hook": lambda: nn.modules.module.register_module_forward_hook(
+                lambda m, args, out: kept.append(out) if m is self.block[0] else None
+            ),
+            "another function": lambda: AnotherRelu(lambda x: F.leaky_relu(x, 0.5)),
+            "another input": lambda: AnotherRelu(lambda x: torch.relu(2 * x)),
+            "hook on what it makes": lambda: AnotherRelu(tripled_relu),
+        }[self.how]
+        with hook():
+            y = self.block(z)
+        for h in kept:
+            h.register_hook(lambda gradient: 3 * gradient)
+        return self.b(y)
+
+
+def tripled_relu(x: Tensor) -> Tensor:
+    out = torch.relu(x)
+    out.register_hook(lambda gradient: 3 * gradient)
+    return out
+
+
+class AnotherRelu(torch.overrides.TorchFunctionMode):
+    """In place of every ReLU's function."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        replaced = function in (torch.relu, F.relu)
+        return self.function(args[0]) if replaced else function(*args, **(kwargs or {}))
+
+
+class Odd(Blocked):
+    handed_on = False
+
+
+@pytest.mark.parametrize(
+    "kind, how",
+    [(Blocked, how) for how in ("checkpoint", "hook that keeps", "hook", "hook before the layer", "global hook")]
+    + [(Blocked, how) for how in ("another function", "another input", "hook on what it makes")]
+    + [(Odd, "no hook at all")],
+)
+def test_what_a_forward_sets_up_is_obeyed(kind, how, device):
+    fits = [KronLaplace(kind(relu, how).to(device)).fit(data(device)) for relu in (nn.ReLU(), Functional())]
+    assert_same_factors(*fits)
 
 
 @pytest.mark.parametrize(

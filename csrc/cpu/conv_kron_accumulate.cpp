@@ -133,11 +133,11 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
   if (g.patch() == 0 || g.positions() == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
-    if (same_on_torus(g) && g.patch() == g.C && g.H * g.W < kernels<scalar_t>().vector) {
-      accumulate_pixels(x, static_cast<scalar_t>(alpha), factor.mutable_data_ptr<scalar_t>());
-      return;
-    }
     if (same_on_torus(g)) {
+      if (g.patch() == g.C && g.H * g.W < kernels<scalar_t>().vector) {  // too few to fill a vector with positions
+        accumulate_pixels(x, static_cast<scalar_t>(alpha), factor.mutable_data_ptr<scalar_t>());
+        return;
+      }
       const std::vector<double> lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
       add_lags(g, lags, alpha, factor.mutable_data_ptr<scalar_t>());
       return;

@@ -192,10 +192,10 @@ def _eigenvalues(blocks: Tensor) -> Tensor:
     """Of symmetric blocks ``(G, d, d)``, in float64. On the CPU, where they are decomposed one after the other anyway, a few at once:
     the copies in float64 would take several times the factor's memory.
     """
-    at_once = blocks.shape[0]
-    if blocks.device.type == "cpu":
-        at_once = max(DECOMPOSED_AT_ONCE // max(blocks.shape[1] ** 2, 1), 1)
-    return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(max(at_once, 1))])
+    if blocks.device.type != "cpu":
+        return torch.linalg.eigvalsh(blocks.double())
+    at_once = max(DECOMPOSED_AT_ONCE // max(blocks.shape[1] ** 2, 1), 1)
+    return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(at_once)])
 
 
 class KroneckerFactor:

@@ -92,7 +92,8 @@ class Rectifiers:
             call, self._last = self._last, None
             if call is None or not args or args[0] is not call.out or torch.nn.modules.module._has_any_global_hook():
                 return
-            if all(_hooks(module) == hooks[module] for module in (call.relu, fed)):  # none since the fit began
+            since_the_fit_began = (_hooks(m) != hooks[m] for m in (call.relu, *fed.modules()))
+            if not any(since_the_fit_began):
                 self._feeding, self._rules = call, self._pairs.get((call.by, call.relu, fed), ())
 
         def leave(fed: nn.Module, args: Any, out: Any) -> None:
@@ -107,7 +108,7 @@ class Rectifiers:
         for by in dict.fromkeys(by for by, _, _ in self._pairs):  # after enter, where it is fed itself
             handles.append(by.register_forward_pre_hook(begin))
             handles.append(by.register_forward_hook(end, prepend=True, always_call=True))
-        hooks = {module: _hooks(module) for _, *pair in self._pairs for module in pair}
+        hooks = {m: _hooks(m) for _, relu, fed in self._pairs for m in (relu, *fed.modules())}
         try:
             yield
         finally:

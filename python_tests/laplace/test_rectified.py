@@ -21,6 +21,7 @@ from ella_cuda.laplace.kron import rules_for
 from ella_cuda.laplace.rules import base
 from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
+from python_tests.laplace.checks import assert_same_factors, image_batches
 
 
 class Functional(nn.Module):
@@ -51,17 +52,7 @@ def network(relu: nn.Module) -> nn.Sequential:
 
 
 def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(7, 2, 4, 4, generator=generator, dtype=torch.float64).to(device)
-    y = torch.randint(3, (7,), generator=generator).to(device)
-    return [(x[:4], y[:4]), (x[4:], y[4:])]
-
-
-def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
-    assert len(one.factors) == len(other.factors) > 0
-    for ours, theirs in zip(one.factors.values(), other.factors.values(), strict=True):
-        torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-11, atol=1e-13)
-        torch.testing.assert_close(ours.inputs, theirs.inputs, rtol=1e-11, atol=1e-13)
+    return image_batches(device, 4)
 
 
 class Passes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -223,7 +214,7 @@ class Blocked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.how = nn.Linear(32, 7), nn.Linear(6, 3), how
-        self.block = nn.Sequential(relu, nn.Linear(7, 6))
+        self.block = nn.Sequential(relu, nn.Sequential(nn.Linear(7, 6)))
         self.block[1].number_of_hooks = 3  # somebody's own attribute
         self.double()
 
@@ -237,6 +228,7 @@ class Blocked(nn.Module):
             "hook that keeps": lambda: self.block[0].register_forward_hook(lambda m, args, out: kept.append(out)),
             "hook": lambda: self.block[0].register_forward_hook(triple_output),
             "hook before the layer": lambda: self.block[1].register_forward_pre_hook(lambda m, args: kept.extend(args)),
+            "hook inside": lambda: self.block[1][0].register_forward_pre_hook(lambda m, args: kept.extend(args)),
             "global hook": lambda: nn.modules.module.register_module_forward_hook(
                 lambda m, args, out: kept.append(out) if m is self.block[0] else None
             ),
@@ -275,8 +267,8 @@ class Odd(Blocked):
 
 @pytest.mark.parametrize(
     "kind, how",
-    [(Blocked, how) for how in ("checkpoint", "hook that keeps", "hook", "hook before the layer", "global hook")]
-    + [(Blocked, how) for how in ("another function", "another input", "hook on what it makes")]
+    [(Blocked, how) for how in ("checkpoint", "hook that keeps", "hook", "hook before the layer", "hook inside")]
+    + [(Blocked, how) for how in ("global hook", "another function", "another input", "hook on what it makes")]
     + [(Odd, "no hook at all")],
 )
 def test_what_a_forward_sets_up_is_obeyed(kind, how, device):

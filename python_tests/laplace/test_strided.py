@@ -12,6 +12,7 @@ from ella_cuda.laplace import KronLaplace, curvature
 from ella_cuda.laplace.kron import rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, PolyphasePool2d
+from python_tests.laplace.checks import assert_same_factors, image_batches
 
 
 class Apart(nn.Module):
@@ -52,18 +53,7 @@ def network(kernels: tuple[int, int], wrap=lambda layers: layers, bias: bool = T
 
 
 def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(7, 2, 8, 8, generator=generator, dtype=torch.float64).to(device)
-    y = torch.randint(3, (7,), generator=generator).to(device)
-    return [(x[:4], y[:4]), (x[4:], y[4:])]
-
-
-def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
-    assert len(one.factors) == len(other.factors) > 0
-    for ours, theirs in zip(one.factors.values(), other.factors.values(), strict=True):
-        torch.testing.assert_close(ours.outputs, theirs.outputs, rtol=1e-11, atol=1e-13)
-        if ours.inputs is not None:
-            torch.testing.assert_close(ours.inputs, theirs.inputs, rtol=1e-11, atol=1e-13)
+    return image_batches(device, 8)
 
 
 @pytest.mark.parametrize("kernels", [(3, 3), (5, 3), (1, 3), (3, 1)])

@@ -86,18 +86,19 @@ void accumulate_pixels(const Tensor& x, T alpha, T* factor) {
   const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
   const Kernels<T>& k = kernels<T>();
   const bool lines = down == width * right;
-  Gram<T>(x, C, count).accumulate(factor, count, alpha, [&](int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
-    while (rows > 0) {
-      // As many positions as lie at one distance.
-      const int64_t at = k0 % positions, h = at / width, w = at % width;
-      const int64_t length = positions == 1 ? rows : std::min(rows, lines ? positions - at : width - w);
-      k.pack(n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
-             positions == 1 ? image : right, panel);
-      panel += length * k.width;
-      k0 += length;
-      rows -= length;
-    }
-  });
+  Gram<T>(x, C, count)
+      .accumulate(factor, 1, count, alpha, [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
+        while (rows > 0) {
+          // As many positions as lie at one distance.
+          const int64_t at = k0 % positions, h = at / width, w = at % width;
+          const int64_t length = positions == 1 ? rows : std::min(rows, lines ? positions - at : width - w);
+          k.pack(n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
+                 positions == 1 ? image : right, panel);
+          panel += length * k.width;
+          k0 += length;
+          rows -= length;
+        }
+      });
 }
 
 // Whether patches are those of a convolution on a torus that keeps the size. Then
@@ -144,8 +145,8 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
     }
     const Patches<scalar_t> patches(x, g);
     Gram<scalar_t>(factor, g.patch(), g.positions())
-        .accumulate(factor.mutable_data_ptr<scalar_t>(), g.positions(), static_cast<scalar_t>(alpha),
-                    [&](int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
+        .accumulate(factor.mutable_data_ptr<scalar_t>(), 1, g.positions(), static_cast<scalar_t>(alpha),
+                    [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
                       patches.pack(first, n, k0, count, panel);
                     });
   });

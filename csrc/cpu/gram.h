@@ -3,6 +3,8 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "buffer.h"
 #include "kernels.h"
@@ -19,86 +21,178 @@ void parallel_tasks(int64_t tasks, const F& f) {
   }
 }
 
+// The arithmetic on packed rows. The upper triangle of a factor is a list of tiles, panel by panel: square groups of them come
+// one after the other, so that those of a group, which share their panels, find them in the second-level cache.
 template <class T>
-class Gram {
+class Tiles {
  public:
-  Gram(const Tensor& like, int64_t d, int64_t count)
-      : like_(like),
-        k_(kernels<T>()),
-        d_(d),
-        panels_(ceil_divide(d, k_.width)),
-        block_(std::min(count,
-                        std::max(kBlockBytes / static_cast<int64_t>(sizeof(T)) / (panels_ * k_.width) / kSum * kSum, kSum))),
-        packed_(like, panels_ * k_.width * block_),
-        single_(like, panels_ == 1 ? 2 * k_.width * k_.width : 0) {}
-
-  // `pack(first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
-  template <class Pack>
-  void accumulate(T* target, int64_t count, T alpha, const Pack& pack) const {
-    const int64_t W = k_.width, pairs = panels_ * (panels_ + 1) / 2;
-    for (int64_t k0 = 0; k0 < count; k0 += block_) {
-      const int64_t rows = std::min(block_, count - k0);
-      parallel_tasks(panels_, [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; ++p) pack(p * W, columns(p), k0, rows, panel(p));
-      });
-      parallel_tasks(pairs, [&](int64_t begin, int64_t end) {
-        const Buffer<T> own(like_, panels_ == 1 ? 0 : 2 * W * W);
-        T* sum = panels_ == 1 ? single_.data() : own.data();
-        for (int64_t pair = begin; pair < end; ++pair) {
-          int64_t right = 0, before = 0;  // pairs are counted column by column: (0,0), (0,1), (1,1), (0,2), ...
-          while (before + right + 1 <= pair) before += ++right;
-          tile(pair - before, right, rows, sum);
-          add(pair - before, right, alpha, sum, sum + W * W, target);
+  explicit Tiles(int64_t d) : k_(kernels<T>()), d_(d), panels_(ceil_divide(d, k_.width)) {
+    for (int64_t right = 0; right < panels_; right += kGroup) {
+      for (int64_t left = 0; left <= right; left += kGroup) {
+        for (int64_t r = right; r < std::min(right + kGroup, panels_); ++r) {
+          for (int64_t l = left; l <= std::min(left + kGroup - 1, r); ++l) tiles_.push_back({l, r});
         }
-      });
+        group_ends_.push_back(count());
+      }
+    }
+  }
+
+  static constexpr int64_t kGroup = 4;   // panels a side: 4 + 4 of kRows rows are 512 KiB
+  static constexpr int64_t kRows = 256;  // rows for which the tiles of a group are done before the next rows
+
+  int64_t panels() const { return panels_; }
+  int64_t count() const { return static_cast<int64_t>(tiles_.size()); }
+  int64_t tile_size() const { return k_.width * k_.width; }
+  int64_t columns(int64_t panel) const { return std::min(k_.width, d_ - panel * k_.width); }
+
+  // The end of the group that tile `begin` is of, or `end` if that comes first.
+  int64_t group_end(int64_t begin, int64_t end) const {
+    return std::min(*std::upper_bound(group_ends_.begin(), group_ends_.end(), begin), end);
+  }
+
+  // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows, added to what is there if
+  // `add`. Panels lie `panel` numbers apart.
+  void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* sums, bool add) const {
+    const int64_t W = k_.width;
+    for (int64_t k0 = 0; k0 < rows; k0 += kRows) {
+      const int64_t count = std::min(kRows, rows - k0);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        const auto [left, right] = tiles_[tile];
+        const T *a = packed + left * panel + k0 * W, *b = packed + right * panel + k0 * W;
+        T* sum = sums + (tile - begin) * tile_size();
+        if (left == right) {
+          triangle(columns(left), count, a, sum, add || k0 > 0);
+        } else {
+          k_.product(columns(left), columns(right), count, a, 1, W, b, W, nullptr, 0, 0, sum, W, add || k0 > 0, false);
+        }
+      }
+    }
+  }
+
+  // Asks for what `add` will change, a tile's products before it is wanted: rows of a target lie too far apart for the hardware
+  // to foresee them.
+  void prefetch(int64_t tile, const T* target) const {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    const int64_t W = k_.width;
+    const auto [left, right] = tiles_[tile];
+    for (const auto& [down, across] : {std::pair(left, right), std::pair(right, left)}) {
+      const T* corner = target + down * W * d_ + across * W;
+      for (int64_t i = 0; i < columns(down); ++i) {
+        for (int64_t j = 0; j < columns(across); j += kLine) __builtin_prefetch(corner + i * d_ + j, 1, 2);
+      }
+      if (left == right) break;
+    }
+  }
+
+  // Adds alpha times the sums of tiles begin..end to the target and, transposed, to their mirror images.
+  void add(int64_t begin, int64_t end, T alpha, const T* sums, T* mirror, T* target) const {
+    const int64_t W = k_.width;
+    for (int64_t tile = begin; tile < end; ++tile, sums += tile_size()) {
+      const auto [left, right] = tiles_[tile];
+      const int64_t m = columns(left), n = columns(right);
+      T* upper = target + left * W * d_ + right * W;
+      T* lower = target + right * W * d_ + left * W;
+      k_.unpack(n, m, sums, mirror, W);  // mirror[j, i] = sums[i, j]
+      if (left == right) {
+        for (int64_t i = 0; i < m; ++i) {
+          k_.add_rows(1, i, alpha, mirror + i * W, W, upper + i * d_, d_);
+          k_.add_rows(1, n - i, alpha, sums + i * W + i, W, upper + i * d_ + i, d_);
+        }
+      } else {
+        k_.add_rows(m, n, alpha, sums, W, upper, d_);
+        k_.add_rows(n, m, alpha, mirror, W, lower, d_);
+      }
     }
   }
 
  private:
-  // Rows packed at once: every block reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
-  static constexpr int64_t kBlockBytes = 8 * 1024 * 1024;
-  static constexpr int64_t kSum = 256;  // rows that one pass over a tile adds
+  static constexpr int64_t kShort = 64;  // of a triangle: 16 KiB, which the rows of its register tiles share
 
-  int64_t columns(int64_t panel) const { return std::min(k_.width, d_ - panel * k_.width); }
-  T* panel(int64_t p) const { return packed_.data() + p * k_.width * block_; }
+  struct Tile {
+    int64_t left, right;
+  };
 
-  // sum[i, j], i of panel `left`, j of panel `right`, for i <= j.
-  void tile(int64_t left, int64_t right, int64_t rows, T* sum) const {
-    const int64_t W = k_.width, m = columns(left), n = columns(right);
-    for (int64_t k0 = 0; k0 < rows; k0 += kSum) {
-      const int64_t count = std::min(kSum, rows - k0);
-      const T *a = panel(left) + k0 * W, *b = panel(right) + k0 * W;
-      if (left != right) {
-        k_.product(m, n, count, a, 1, W, b, W, nullptr, 0, 0, sum, W, k0 > 0, false);
-        continue;
-      }
-      for (int64_t i = 0; i < m; i += k_.rows) {  // vectors left of the diagonal are skipped
-        const int64_t first = i / k_.vector * k_.vector;
-        k_.product(std::min(k_.rows, m - i), n - first, count, a + i, 1, W, b + first, W, nullptr, 0, 0, sum + i * W + first, W,
-                   k0 > 0, false);
+  // Vectors left of the diagonal are skipped.
+  void triangle(int64_t m, int64_t rows, const T* panel, T* sum, bool add) const {
+    const int64_t W = k_.width, last = (m - 1) / k_.vector * k_.vector;
+    for (int64_t k0 = 0; k0 < rows; k0 += kShort, panel += kShort * W) {
+      const int64_t count = std::min(kShort, rows - k0);
+      for (int64_t i = 0; i < m;) {
+        const int64_t first = i / k_.vector * k_.vector, here = first == last ? m - i : std::min(k_.rows, m - i);
+        k_.product(here, m - first, count, panel + i, 1, W, panel + first, W, nullptr, 0, 0, sum + i * W + first, W,
+                   add || k0 > 0, false);
+        i += here;
       }
     }
   }
 
-  void add(int64_t left, int64_t right, T alpha, const T* sum, T* mirror, T* target) const {
-    const int64_t W = k_.width, m = columns(left), n = columns(right);
-    T* upper = target + left * W * d_ + right * W;
-    T* lower = target + right * W * d_ + left * W;
-    k_.unpack(n, m, sum, mirror, W);  // mirror[j, i] = sum[i, j]
-    for (int64_t i = 0; i < m; ++i) {
-      for (int64_t j = left == right ? i : 0; j < n; ++j) upper[i * d_ + j] += alpha * sum[i * W + j];
+  const Kernels<T>& k_;
+  const int64_t d_, panels_;
+  std::vector<Tile> tiles_;
+  std::vector<int64_t> group_ends_;
+};
+
+// Factors one after the other, on all threads.
+template <class T>
+class Gram {
+ public:
+  Gram(const Tensor& like, int64_t d, int64_t count, int64_t factors = 1)
+      : like_(like),
+        k_(kernels<T>()),
+        d_(d),
+        tiles_(d),
+        rows_(std::min(count, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep))),
+        factors_(std::min(factors, std::max(kPacked / (tiles_.panels() * k_.width * rows_), int64_t(1)))),
+        packed_(like, factors_ * tiles_.panels() * k_.width * rows_) {}
+
+  // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
+  template <class Pack>
+  void accumulate(T* target, int64_t factors, int64_t count, T alpha, const Pack& pack) const {
+    for (int64_t f0 = 0; f0 < factors; f0 += factors_) {
+      for (int64_t k0 = 0; k0 < count; k0 += rows_) {
+        some(target + f0 * d_ * d_, std::min(factors_, factors - f0), std::min(rows_, count - k0), alpha,
+             [&](int64_t factor, int64_t first, int64_t n, int64_t rows, T* panel) {
+               pack(f0 + factor, first, n, k0, rows, panel);
+             });
+      }
     }
-    for (int64_t j = 0; j < n; ++j) {
-      const int64_t end = left == right ? j : m;
-      for (int64_t i = 0; i < end; ++i) lower[j * d_ + i] += alpha * mirror[j * W + i];
-    }
+  }
+
+ private:
+  // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
+  static constexpr int64_t kPacked = 8 * 1024 * 1024 / static_cast<int64_t>(sizeof(T));
+  static constexpr int64_t kStep = 256;
+
+  template <class Pack>
+  void some(T* target, int64_t factors, int64_t rows, T alpha, const Pack& pack) const {
+    const int64_t W = k_.width, panels = tiles_.panels(), panel = W * rows_, size = tiles_.tile_size(), count = tiles_.count();
+    parallel_tasks(factors * panels, [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) {
+        pack(p / panels, p % panels * W, tiles_.columns(p % panels), rows, packed_.data() + p * panel);
+      }
+    });
+    parallel_tasks(factors * count, [&](int64_t begin, int64_t end) {
+      const bool few = rows <= Tiles<T>::kRows;
+      const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
+      const Buffer<T> sums(like_, (most + 1) * size);
+      while (begin < end) {
+        const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;
+        const int64_t stop = few ? first + 1 : tiles_.group_end(first, std::min(left, count));
+        T* to = target + factor * d_ * d_;
+        if (few) tiles_.prefetch(first, to);
+        tiles_.products(first, stop, rows, packed_.data() + factor * panels * panel, panel, sums.data(), false);
+        tiles_.add(first, stop, alpha, sums.data(), sums.data() + most * size, to);
+        begin += stop - first;
+      }
+    });
   }
 
   const Tensor& like_;
   const Kernels<T>& k_;
-  const int64_t d_, panels_, block_;
+  const int64_t d_;
+  const Tiles<T> tiles_;
+  const int64_t rows_, factors_;
   const Buffer<T> packed_;
-  const Buffer<T> single_;  // of the only tile there is: many small factors are not worth an allocation each
 };
 
 }  // namespace ella

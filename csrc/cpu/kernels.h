@@ -95,6 +95,9 @@ struct Kernels {
   // target[j * target_row + i] = source[i * source_row + j], i < rows, j < columns.
   void (*transpose)(int64_t rows, int64_t columns, const T* source, int64_t source_row, T* target, int64_t target_row);
 
+  // target[i * target_row + j] += alpha source[i * source_row + j], i < m, j < n.
+  void (*add_rows)(int64_t m, int64_t n, T alpha, const T* source, int64_t source_row, T* target, int64_t target_row);
+
   // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same
   // for `rows` rows, those of the target one after the other.
   void (*wrap_rows)(int64_t rows, const T* source, int64_t source_row, int64_t size, int64_t before, int64_t after, T* target);

@@ -27,7 +27,8 @@ struct Rows {
 
 // Numbers of a row in which small blocks are gathered: kSum rows of them, at most 512 KiB, stay in the second-level cache.
 constexpr int64_t kGathered = 1024;
-constexpr int64_t kSmall = 40;  // the largest block of which rows are gathered: larger ones fill a panel's vectors well
+constexpr int64_t kMedium = 512;  // numbers of a row of medium blocks that are packed at once: 256 rows of them are 512 KiB
+constexpr int64_t kSmall = 40;    // the largest block of which rows are gathered: larger ones fill a panel's vectors well
 
 // Small blocks. Rows are gathered a few at a time, as they lie in memory, at a distance of an odd number of vectors: that of
 // the rows themselves is often a power of two, and then the rows of a block share a few lines of the first-level cache.
@@ -79,20 +80,54 @@ void add_small_blocks(const Rows<T>& r, const Tensor& like) {
   });
 }
 
+// Blocks of a few panels, several at a time: their rows are packed as they lie in memory, a few rows of all of them, and their
+// sums stay in the second-level cache until the end.
 template <class T>
-void add_packed(const Rows<T>& r, const Tensor& like) {
-  // One block a task; a single block is shared out inside Gram (loops within a parallel loop run serially).
+void add_medium_blocks(const Rows<T>& r, const Tensor& like) {
+  constexpr int64_t kChunk = 256, kAtOnce = 16;
+  const Kernels<T>& k = kernels<T>();
+  const Tiles<T> tiles(r.d);
+  const int64_t W = k.width, panel = W * kChunk, packed_size = tiles.panels() * panel,
+                sums_size = tiles.count() * tiles.tile_size();
   parallel_tasks(r.G, [&](int64_t begin, int64_t end) {
-    const Gram<T> gram(like, r.d, r.N);
-    const Kernels<T>& k = kernels<T>();
-    for (int64_t g = begin; g < end; ++g) {
-      const T* source = r.data + g * r.block;
-      gram.accumulate(r.factor + g * r.d * r.d, r.N, static_cast<T>(r.alpha),
-                      [&](int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
-                        k.pack(n, count, source + k0 * r.row + first * r.value, r.value, r.row, panel);
-                      });
+    const int64_t blocks = std::min(end - begin, std::max(kMedium / (tiles.panels() * W), int64_t(1)));
+    const Buffer<T> packed(like, blocks * packed_size);
+    const Buffer<T> sums(like, blocks * sums_size + tiles.tile_size());
+    for (int64_t g0 = begin; g0 < end; g0 += blocks) {
+      const int64_t here = std::min(blocks, end - g0);
+      for (int64_t n0 = 0; n0 < r.N; n0 += kChunk) {
+        const int64_t count = std::min(kChunk, r.N - n0), step = r.value == 1 ? kAtOnce : count;
+        for (int64_t n = 0; n < count; n += step) {
+          for (int64_t g = 0; g < here; ++g) {
+            for (int64_t p = 0; p < tiles.panels(); ++p) {
+              k.pack(tiles.columns(p), std::min(step, count - n),
+                     r.data + (n0 + n) * r.row + (g0 + g) * r.block + p * W * r.value, r.value, r.row,
+                     packed.data() + g * packed_size + p * panel + n * W);
+            }
+          }
+        }
+        const bool last = (n0 + count) % kSums == 0 || n0 + count == r.N;
+        for (int64_t g = 0; g < here; ++g) {
+          T* sum = sums.data() + g * sums_size;
+          tiles.products(0, tiles.count(), count, packed.data() + g * packed_size, panel, sum, n0 % kSums != 0);
+          if (last) {
+            tiles.add(0, tiles.count(), static_cast<T>(r.alpha), sum, sums.data() + blocks * sums_size,
+                      r.factor + (g0 + g) * r.d * r.d);
+          }
+        }
+      }
     }
   });
+}
+
+template <class T>
+void add_large_blocks(const Rows<T>& r, const Tensor& like) {
+  const Kernels<T>& k = kernels<T>();
+  Gram<T>(like, r.d, r.N, r.G)
+      .accumulate(r.factor, r.G, r.N, static_cast<T>(r.alpha),
+                  [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
+                    k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
+                  });
 }
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
@@ -103,8 +138,10 @@ void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
                            factor.mutable_data_ptr<scalar_t>(), alpha};
     if (r.value == 1 && r.d <= kSmall) {
       add_small_blocks(r, factor);
+    } else if (r.d <= kMedium / 2 && r.G > 1) {
+      add_medium_blocks(r, factor);
     } else {
-      add_packed(r, factor);
+      add_large_blocks(r, factor);
     }
   });
 }

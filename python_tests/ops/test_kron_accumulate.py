@@ -18,7 +18,14 @@ SHAPES += [
     (65, 27, 40),
     (3, 2, 41),
 ]  # more numbers in a row than are gathered, or larger blocks
-SHAPES += [(4097, 2, 16), (8200, 3, 4)]  # more rows than are summed before the factor is touched
+SHAPES += [(4097, 2, 16), (8200, 3, 4), (4200, 3, 44)]  # more rows than are summed before the factor is touched
+SHAPES += [(300, 5, 130), (20, 3, 256)]  # several panels, and more blocks than are packed at once
+SHAPES += [
+    (30, 2, 300),
+    (300, 1, 330),
+    (7000, 1, 300),
+    (400, 17, 300),
+]  # several groups of panels, passes, factors at once
 
 
 def outer_products(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
@@ -76,7 +83,9 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
     )
 
 
-@pytest.mark.parametrize("shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16)])
+@pytest.mark.parametrize(
+    "shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16), (600, 3, 70), (300, 1, 300), (50, 3, 300)]
+)
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
     factor, rows = tensors(shape, torch.device("cpu"), torch.float32)
     before, results = torch.get_num_threads(), []

@@ -25,9 +25,10 @@ class Forward {
     const int64_t groups = std::min(ceil_divide(threads, blocks), ceil_divide(s_.D, k_.rows));
     const int64_t group = ceil_divide(s_.D, groups);
     torch::stable::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t block = channel_block(k_, s_, group);
+      const int64_t block = channel_block(k_, s_.C, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
-      Buffer<T> panels(like_, middle_.panel_size(block, group)), z(like_, block * z_row_),
+      const int64_t x_panel = middle_.panel_size();
+      Buffer<T> panels(like_, (once ? 1 : s_.C) * x_panel), z(like_, block * z_row_),
           panel(like_, (lanes_ ? s_.C : s_.Y) * k_.width);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * k_.width, n = std::min(k_.width, s_.N - n0);
@@ -35,7 +36,8 @@ class Forward {
         for (int64_t d0 = first; d0 < last; d0 += block) {
           const int64_t rows = std::min(block, last - d0);
           for (int64_t c = 0; c < s_.C; ++c) {
-            middle_.compute(n0, n, d0, rows, c, once, d0 == first, panels.data(), z.data() + c * k_.width, z_row_);
+            middle_.compute(n0, n, d0, rows, c, d0 == first, panels.data() + (once ? 0 : c * x_panel), z.data() + c * k_.width,
+                            z_row_);
           }
           for (int64_t d = d0; d < d0 + rows; ++d) outer(n0, n, d, z.data() + (d - d0) * z_row_, panel.data());
         }

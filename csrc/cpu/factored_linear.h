@@ -1,7 +1,7 @@
 // What F-FC's forward and backward on the CPU share: how they read their arguments, and the middle z.
 //
-// z[d][c][image] and dz[d][c][image] exist for one block of images and some output channels at a time, small enough for the
-// cache. A sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
+// z[d][c][image] and dz[d][c][image] exist for one block of images and some channels at a time, small enough for the cache. A
+// sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
 // positions can be taken along the rows as they lie in memory, lanes being added at the end (`row_products`), or be a product
 // with a panel, the rows transposed. The first costs three operations for each of its results, the second one for each number
 // of the panel.
@@ -34,9 +34,9 @@ struct Array1 {
 
 // Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
 template <class T>
-int64_t channel_block(const Kernels<T>& k, const FactoredLinearSizes& s, int64_t channels) {
+int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {
   constexpr int64_t kTileBytes = 256 * 1024;  // of z, and as much of dz: together half of a second-level cache of 1 MiB
-  const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(s.C * k.width, 1);
+  const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(in_channels * k.width, 1);
   return std::min(channels, std::max(fit / k.rows, int64_t(1)) * k.rows);
 }
 
@@ -83,19 +83,17 @@ class Middle {
   Middle(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in, const std::optional<Tensor>& bias_in)
       : k_(kernels<T>()), s_(s), x_(x), u_(weight_in), bias_(bias_in), rows_(along_rows(k_, s.X, s.D, x_, u_)) {}
 
-  // Room for panels of x where blocks of `block` output channels are done one after the other, `all` of them in the end.
-  int64_t panel_size(int64_t block, int64_t all) const { return rows_ ? 0 : (block >= all ? 1 : s_.C) * s_.X * k_.width; }
+  // Numbers of a channel's panel, which serves all output channels of the images it was made for.
+  int64_t panel_size() const { return rows_ ? 0 : s_.X * k_.width; }
 
-  // z[d0 .. d0 + rows][c] of n images from n0 on, to z + i * z_row. `fresh`: the images' panels are to be made.
-  void compute(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, bool once, bool fresh, T* panels, T* z,
-               int64_t z_row) const {
+  // z[d0 .. d0 + rows][c] of n images from n0 on, to z + i * z_row. `fresh`: the images' panel is to be made.
+  void compute(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, bool fresh, T* panel, T* z, int64_t z_row) const {
     const T* bias = bias_.from(d0);
     if (rows_) {
       fill_rows(k_, rows, n, bias, bias_.stride, z, z_row);
       k_.row_products(rows, n, s_.X, u_.at(d0, c), u_.s0, x_.at(n0, c), x_.s0, z, z_row);
       return;
     }
-    T* panel = panels + (once ? 0 : c * s_.X * k_.width);
     if (fresh) k_.pack(n, s_.X, x_.at(n0, c), x_.s0, x_.s2, panel);
     k_.product(rows, n, s_.X, u_.at(d0, c), u_.s0, u_.s2, panel, k_.width, bias, bias_.stride, 0, z, z_row, false, false);
     clear_lanes(k_, rows, n, z, z_row);

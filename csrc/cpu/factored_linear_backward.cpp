@@ -7,14 +7,31 @@
 namespace ella {
 namespace {
 
-constexpr int64_t kMaxChunks = 8;  // parts of the batch whose weight gradients are summed apart
-
 struct Wanted {
   bool x, weight_in, weight_out, bias_in, bias_out;
+  bool middle_gradient() const { return x || weight_in || bias_in; }
 };
 
-// The batch is cut into chunks by its size alone. Each chunk writes its images' part of the gradient of x and sums the other
-// gradients by itself; those sums are added in the order of the chunks, so that no result depends on the number of threads.
+// How the work is cut, by the sizes alone, so that no result depends on the number of threads. Input channels are shared out
+// first: the gradients of x and of the weights that belong to one are nobody else's. Where they are few, the images are cut
+// into chunks too, each of which sums the gradients of the weights by itself; those sums are added in the order of the chunks.
+struct Shares {
+  static constexpr int64_t kLeast = 5;  // channels that fill a register tile
+  static constexpr int64_t kMost = 20;  // beyond, the tile of z would leave too few output channels for one's panels
+  static constexpr int64_t kTasks = 8;
+
+  Shares(int64_t C, int64_t image_blocks) {
+    int64_t parts = 1;
+    while (parts < kTasks && C / (2 * parts) >= kLeast) parts *= 2;
+    chunks = std::min(image_blocks, kTasks / parts);
+    if (parts == kTasks) parts *= std::max(C / (kTasks * kMost), int64_t(1));
+    channels = std::max(ceil_divide(C, parts), int64_t(1));
+    groups = ceil_divide(C, channels);
+  }
+
+  int64_t groups, channels, chunks;
+};
+
 template <class T>
 class Backward {
  public:
@@ -23,133 +40,165 @@ class Backward {
       : k_(kernels<T>()),
         s_(s),
         wanted_(wanted),
+        blocks_(ceil_divide(s.N, k_.width)),
+        shares_(s.C, blocks_),
+        z_row_(shares_.channels * k_.width),
+        rows_(channel_block(k_, shares_.channels, s.D)),
         like_(x),
         middle_(s, x, weight_in, bias_in),
         g_(grad),
         x_(x),
         u_(weight_in),
         v_(weight_out),
-        along_g_(along_rows(k_, s.Y, s.C, v_, g_)),
-        dx_lanes_(in_lanes(k_, s.X, u_)) {}
+        along_g_(along_rows(k_, s.Y, shares_.channels, v_, g_)),
+        dx_lanes_(in_lanes(k_, s.X, u_)),
+        g_panels_(x, wanted.middle_gradient() && !along_g_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
 
   void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
-    const int64_t blocks = ceil_divide(s_.N, k_.width), chunks = std::min(blocks, kMaxChunks);
+    read_gradient(dbias_out);
+    const int64_t tasks = shares_.groups * shares_.chunks;
     const int64_t size_u = wanted_.weight_in ? s_.D * s_.C * s_.X : 0, size_v = wanted_.weight_out ? s_.D * s_.C * s_.Y : 0;
-    const Buffer<T> partial(like_, (chunks - 1) * (size_u + size_v));
-    const Buffer<double> bias(like_, chunks * (s_.D + s_.Y));
-    bias.zero(0, chunks * (s_.D + s_.Y));
+    const Buffer<T> partial(like_, (shares_.chunks - 1) * (size_u + size_v));
+    const Buffer<double> bias(like_, tasks * s_.D);
+    bias.zero(0, tasks * s_.D);
     const auto chunk_u = [&](int64_t i) { return i == 0 ? du.mutable_data_ptr<T>() : partial.data() + (i - 1) * size_u; };
     const auto chunk_v = [&](int64_t i) {
-      return i == 0 ? dv.mutable_data_ptr<T>() : partial.data() + (chunks - 1) * size_u + (i - 1) * size_v;
+      return i == 0 ? dv.mutable_data_ptr<T>() : partial.data() + (shares_.chunks - 1) * size_u + (i - 1) * size_v;
     };
-    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i) {
-        Target target{dx.mutable_data_ptr<T>(), chunk_u(i), chunk_v(i), bias.data() + i * (s_.D + s_.Y),
-                      bias.data() + i * (s_.D + s_.Y) + s_.D};
-        std::fill_n(target.du, size_u, T(0));
-        std::fill_n(target.dv, size_v, T(0));
-        for (int64_t b = blocks * i / chunks; b < blocks * (i + 1) / chunks; ++b) {
-          image_block(b * k_.width, std::min(k_.width, s_.N - b * k_.width), scratch, target);
-        }
+        const int64_t chunk = i % shares_.chunks, c0 = i / shares_.chunks * shares_.channels;
+        Target target{c0,
+                      std::min(shares_.channels, s_.C - c0),
+                      dx.mutable_data_ptr<T>(),
+                      chunk_u(chunk),
+                      chunk_v(chunk),
+                      bias.data() + i * s_.D};
+        const int64_t first = blocks_ * chunk / shares_.chunks;
+        for (int64_t b = first; b < blocks_ * (chunk + 1) / shares_.chunks; ++b) image_block(b, b > first, scratch, target);
       }
     });
-    add_chunks(chunks, size_u, chunk_u);
-    add_chunks(chunks, size_v, chunk_v);
-    const auto add_bias = [&](bool asked, int64_t offset, int64_t count, const Tensor& out) {
-      if (!asked) return;
-      T* target = out.mutable_data_ptr<T>();
-      for (int64_t j = 0; j < count; ++j) {
-        double sum = 0;
-        for (int64_t i = 0; i < chunks; ++i) sum += bias.data()[i * (s_.D + s_.Y) + offset + j];
-        target[j] = static_cast<T>(sum);
-      }
-    };
-    add_bias(wanted_.bias_in, 0, s_.D, dbias_in);
-    add_bias(wanted_.bias_out, s_.D, s_.Y, dbias_out);
+    add_chunks(size_u, chunk_u);
+    add_chunks(size_v, chunk_v);
+    if (wanted_.bias_in) add_sums(tasks, s_.D, bias, dbias_in);
   }
 
  private:
   struct Target {
+    int64_t c0, channels;
     T *dx, *du, *dv;
-    double *dbias_in, *dbias_out;
+    double* dbias_in;
   };
 
   struct Scratch {
     explicit Scratch(const Backward& op)
-        : block(channel_block(op.k_, op.s_, op.s_.D)),
-          once(block >= op.s_.D),
-          x_panels(op.like_, op.wanted_.weight_out ? op.middle_.panel_size(block, op.s_.D) : 0),
-          g_panel(op.like_, op.s_.Y * op.k_.width),
-          z(op.like_, block * op.z_row_),
-          dz(op.like_, block * op.z_row_),
+        : once(op.rows_ >= op.s_.D),
+          x_panel(op.middle_.panel_size()),
+          x_panels(op.like_, op.wanted_.weight_out ? (once ? 1 : op.shares_.channels) * x_panel : 0),
+          z(op.like_, op.wanted_.weight_out ? op.rows_ * op.z_row_ : 0),
+          dz(op.like_, op.wanted_.middle_gradient() ? op.rows_ * op.z_row_ : 0),
           dx_panels(op.like_, !op.wanted_.x  ? 0
-                              : op.dx_lanes_ ? block * op.k_.width
-                                             : (once ? 1 : op.s_.C) * op.s_.X * op.k_.width),
+                              : op.dx_lanes_ ? op.rows_ * op.k_.width
+                                             : (once ? 1 : op.shares_.channels) * op.s_.X * op.k_.width),
           rows(op.like_, op.k_.width * op.k_.width) {}
-    int64_t block;
     bool once;  // one block holds all output channels: a channel's panels are done with after its turn
-    Buffer<T> x_panels, g_panel, z, dz, dx_panels, rows;
+    int64_t x_panel;
+    Buffer<T> x_panels, z, dz, dx_panels, rows;
   };
 
+  // The panels of g, and the output bias' gradient.
+  void read_gradient(const Tensor& dbias_out) const {
+    constexpr int64_t kParts = 8;
+    const bool pack = wanted_.middle_gradient() && !along_g_;
+    if (!pack && !wanted_.bias_out) return;
+    const int64_t parts = std::min(s_.D, kParts), tasks = blocks_ * parts;
+    const Buffer<double> sums(like_, wanted_.bias_out ? tasks * s_.Y : 0);
+    if (wanted_.bias_out) sums.zero(0, tasks * s_.Y);
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+      const Buffer<T> own(like_, pack ? 0 : (along_g_ ? 1 : s_.Y) * k_.width);
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t block = i / parts, part = i % parts, n0 = block * k_.width, n = images(block);
+        double* sum = sums.data() + i * s_.Y;
+        for (int64_t d = s_.D * part / parts; d < s_.D * (part + 1) / parts; ++d) {
+          if (along_g_) {
+            image_sums(n, g_.at(n0, d), own.data(), sum);
+            continue;
+          }
+          T* panel = pack ? g_panel(block, d) : own.data();
+          k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
+          if (wanted_.bias_out) k_.lane_sums(s_.Y, n, panel, k_.width, sum, 1);
+        }
+      }
+    });
+    if (wanted_.bias_out) add_sums(tasks, s_.Y, sums, dbias_out);
+  }
+
   template <class F>
-  void add_chunks(int64_t chunks, int64_t size, const F& chunk) const {
-    if (chunks < 2 || size == 0) return;
+  void add_chunks(int64_t size, const F& chunk) const {
+    if (shares_.chunks < 2 || size == 0) return;
     torch::stable::parallel_for(0, size, 16384, [&](int64_t begin, int64_t end) {
       T* total = chunk(0);
-      for (int64_t i = 1; i < chunks; ++i) {
+      for (int64_t i = 1; i < shares_.chunks; ++i) {
         const T* part = chunk(i);
         for (int64_t j = begin; j < end; ++j) total[j] += part[j];
       }
     });
   }
 
-  void image_block(int64_t n0, int64_t n, Scratch& scratch, const Target& target) const {
-    const int64_t W = k_.width;
-    const bool need_dz = wanted_.x || wanted_.weight_in || wanted_.bias_in;
-    for (int64_t d0 = 0; d0 < s_.D; d0 += scratch.block) {
-      const int64_t rows = std::min(scratch.block, s_.D - d0);
-      if (need_dz || wanted_.bias_out) {
-        for (int64_t d = d0; d < d0 + rows; ++d)
-          outer_gradient(n0, n, d, need_dz, scratch.dz.data() + (d - d0) * z_row_, scratch, target);
+  static void add_sums(int64_t parts, int64_t count, const Buffer<double>& sums, const Tensor& out) {
+    T* target = out.mutable_data_ptr<T>();
+    for (int64_t j = 0; j < count; ++j) {
+      double sum = 0;
+      for (int64_t i = 0; i < parts; ++i) sum += sums.data()[i * count + j];
+      target[j] = static_cast<T>(sum);
+    }
+  }
+
+  int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
+  T* g_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
+
+  void image_block(int64_t block, bool add, Scratch& scratch, const Target& target) const {
+    const int64_t W = k_.width, n0 = block * W, n = images(block);
+    for (int64_t d0 = 0; d0 < s_.D; d0 += rows_) {
+      const int64_t rows = std::min(rows_, s_.D - d0);
+      for (int64_t i = 0; i < target.channels && wanted_.weight_out; ++i) {
+        middle_.compute(n0, n, d0, rows, target.c0 + i, d0 == 0,
+                        scratch.x_panels.data() + (scratch.once ? 0 : i * scratch.x_panel), scratch.z.data() + i * W, z_row_);
       }
-      for (int64_t c = 0; c < s_.C; ++c) {
-        const T* dz = scratch.dz.data() + c * W;
+      // What reads g of one output channel stands together: g is read for every group of channels, x once.
+      for (int64_t d = d0; d < d0 + rows; ++d) {
+        if (wanted_.middle_gradient()) middle_gradient(block, d, scratch.dz.data() + (d - d0) * z_row_, target);
         if (wanted_.weight_out) {
-          middle_.compute(n0, n, d0, rows, c, scratch.once, d0 == 0, scratch.x_panels.data(), scratch.z.data() + c * W, z_row_);
+          weight_gradient(target.channels, n, s_.Y, scratch.z.data() + (d - d0) * z_row_, W, g_.at(n0, d), g_.s0, g_.s2,
+                          g_panels_.size() > 0 ? g_panel(block, d) : nullptr, target.dv + (d * s_.C + target.c0) * s_.Y, s_.Y,
+                          add, scratch);
         }
-        if (wanted_.weight_in) {
-          weight_gradient(rows, n, s_.X, dz, z_row_, x_.at(n0, c), x_.s0, x_.s2, target.du + (d0 * s_.C + c) * s_.X,
-                          s_.C * s_.X, nullptr, scratch);
-        }
-        if (wanted_.x) input_gradient(n0, n, d0, rows, c, dz, scratch, target);
       }
-      if (wanted_.weight_out) {
-        for (int64_t d = d0; d < d0 + rows; ++d) {
-          weight_gradient(s_.C, n, s_.Y, scratch.z.data() + (d - d0) * z_row_, W, g_.at(n0, d), g_.s0, g_.s2,
-                          target.dv + d * s_.C * s_.Y, s_.Y, &scratch.g_panel, scratch);
+      for (int64_t i = 0; i < target.channels; ++i) {
+        const int64_t c = target.c0 + i;
+        const T* dz = scratch.dz.data() + i * W;
+        if (wanted_.weight_in) {
+          weight_gradient(rows, n, s_.X, dz, z_row_, x_.at(n0, c), x_.s0, x_.s2, nullptr, target.du + (d0 * s_.C + c) * s_.X,
+                          s_.C * s_.X, add, scratch);
         }
+        if (wanted_.x) input_gradient(n0, n, d0, rows, c, i, dz, scratch, target);
       }
     }
   }
 
-  // dz[d][:][:] and the biases' sums
-  void outer_gradient(int64_t n0, int64_t n, int64_t d, bool need_dz, T* dz, Scratch& scratch, const Target& target) const {
-    const int64_t W = k_.width;
-    T* panel = scratch.g_panel.data();
+  // dz[d] of the target's channels, and the input bias' sum
+  void middle_gradient(int64_t block, int64_t d, T* dz, const Target& target) const {
+    const int64_t W = k_.width, n0 = block * W, n = images(block);
     if (along_g_) {
-      if (wanted_.bias_out) image_sums(n, g_.at(n0, d), panel, target.dbias_out);
-      if (!need_dz) return;
-      fill_rows(k_, s_.C, n, static_cast<const T*>(nullptr), 0, dz, W);
-      k_.row_products(s_.C, n, s_.Y, v_.at(d, 0), v_.s1, g_.at(n0, d), g_.s0, dz, W);
+      fill_rows(k_, target.channels, n, static_cast<const T*>(nullptr), 0, dz, W);
+      k_.row_products(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, g_.at(n0, d), g_.s0, dz, W);
     } else {
-      k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
-      if (wanted_.bias_out) k_.lane_sums(s_.Y, n, panel, W, target.dbias_out, 1);
-      if (!need_dz) return;
-      k_.product(s_.C, n, s_.Y, v_.at(d, 0), v_.s1, v_.s2, panel, W, nullptr, 0, 0, dz, W, false, false);
-      clear_lanes(k_, s_.C, n, dz, W);
+      k_.product(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, v_.s2, g_panel(block, d), W, nullptr, 0, 0, dz, W, false,
+                 false);
+      clear_lanes(k_, target.channels, n, dz, W);
     }
-    if (wanted_.bias_in) k_.lane_sums(s_.C, n, dz, W, target.dbias_in + d, 0);
+    if (wanted_.bias_in) k_.lane_sums(target.channels, n, dz, W, target.dbias_in + d, 0);
   }
 
   // sums[y] += sum_image g[image, y]
@@ -162,8 +211,8 @@ class Backward {
     }
   }
 
-  // dx[n, c, :], of which output channels from d0 on are a part
-  void input_gradient(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, const T* dz, Scratch& scratch,
+  // dx[n, c, :], of which output channels from d0 on are a part; c is the i-th channel of its group
+  void input_gradient(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, int64_t i, const T* dz, Scratch& scratch,
                       const Target& target) const {
     const int64_t W = k_.width;
     T *dx = target.dx + (n0 * s_.C + c) * s_.X, *panel = scratch.dx_panels.data();
@@ -172,20 +221,24 @@ class Backward {
                          d0 > 0, panel);
       return;
     }
-    panel += scratch.once ? 0 : c * s_.X * W;
+    panel += scratch.once ? 0 : i * s_.X * W;
     k_.product(s_.X, n, rows, u_.at(d0, c), u_.s2, u_.s0, dz, z_row_, nullptr, 0, 0, panel, W, d0 > 0, false);
     if (d0 + rows == s_.D) k_.unpack(n, s_.X, panel, dx, s_.C * s_.X);
   }
 
-  // out[i, j] += sum_image a[i][image] source[image, j], j < columns. Few columns are dot products over the images, which need
-  // them packed (`panel` is room for that); many are a product over the images with the columns in the lanes.
+  // out[i, j] = sum_image a[i][image] source[image, j], j < columns, or added to out. Few columns are dot products over the
+  // images, which need them as a panel (`packed`, if there is one already); many are a product over the images with the columns
+  // in the lanes.
   void weight_gradient(int64_t rows, int64_t n, int64_t columns, const T* a, int64_t a_row, const T* source,
-                       int64_t image_stride, int64_t column_stride, T* out, int64_t out_row, const Buffer<T>* panel,
+                       int64_t image_stride, int64_t column_stride, const T* packed, T* out, int64_t out_row, bool add,
                        Scratch& scratch) const {
     const int64_t W = k_.width;
     if (columns * 4 <= k_.vector) {
-      T* packed = panel ? panel->data() : scratch.rows.data();
-      k_.pack(n, columns, source, image_stride, column_stride, packed);
+      if (packed == nullptr) {
+        k_.pack(n, columns, source, image_stride, column_stride, scratch.rows.data());
+        packed = scratch.rows.data();
+      }
+      for (int64_t i = 0; i < rows && !add; ++i) std::fill_n(out + i * out_row, columns, T(0));
       const int64_t count = ceil_divide(n, k_.vector) * k_.vector;
       if (columns == 1 && out_row == 1) {
         k_.row_products(1, rows, count, packed, W, a, a_row, out, 0);
@@ -198,24 +251,31 @@ class Backward {
       const int64_t lanes = std::min(W, columns - j);
       const T* b = source + j * column_stride;
       int64_t b_row = image_stride;
-      if (column_stride != 1 || lanes % k_.vector != 0) {
+      // Rows of many register tiles share the panel; as they lie in memory, its rows often share a few lines of the cache.
+      if (column_stride != 1 || lanes % k_.vector != 0 || rows >= kPacking * k_.rows) {
         k_.pack(lanes, n, b, column_stride, image_stride, scratch.rows.data());
         b = scratch.rows.data();
         b_row = W;
       }
-      k_.product(rows, lanes, n, a, a_row, 1, b, b_row, nullptr, 0, 0, out + j, out_row, true, true);
+      k_.product(rows, lanes, n, a, a_row, 1, b, b_row, nullptr, 0, 0, out + j, out_row, add, true);
     }
   }
+
+  static constexpr int64_t kPacking = 8;
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
   const Wanted wanted_;
-  const int64_t z_row_ = s_.C * k_.width;  // from one output channel's z to the next one's
+  const int64_t blocks_;  // of images
+  const Shares shares_;
+  const int64_t z_row_;  // from one output channel's z to the next one's
+  const int64_t rows_;   // output channels whose z is there at a time
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> g_, x_, u_, v_;
-  const bool along_g_;   // the sums over positions of g are taken along its rows
-  const bool dx_lanes_;  // lanes of dx are positions
+  const bool along_g_;        // the sums over positions of g are taken along its rows
+  const bool dx_lanes_;       // lanes of dx are positions
+  const Buffer<T> g_panels_;  // of all images and output channels, if they are needed
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(const Tensor& grad, const Tensor& x,

@@ -24,6 +24,10 @@ SHAPES = [
     (67, 110, 8, 33, 5),  # several blocks of output channels, packed positions
     (5, 2, 9, 300, 3),  # sums longer than those of one pass
     (1030, 2, 3, 7, 6),  # several blocks of images in a chunk
+    (150, 41, 3, 6, 2),  # channels shared out, the last of them fewer
+    (3, 330, 4, 3, 2),  # and in more groups than there are threads
+    (35, 80, 110, 33, 5),  # and several blocks of output channels, packed positions
+    (35, 80, 110, 32, 32),  # and whole vectors of positions
 ]  # N, C, D, X, Y
 
 
@@ -169,8 +173,9 @@ def test_compile(device):
     checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
 
 
-def test_same_numbers_for_any_number_of_threads():
-    args = [a.requires_grad_() for a in arguments((64, 8, 16, 40, 24), torch.device("cpu"), torch.float32)]
+@pytest.mark.parametrize("shape", [(64, 8, 16, 40, 24), (150, 8, 6, 40, 24), (150, 41, 6, 5, 33)])
+def test_same_numbers_for_any_number_of_threads(shape):
+    args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
     results = []
     before = torch.get_num_threads()
     try:

@@ -40,7 +40,7 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
     written = (tmp_path / "table" / "comparison.txt").read_text()
     assert written in text
     assert f"{order[0]['accuracy']:.2f}  99.23" in written.replace("   ", "  ")
-    assert "43 of 1,437 training images, 2 epochs (recipe: 45), width 1, evidence every epoch after 1" in written
+    assert "43 of 1,437 training images, 2 epochs (recipe: 60), width 1, evidence every epoch after 1" in written
     assert (tmp_path / "table" / "comparison.csv").read_text().count("\n") == 5
     picture = {p.suffix: p.read_bytes() for p in (tmp_path / "table").glob("comparison.[ps]*g")}
     assert set(picture) == {".png", ".svg"}
@@ -108,7 +108,7 @@ def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path):
         (["toy", "--train-size", "5"], "unrecognized arguments"),
         (["group-convs", "--group-conv", "full"], "unrecognized arguments"),
         (["toy", "--lr-anchors", "0.1"], "--lr-anchors"),
-        (["toy", "--burn-in", "45"], "burn_in must be less than epochs"),
+        (["toy", "--burn-in", "60"], "burn_in must be less than epochs"),
         (["--resume", "not-there"], "config.json"),
         (["toy", "--device", "tpu"], "device must be"),
         (["toy", "--jobs", "0"], "--jobs"),

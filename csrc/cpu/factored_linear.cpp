@@ -11,6 +11,7 @@ class Forward {
           const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, const Tensor& out)
       : k_(kernels<T>()),
         s_(s),
+        channels_(channels_at_once(k_, s.C, s.D)),
         like_(x),
         middle_(s, x, weight_in, bias_in),
         v_(weight_out),
@@ -25,42 +26,57 @@ class Forward {
     const int64_t groups = std::min(ceil_divide(threads, blocks), ceil_divide(s_.D, k_.rows));
     const int64_t group = ceil_divide(s_.D, groups);
     torch::stable::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t block = channel_block(k_, s_.C, group);
+      const int64_t block = channel_block(k_, channels_, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
-      const int64_t x_panel = middle_.panel_size();
+      const int64_t x_panel = middle_.panel_size(), y_panel = s_.Y * k_.width;
       Buffer<T> panels(like_, (once ? 1 : s_.C) * x_panel), z(like_, block * z_row_),
-          panel(like_, (lanes_ ? s_.C : s_.Y) * k_.width);
+          out(like_, lanes_ ? channels_ * k_.width : (channels_ < s_.C ? block : 1) * y_panel);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * k_.width, n = std::min(k_.width, s_.N - n0);
         const int64_t first = task % groups * group, last = std::min(first + group, s_.D);
         for (int64_t d0 = first; d0 < last; d0 += block) {
           const int64_t rows = std::min(block, last - d0);
-          for (int64_t c = 0; c < s_.C; ++c) {
-            middle_.compute(n0, n, d0, rows, c, d0 == first, panels.data() + (once ? 0 : c * x_panel), z.data() + c * k_.width,
-                            z_row_);
+          for (int64_t c0 = 0; c0 < std::max(s_.C, int64_t(1)); c0 += channels_) {
+            const int64_t count = std::min(channels_, s_.C - c0);
+            for (int64_t c = c0; c < c0 + count; ++c) {
+              middle_.compute(n0, n, d0, rows, c, d0 == first, panels.data() + (once ? 0 : c * x_panel),
+                              z.data() + (c - c0) * k_.width, z_row_);
+            }
+            for (int64_t d = d0; d < d0 + rows; ++d) {
+              T* panel = out.data() + (lanes_ || channels_ >= s_.C ? 0 : (d - d0) * y_panel);
+              outer(n0, n, d, c0, count, z.data() + (d - d0) * z_row_, panel);
+            }
           }
-          for (int64_t d = d0; d < d0 + rows; ++d) outer(n0, n, d, z.data() + (d - d0) * z_row_, panel.data());
         }
       }
     });
   }
 
  private:
-  // y[n, d, :] from z[d]
-  void outer(int64_t n0, int64_t n, int64_t d, const T* z, T* panel) const {
+  // Input channels whose z is there at a time: all, unless that leaves too few output channels for a panel of x.
+  static int64_t channels_at_once(const Kernels<T>& k, int64_t C, int64_t D) {
+    constexpr int64_t kMost = 20, kEnough = 32;
+    const int64_t most = channel_block(k, C, D) >= std::min(kEnough, D) ? C : std::min(C, kMost);
+    return std::max(balanced_group(C, std::max(most, int64_t(1))), int64_t(1));
+  }
+
+  // What `count` channels from c0 on, of which z[d] is there, are of y[n, d, :]; sums begin with c0 = 0.
+  void outer(int64_t n0, int64_t n, int64_t d, int64_t c0, int64_t count, const T* z, T* panel) const {
     T* out = out_ + (n0 * s_.D + d) * s_.Y;
+    const T* bias = c0 == 0 ? bias_out_.data : nullptr;
     if (lanes_) {
-      positions_in_lanes(k_, n, s_.Y, s_.C, z, k_.width, v_.at(d, 0), v_.s1, bias_out_.data, out, s_.D * s_.Y, false, panel);
+      positions_in_lanes(k_, n, s_.Y, count, z, k_.width, v_.at(d, c0), v_.s1, bias, out, s_.D * s_.Y, c0 > 0, panel);
       return;
     }
-    k_.product(s_.Y, n, s_.C, v_.at(d, 0), v_.s2, v_.s1, z, k_.width, bias_out_.data, bias_out_.stride, 0, panel, k_.width,
-               false, false);
-    k_.unpack(n, s_.Y, panel, out, s_.D * s_.Y);
+    k_.product(s_.Y, n, count, v_.at(d, c0), v_.s2, v_.s1, z, k_.width, bias, bias_out_.stride, 0, panel, k_.width, c0 > 0,
+               false);
+    if (c0 + count == s_.C) k_.unpack(n, s_.Y, panel, out, s_.D * s_.Y);
   }
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
-  const int64_t z_row_ = s_.C * k_.width;  // from one output channel's z to the next one's
+  const int64_t channels_;                      // input channels whose z is there at a time
+  const int64_t z_row_ = channels_ * k_.width;  // from one output channel's z to the next one's
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> v_;

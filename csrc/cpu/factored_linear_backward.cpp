@@ -15,21 +15,21 @@ struct Wanted {
 // How the work is cut, by the sizes alone, so that no result depends on the number of threads. Input channels are shared out
 // first: the gradients of x and of the weights that belong to one are nobody else's. Where they are few, the images are cut
 // into chunks too, each of which sums the gradients of the weights by itself; those sums are added in the order of the chunks.
+// Where images are many, they are cut whatever the number of channels, to bound rounding.
 struct Shares {
-  static constexpr int64_t kLeast = 5;  // channels that fill a register tile
-  static constexpr int64_t kMost = 20;  // beyond, the tile of z would leave too few output channels for one's panels
+  static constexpr int64_t kLeast = 5;  // channels of a group: fewer leave too much of a register tile empty
+  static constexpr int64_t kMost = 20;  // more leave too few output channels in the tile of z to share a panel of x
   static constexpr int64_t kTasks = 8;
+  static constexpr int64_t kBlocks = 16;  // of images, whose sums are added one after the other
 
   Shares(int64_t C, int64_t image_blocks) {
-    int64_t parts = 1;
-    while (parts < kTasks && C / (2 * parts) >= kLeast) parts *= 2;
-    chunks = std::min(image_blocks, kTasks / parts);
-    if (parts == kTasks) parts *= std::max(C / (kTasks * kMost), int64_t(1));
-    channels = std::max(ceil_divide(C, parts), int64_t(1));
-    groups = ceil_divide(C, channels);
+    while (groups < kTasks && C / (2 * groups) >= kLeast) groups *= 2;
+    chunks = std::min(image_blocks, image_blocks > kBlocks ? kTasks : kTasks / groups);
+    if (groups == kTasks) groups *= ceil_divide(C, kTasks * kMost);
+    channels = ceil_divide(C, groups);
   }
 
-  int64_t groups, channels, chunks;
+  int64_t groups = 1, channels, chunks;
 };
 
 template <class T>
@@ -51,16 +51,18 @@ class Backward {
         u_(weight_in),
         v_(weight_out),
         along_g_(along_rows(k_, s.Y, shares_.channels, v_, g_)),
+        shared_(wanted.middle_gradient() && !along_g_ && shares_.groups > 1 && 2 * s.N >= k_.width),
         dx_lanes_(in_lanes(k_, s.X, u_)),
-        g_panels_(x, wanted.middle_gradient() && !along_g_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
+        g_panels_(x, shared_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
 
   void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
-    read_gradient(dbias_out);
+    if (shared_) pack_gradient();
     const int64_t tasks = shares_.groups * shares_.chunks;
     const int64_t size_u = wanted_.weight_in ? s_.D * s_.C * s_.X : 0, size_v = wanted_.weight_out ? s_.D * s_.C * s_.Y : 0;
     const Buffer<T> partial(like_, (shares_.chunks - 1) * (size_u + size_v));
-    const Buffer<double> bias(like_, tasks * s_.D);
-    bias.zero(0, tasks * s_.D);
+    const Buffer<double> bias(like_, tasks * s_.D + shares_.chunks * s_.Y);
+    bias.zero(0, tasks * s_.D + shares_.chunks * s_.Y);
+    double* const bias_out = bias.data() + tasks * s_.D;
     const auto chunk_u = [&](int64_t i) { return i == 0 ? du.mutable_data_ptr<T>() : partial.data() + (i - 1) * size_u; };
     const auto chunk_v = [&](int64_t i) {
       return i == 0 ? dv.mutable_data_ptr<T>() : partial.data() + (shares_.chunks - 1) * size_u + (i - 1) * size_v;
@@ -68,27 +70,29 @@ class Backward {
     torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
       Scratch scratch(*this);
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t chunk = i % shares_.chunks, c0 = i / shares_.chunks * shares_.channels;
+        const int64_t chunk = i % shares_.chunks, group = i / shares_.chunks, c0 = s_.C * group / shares_.groups;
         Target target{c0,
-                      std::min(shares_.channels, s_.C - c0),
+                      s_.C * (group + 1) / shares_.groups - c0,
                       dx.mutable_data_ptr<T>(),
                       chunk_u(chunk),
                       chunk_v(chunk),
-                      bias.data() + i * s_.D};
+                      bias.data() + i * s_.D,
+                      wanted_.bias_out && group == 0 ? bias_out + chunk * s_.Y : nullptr};
         const int64_t first = blocks_ * chunk / shares_.chunks;
         for (int64_t b = first; b < blocks_ * (chunk + 1) / shares_.chunks; ++b) image_block(b, b > first, scratch, target);
       }
     });
     add_chunks(size_u, chunk_u);
     add_chunks(size_v, chunk_v);
-    if (wanted_.bias_in) add_sums(tasks, s_.D, bias, dbias_in);
+    if (wanted_.bias_in) add_sums(tasks, s_.D, bias.data(), dbias_in);
+    if (wanted_.bias_out) add_sums(shares_.chunks, s_.Y, bias_out, dbias_out);
   }
 
  private:
   struct Target {
     int64_t c0, channels;
     T *dx, *du, *dv;
-    double* dbias_in;
+    double *dbias_in, *dbias_out;  // the second for one group of channels only, since it belongs to none
   };
 
   struct Scratch {
@@ -96,6 +100,7 @@ class Backward {
         : once(op.rows_ >= op.s_.D),
           x_panel(op.middle_.panel_size()),
           x_panels(op.like_, op.wanted_.weight_out ? (once ? 1 : op.shares_.channels) * x_panel : 0),
+          g_panel(op.like_, op.shared_ ? 0 : (op.along_g_ ? 1 : op.s_.Y) * op.k_.width),
           z(op.like_, op.wanted_.weight_out ? op.rows_ * op.z_row_ : 0),
           dz(op.like_, op.wanted_.middle_gradient() ? op.rows_ * op.z_row_ : 0),
           dx_panels(op.like_, !op.wanted_.x  ? 0
@@ -104,34 +109,16 @@ class Backward {
           rows(op.like_, op.k_.width * op.k_.width) {}
     bool once;  // one block holds all output channels: a channel's panels are done with after its turn
     int64_t x_panel;
-    Buffer<T> x_panels, z, dz, dx_panels, rows;
+    Buffer<T> x_panels, g_panel, z, dz, dx_panels, rows;
   };
 
-  // The panels of g, and the output bias' gradient.
-  void read_gradient(const Tensor& dbias_out) const {
-    constexpr int64_t kParts = 8;
-    const bool pack = wanted_.middle_gradient() && !along_g_;
-    if (!pack && !wanted_.bias_out) return;
-    const int64_t parts = std::min(s_.D, kParts), tasks = blocks_ * parts;
-    const Buffer<double> sums(like_, wanted_.bias_out ? tasks * s_.Y : 0);
-    if (wanted_.bias_out) sums.zero(0, tasks * s_.Y);
-    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-      const Buffer<T> own(like_, pack ? 0 : (along_g_ ? 1 : s_.Y) * k_.width);
+  void pack_gradient() const {
+    torch::stable::parallel_for(0, blocks_ * s_.D, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t block = i / parts, part = i % parts, n0 = block * k_.width, n = images(block);
-        double* sum = sums.data() + i * s_.Y;
-        for (int64_t d = s_.D * part / parts; d < s_.D * (part + 1) / parts; ++d) {
-          if (along_g_) {
-            image_sums(n, g_.at(n0, d), own.data(), sum);
-            continue;
-          }
-          T* panel = pack ? g_panel(block, d) : own.data();
-          k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
-          if (wanted_.bias_out) k_.lane_sums(s_.Y, n, panel, k_.width, sum, 1);
-        }
+        const int64_t block = i / s_.D, d = i % s_.D;
+        k_.pack(images(block), s_.Y, g_.at(block * k_.width, d), g_.s0, g_.s2, shared_panel(block, d));
       }
     });
-    if (wanted_.bias_out) add_sums(tasks, s_.Y, sums, dbias_out);
   }
 
   template <class F>
@@ -146,17 +133,17 @@ class Backward {
     });
   }
 
-  static void add_sums(int64_t parts, int64_t count, const Buffer<double>& sums, const Tensor& out) {
+  static void add_sums(int64_t parts, int64_t count, const double* sums, const Tensor& out) {
     T* target = out.mutable_data_ptr<T>();
     for (int64_t j = 0; j < count; ++j) {
       double sum = 0;
-      for (int64_t i = 0; i < parts; ++i) sum += sums.data()[i * count + j];
+      for (int64_t i = 0; i < parts; ++i) sum += sums[i * count + j];
       target[j] = static_cast<T>(sum);
     }
   }
 
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
-  T* g_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
+  T* shared_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
 
   void image_block(int64_t block, bool add, Scratch& scratch, const Target& target) const {
     const int64_t W = k_.width, n0 = block * W, n = images(block);
@@ -166,13 +153,12 @@ class Backward {
         middle_.compute(n0, n, d0, rows, target.c0 + i, d0 == 0,
                         scratch.x_panels.data() + (scratch.once ? 0 : i * scratch.x_panel), scratch.z.data() + i * W, z_row_);
       }
-      // What reads g of one output channel stands together: g is read for every group of channels, x once.
+      // What reads g of one output channel stands together: all of g is read for every group of channels.
       for (int64_t d = d0; d < d0 + rows; ++d) {
-        if (wanted_.middle_gradient()) middle_gradient(block, d, scratch.dz.data() + (d - d0) * z_row_, target);
+        const T* panel = outer_gradient(block, d, scratch.dz.data() + (d - d0) * z_row_, scratch, target);
         if (wanted_.weight_out) {
-          weight_gradient(target.channels, n, s_.Y, scratch.z.data() + (d - d0) * z_row_, W, g_.at(n0, d), g_.s0, g_.s2,
-                          g_panels_.size() > 0 ? g_panel(block, d) : nullptr, target.dv + (d * s_.C + target.c0) * s_.Y, s_.Y,
-                          add, scratch);
+          weight_gradient(target.channels, n, s_.Y, scratch.z.data() + (d - d0) * z_row_, W, g_.at(n0, d), g_.s0, g_.s2, panel,
+                          target.dv + (d * s_.C + target.c0) * s_.Y, s_.Y, add, scratch);
         }
       }
       for (int64_t i = 0; i < target.channels; ++i) {
@@ -187,18 +173,27 @@ class Backward {
     }
   }
 
-  // dz[d] of the target's channels, and the input bias' sum
-  void middle_gradient(int64_t block, int64_t d, T* dz, const Target& target) const {
+  // dz[d] of the target's channels and the biases' sums; gives the panel of g[d], if there is one.
+  const T* outer_gradient(int64_t block, int64_t d, T* dz, Scratch& scratch, const Target& target) const {
     const int64_t W = k_.width, n0 = block * W, n = images(block);
+    T* panel = nullptr;
+    if (along_g_) {
+      if (target.dbias_out) image_sums(n, g_.at(n0, d), scratch.g_panel.data(), target.dbias_out);
+    } else if (wanted_.middle_gradient() || target.dbias_out) {
+      panel = shared_ ? shared_panel(block, d) : scratch.g_panel.data();
+      if (!shared_) k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
+      if (target.dbias_out) k_.lane_sums(s_.Y, n, panel, W, target.dbias_out, 1);
+    }
+    if (!wanted_.middle_gradient()) return panel;
     if (along_g_) {
       fill_rows(k_, target.channels, n, static_cast<const T*>(nullptr), 0, dz, W);
       k_.row_products(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, g_.at(n0, d), g_.s0, dz, W);
     } else {
-      k_.product(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, v_.s2, g_panel(block, d), W, nullptr, 0, 0, dz, W, false,
-                 false);
+      k_.product(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, v_.s2, panel, W, nullptr, 0, 0, dz, W, false, false);
       clear_lanes(k_, target.channels, n, dz, W);
     }
     if (wanted_.bias_in) k_.lane_sums(target.channels, n, dz, W, target.dbias_in + d, 0);
+    return panel;
   }
 
   // sums[y] += sum_image g[image, y]
@@ -274,8 +269,9 @@ class Backward {
   const Middle<T> middle_;
   const Array3<T> g_, x_, u_, v_;
   const bool along_g_;        // the sums over positions of g are taken along its rows
+  const bool shared_;         // g is packed once for all groups of channels, images being enough to fill half of a panel
   const bool dx_lanes_;       // lanes of dx are positions
-  const Buffer<T> g_panels_;  // of all images and output channels, if they are needed
+  const Buffer<T> g_panels_;  // of all images and output channels, if shared: at most twice as large as g
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(const Tensor& grad, const Tensor& x,

@@ -22,7 +22,8 @@ void parallel_tasks(int64_t tasks, const F& f) {
 }
 
 // The arithmetic on packed rows. The upper triangle of a factor is a list of tiles, panel by panel: square groups of them come
-// one after the other, so that those of a group, which share their panels, find them in the second-level cache.
+// one after the other, so that those of a group, which share their panels, find them in the second-level cache. Sizes in bytes
+// are those of float with AVX-512; narrower vectors make smaller panels.
 template <class T>
 class Tiles {
  public:
@@ -132,7 +133,7 @@ class Tiles {
   std::vector<int64_t> group_ends_;
 };
 
-// Factors one after the other, on all threads.
+// Factors on all threads, as many at a time as there is room for their rows.
 template <class T>
 class Gram {
  public:
@@ -141,7 +142,7 @@ class Gram {
         k_(kernels<T>()),
         d_(d),
         tiles_(d),
-        rows_(std::min(count, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep))),
+        rows_(std::min({count, kLongest, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep)})),
         factors_(std::min(factors, std::max(kPacked / (tiles_.panels() * k_.width * rows_), int64_t(1)))),
         packed_(like, factors_ * tiles_.panels() * k_.width * rows_) {}
 
@@ -150,10 +151,10 @@ class Gram {
   void accumulate(T* target, int64_t factors, int64_t count, T alpha, const Pack& pack) const {
     for (int64_t f0 = 0; f0 < factors; f0 += factors_) {
       for (int64_t k0 = 0; k0 < count; k0 += rows_) {
-        some(target + f0 * d_ * d_, std::min(factors_, factors - f0), std::min(rows_, count - k0), alpha,
-             [&](int64_t factor, int64_t first, int64_t n, int64_t rows, T* panel) {
-               pack(f0 + factor, first, n, k0, rows, panel);
-             });
+        add_rows(target + f0 * d_ * d_, std::min(factors_, factors - f0), std::min(rows_, count - k0), alpha,
+                 [&](int64_t factor, int64_t first, int64_t n, int64_t rows, T* panel) {
+                   pack(f0 + factor, first, n, k0, rows, panel);
+                 });
       }
     }
   }
@@ -161,10 +162,11 @@ class Gram {
  private:
   // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
   static constexpr int64_t kPacked = 8 * 1024 * 1024 / static_cast<int64_t>(sizeof(T));
-  static constexpr int64_t kStep = 256;
+  static constexpr int64_t kStep = Tiles<T>::kRows;
+  static constexpr int64_t kLongest = 4096;  // rows summed before the target is touched, by 64: to bound rounding
 
   template <class Pack>
-  void some(T* target, int64_t factors, int64_t rows, T alpha, const Pack& pack) const {
+  void add_rows(T* target, int64_t factors, int64_t rows, T alpha, const Pack& pack) const {
     const int64_t W = k_.width, panels = tiles_.panels(), panel = W * rows_, size = tiles_.tile_size(), count = tiles_.count();
     parallel_tasks(factors * panels, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p) {
@@ -172,6 +174,7 @@ class Gram {
       }
     });
     parallel_tasks(factors * count, [&](int64_t begin, int64_t end) {
+      // Few rows: the target is most of the traffic, and a tile is added right after its products, for which it was fetched.
       const bool few = rows <= Tiles<T>::kRows;
       const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
       const Buffer<T> sums(like_, (most + 1) * size);

@@ -27,7 +27,7 @@ struct Rows {
 
 // Numbers of a row in which small blocks are gathered: kSum rows of them, at most 512 KiB, stay in the second-level cache.
 constexpr int64_t kGathered = 1024;
-constexpr int64_t kMedium = 512;  // numbers of a row of medium blocks that are packed at once: 256 rows of them are 512 KiB
+constexpr int64_t kMedium = 512;  // numbers of a row of medium blocks that are packed at once: 256 rows of floats are 512 KiB
 constexpr int64_t kSmall = 40;    // the largest block of which rows are gathered: larger ones fill a panel's vectors well
 
 // Small blocks. Rows are gathered a few at a time, as they lie in memory, at a distance of an odd number of vectors: that of
@@ -84,7 +84,8 @@ void add_small_blocks(const Rows<T>& r, const Tensor& like) {
 // sums stay in the second-level cache until the end.
 template <class T>
 void add_medium_blocks(const Rows<T>& r, const Tensor& like) {
-  constexpr int64_t kChunk = 256, kAtOnce = 16;
+  constexpr int64_t kChunk = Tiles<T>::kRows, kAtOnce = 16;
+  static_assert(kSums % kChunk == 0, "sums join the factor at the end of a chunk");
   const Kernels<T>& k = kernels<T>();
   const Tiles<T> tiles(r.d);
   const int64_t W = k.width, panel = W * kChunk, packed_size = tiles.panels() * panel,

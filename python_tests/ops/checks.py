@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +42,19 @@ def layouts(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "rows of a larger tensor", window
     if tensor.dim() and tensor.shape[0]:
         yield "first axis expanded", tensor[:1].expand_as(tensor)
+
+
+def before_a_guard_page(tensor: Tensor) -> Tensor:
+    """The same numbers, contiguous, right before memory that cannot be read: reading past their end kills the process."""
+    page = mmap.PAGESIZE
+    size = tensor.numel() * tensor.element_size()
+    pages = mmap.mmap(-1, -(-size // page) * page + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(start + len(pages) - page), ctypes.c_size_t(page), 0) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")
+    guarded = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel(), offset=len(pages) - page - size)
+    return guarded.view_as(tensor).copy_(tensor)
 
 
 def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +87,34 @@ def test_infinities_stay_where_they_are(shape, infinite, device):
         torch.testing.assert_close(o, t, equal_nan=True)
 
 
+@pytest.mark.parametrize("share", ["C", "C and N"])
+def test_sums_over_many_images_are_short(share):
+    """Numbers of one sign, whose sums grow: partial sums of few terms lose less of them."""
+    n, c, d, x, y = {"C": (16384, 40, 4, 8, 8), "C and N": (16384, 12, 4, 8, 8)}[share]
+    sizes = ((n, c, x), (d, c, x), (d, c, y), (d,), (y,))
+    args = [torch.rand(s).requires_grad_() for s in sizes]
+    grad = torch.rand(n, d, y)
+    ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
+    twin = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    exact = torch.autograd.grad(ops.factored_linear_torch(*wide), wide, grad.double())
+    for o, t, e in zip(ours, twin, exact, strict=True):
+        checks.error_at_most_twice(o, t, e)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(3, 2, 2, 5, 17), (3, 12, 2, 17, 33), (70, 12, 2, 33, 5), (3, 2, 2, 40, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_past_the_end_is_read(shape, dtype):
+    args = arguments(shape, torch.device("cpu"), dtype)
+    grad = torch.randn(shape[0], shape[2], shape[4], dtype=dtype)
+    guarded = [checks.before_a_guard_page(a) for a in args]
+    assert torch.equal(ops.factored_linear(*guarded), ops.factored_linear(*args))
+    ours = _backward(checks.before_a_guard_page(grad), *guarded[:4], *[True] * 5)
+    for o, e in zip(ours, _backward(grad, *args[:4], *[True] * 5), strict=True):
+        assert torch.equal(o, e)
+
+
 @pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48)])
 @pytest.mark.parametrize("position", range(5))
 def test_every_layout(shape, position, device):
@@ -122,9 +152,10 @@ def test_derivatives_of_the_backward_op(device):
     checks.check_derivatives(lambda *a: _backward(*a, True, False, True, True, False)[::2], (grad, *args[:4]))
 
 
-def test_only_what_is_asked_for_is_computed(device):
-    args = arguments((3, 2, 4, 5, 3), device)
-    grad = torch.randn(3, 4, 3, dtype=torch.float64, device=device)
+@pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), (35, 80, 110, 33, 5), (35, 80, 110, 32, 32), (3, 12, 4, 5, 3)])
+def test_only_what_is_asked_for_is_computed(shape, device):
+    args = arguments(shape, device)
+    grad = torch.randn(shape[0], shape[2], shape[4], dtype=torch.float64, device=device)
     everything = _backward(grad, *args[:4], *[True] * 5)
     for i in range(5):
         mask = [j == i for j in range(5)]
@@ -183,6 +214,19 @@ def test_same_numbers_for_any_number_of_threads(shape):
             torch.set_num_threads(threads)
             y = ops.factored_linear(*args)
             results.append((y, *torch.autograd.grad(y.square().sum(), args)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_threads_do_not_write_each_others_sums():
+    args = [a.requires_grad_() for a in arguments((32, 80, 6, 5, 33), torch.device("cpu"), torch.float64)]
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, *[4] * 50):
+            torch.set_num_threads(threads)
+            results.append(torch.autograd.grad(ops.factored_linear(*args).sum(), args))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:

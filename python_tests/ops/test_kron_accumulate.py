@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,13 +53,35 @@ def test_equals_the_sum_of_outer_products(shape, dtype, device):
     assert torch.equal(ours, ours.mT)
 
 
-@pytest.mark.parametrize("shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37)])
+@pytest.mark.parametrize("shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37), (6, 2, 70), (300, 3, 130), (5, 2, 300)])
 def test_every_layout(shape, device):
     factor, rows = tensors(shape, device)
     for _, laid_out in checks.layouts(rows):
         checks.assert_same(ops.kron_accumulate_(factor.clone(), laid_out, 2.0), outer_products(factor, laid_out, 2.0))
     middle = rows[:, :1].expand_as(rows)  # stride 0 over blocks
     checks.assert_same(ops.kron_accumulate_(factor.clone(), middle), outer_products(factor, middle, 1.0))
+
+
+@pytest.mark.parametrize("shape", [(200_000, 2, 44), (300_000, 1, 5), (100_000, 1, 41), (200_000, 4, 4)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_sums_over_many_rows_are_short(shape, strided):
+    """Numbers of one sign, whose sums grow: partial sums of few terms lose less of them."""
+    n, g, d = shape
+    rows = torch.rand(d, g, n).permute(2, 1, 0) if strided else torch.rand(n, g, d)
+    factor = torch.zeros(g, d, d)
+    ours, twin = factor.clone(), factor.clone()
+    ops.kron_accumulate_(ours, rows)
+    ops.kron_accumulate_torch_(twin, rows)
+    checks.error_at_most_twice(ours, twin, outer_products(factor, rows, 1.0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_past_the_end_is_read(shape, dtype):
+    factor, rows = tensors(shape, torch.device("cpu"), dtype)
+    guarded = checks.before_a_guard_page(rows)
+    assert torch.equal(ops.kron_accumulate_(factor.clone(), guarded), ops.kron_accumulate_(factor.clone(), rows))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)])

@@ -142,7 +142,7 @@ def test_options_reach_the_runs_and_the_folder(asked, tmp_path, capsys):
     assert (plan.table, plan.scale, plan.images) == ("layers", 0.5, {"digits": 1437})
     assert [len(cell.runs) for cell in plan.cells] == [2] * 22
     assert len(configs) == 2 * (8 + 11)  # S-FC, S-CONV and their sum have one MAP run for two rows
-    assert {(c.data, c.lr, c.fisher, c.train_size, c.epochs) for c in configs} == {("digits", 0.5, "mc", 719, 23)}
+    assert {(c.data, c.lr, c.fisher, c.train_size, c.epochs) for c in configs} == {("digits", 0.5, "mc", 719, 30)}
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("layers-20")
     assert capsys.readouterr().out.count("waiting") == 22

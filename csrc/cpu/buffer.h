@@ -15,7 +15,6 @@ class Buffer {
         data_(tensor_.template mutable_data_ptr<T>()) {}
 
   T* data() const { return data_; }
-  int64_t size() const { return tensor_.numel(); }
   void zero(int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; ++i) data_[i] = T(0);
   }

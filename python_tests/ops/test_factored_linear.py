@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_sums_over_many_images_are_short(share):
         checks.error_at_most_twice(o, t, e)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
 @pytest.mark.parametrize("shape", [(3, 2, 2, 5, 17), (3, 12, 2, 17, 33), (70, 12, 2, 33, 5), (3, 2, 2, 40, 40)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_past_the_end_is_read(shape, dtype):

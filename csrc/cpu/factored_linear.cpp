@@ -55,8 +55,8 @@ class Forward {
  private:
   // Input channels whose z is there at a time: all, unless that leaves too few output channels for a panel of x.
   static int64_t channels_at_once(const Kernels<T>& k, int64_t C, int64_t D) {
-    constexpr int64_t kMost = 20, kEnough = 32;
-    const int64_t most = channel_block(k, C, D) >= std::min(kEnough, D) ? C : std::min(C, kMost);
+    constexpr int64_t kEnough = 32;
+    const int64_t most = channel_block(k, C, D) >= std::min(kEnough, D) ? C : std::min(C, kTileChannels);
     return std::max(balanced_group(C, std::max(most, int64_t(1))), int64_t(1));
   }
 

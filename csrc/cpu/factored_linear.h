@@ -32,6 +32,9 @@ struct Array1 {
   int64_t stride;
 };
 
+// Input channels in a tile of z that does not hold all: more would leave too few output channels to share a panel of x.
+constexpr int64_t kTileChannels = 20;
+
 // Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
 template <class T>
 int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {

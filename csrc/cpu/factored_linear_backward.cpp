@@ -18,14 +18,13 @@ struct Wanted {
 // Where images are many, they are cut whatever the number of channels, to bound rounding.
 struct Shares {
   static constexpr int64_t kLeast = 5;  // channels of a group: fewer leave too much of a register tile empty
-  static constexpr int64_t kMost = 20;  // more leave too few output channels in the tile of z to share a panel of x
   static constexpr int64_t kTasks = 8;
   static constexpr int64_t kBlocks = 16;  // of images, whose sums are added one after the other
 
   Shares(int64_t C, int64_t image_blocks) {
     while (groups < kTasks && C / (2 * groups) >= kLeast) groups *= 2;
     chunks = std::min(image_blocks, image_blocks > kBlocks ? kTasks : kTasks / groups);
-    if (groups == kTasks) groups *= ceil_divide(C, kTasks * kMost);
+    if (groups == kTasks) groups *= ceil_divide(C, kTasks * kTileChannels);
     channels = ceil_divide(C, groups);
   }
 

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any
@@ -24,9 +25,8 @@ def run_at_once(
     jobs: int,
     threads: int,
     on_tick: Callable[[], None],
-    heavy: Sequence[bool] | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """Call ``function(*a)`` for every ``a`` of ``arguments``, ``jobs`` at a time, in their order but for heavy ones.
+    """Call ``function(*a)`` for every ``a`` of ``arguments``, ``jobs`` at a time, in their order.
 
     Workers end with this process, however it ends. When a call fails, the calls still running are stopped.
 
@@ -36,8 +36,6 @@ def run_at_once(
         jobs: processes.
         threads: torch's threads in each.
         on_tick: called about once a second while waiting.
-        heavy: for each call, whether it waits for memory more than for the processor. While others can be done, such
-            calls are given no more than half of the jobs: two of them side by side slow each other down.
 
     Yields:
         ``(index, result)`` in the order in which calls finish.
@@ -47,16 +45,14 @@ def run_at_once(
     """
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # a forked copy of torch's thread pools would hang
-    heavy = [False] * len(arguments) if heavy is None else list(heavy)
-    waiting = list(range(len(arguments)))
+    waiting = deque(enumerate(arguments))
     futures: dict[Future[Any], int] = {}
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(threads,)) as pool:
         try:
             while waiting or futures:
                 while waiting and len(futures) < jobs:
-                    index = _choose(waiting, list(futures.values()), heavy, jobs)
-                    waiting.remove(index)
-                    futures[pool.submit(function, *arguments[index])] = index
+                    index, call = waiting.popleft()
+                    futures[pool.submit(function, *call)] = index
                 finished, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
                 on_tick()
                 for future in finished:
@@ -67,12 +63,6 @@ def run_at_once(
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
-
-
-def _choose(waiting: Sequence[int], running: Sequence[int], heavy: Sequence[bool], jobs: int) -> int:
-    """Which of the waiting calls is next: the first, unless it is heavy, as many heavy ones run as may, and others wait."""
-    full = sum(heavy[i] for i in running) >= max(1, jobs // 2)
-    return next((i for i in waiting if not (full and heavy[i])), waiting[0])
 
 
 def prepare_process() -> None:

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -502,15 +503,35 @@ def test_a_build_without_cuda_is_said(monkeypatch):
         experiments.resolve_device("cuda:3")
 
 
-def test_dense_runs_are_the_heavy_ones(tmp_path, monkeypatch):
-    seen = []
+def order(jobs: int, configs: list[RunConfig], folder: Path, monkeypatch) -> list[RunConfig]:
+    """In which order a grid starts its runs."""
+    seen: list[RunConfig] = []
 
-    def record(function, arguments, jobs, threads, on_tick, heavy):
-        seen.extend((config.layer, is_heavy) for (config, *_), is_heavy in zip(arguments, heavy, strict=True))
+    def record(function, arguments, *rest):
+        seen.extend(config for config, *_ in arguments)
         return iter(())
 
     monkeypatch.setattr("ella_cuda.experiments.grid.run_at_once", record)
-    configs = [small(layer=layer, objective="map") for layer in ("conv", "f_fc+conv", "fc", "fc+conv")]
     with pytest.raises(KeyError):  # no run was done, so there is no row
-        experiments.run_grid(configs, tmp_path / "grid", jobs=2, progress=False)
-    assert dict(seen) == {"conv": False, "f_fc+conv": False, "fc": True, "fc+conv": True}
+        experiments.run_grid(configs, folder, jobs=jobs, progress=False)
+    return seen
+
+
+def test_dense_runs_are_spread_among_the_others(tmp_path, monkeypatch):
+    """One at the start, the next after its share of the others, each with the evidence before MAP, whose runs are shorter."""
+    layers = ["conv", "f_fc", "f_fc+conv", "fc", "fc+conv"]
+    configs = [small(layer=layer, objective=objective) for objective in ("map", "evidence") for layer in layers]
+    started = order(2, configs, tmp_path / "grid", monkeypatch)
+    assert sorted(c.name for c in started) == sorted(c.name for c in configs)
+    dense = [i for i, c in enumerate(started) if "fc" in c.layer.split("+")]
+    assert dense == [0, 2, 5, 7]  # six others, 1.5 between any two
+    assert [started[i].objective for i in dense] == ["evidence", "evidence", "map", "map"]
+    assert [c for i, c in enumerate(started) if i not in dense] == [
+        c for c in configs if "fc" not in c.layer.split("+")
+    ]
+
+
+@pytest.mark.parametrize("layers", [["conv", "f_fc"], ["fc", "fc+conv"]])
+def test_runs_of_one_kind_keep_their_order(tmp_path, monkeypatch, layers):
+    configs = [small(layer=layer, objective="map") for layer in layers]
+    assert order(2, configs, tmp_path / "grid", monkeypatch) == configs

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ella_cuda.workers import _choose, run_at_once
+from ella_cuda.workers import run_at_once
 
 
 def test_a_failing_call_leaves_other_children_of_the_caller_alone():
@@ -26,22 +26,11 @@ def test_a_failing_call_leaves_other_children_of_the_caller_alone():
 
 
 def test_results_come_with_their_index():
-    assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None, heavy=[True, True, False])) == [
+    assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None)) == [
         (0, 8),
         (1, 9),
         (2, 32),
     ]
-
-
-def test_heavy_calls_are_kept_apart_while_there_are_others():
-    heavy = [True, True, True, False, False]
-    assert _choose([0, 1, 2, 3, 4], [], heavy, 2) == 0
-    assert _choose([1, 2, 3, 4], [0], heavy, 2) == 3
-    assert _choose([1, 2, 4], [3], heavy, 2) == 1
-    assert _choose([1, 2], [0], heavy, 2) == 1  # nothing else is left
-    assert _choose([2, 3, 4], [0, 1], heavy, 4) == 3
-    assert _choose([1, 2, 3, 4], [0], heavy, 4) == 1
-    assert _choose([0, 1, 2, 3, 4], [], heavy, 1) == 0
 
 
 # Expressions that a worker evaluates by itself: nothing of the tests needs to be importable there.

@@ -96,7 +96,7 @@ def run_grid(
         on_begin(len(done))
     if done:  # a session killed after writing the summary left the pictures behind it
         save_report([done[n] for n in names if n in done], out_dir)
-    waiting = sorted((c for c in configs if c.name not in done), key=_cost, reverse=jobs > 1)
+    waiting = [c for c in configs if c.name not in done]
     epochs = sum(c.epochs for c in configs)
     bar = tqdm(total=epochs, desc=counted(len(configs), "run"), unit="epoch", disable=not progress, **bar_size())
 
@@ -119,21 +119,29 @@ def run_grid(
                 sources = {"data_dir": data_dir, "download": download}
                 finish(run_one(config, out_dir / config.name, progress=progress, tensorboard=tensorboard, **sources))
         elif waiting:
-            calls = [(config, out_dir / config.name, data_dir, download, tensorboard) for config in waiting]
+            calls = [(config, out_dir / config.name, data_dir, download, tensorboard) for config in _spread(waiting)]
             threads = max(1, torch.get_num_threads() // jobs)
-            dense = [_is_dense(config) for config in waiting]  # every step reads and writes all weights several times
-            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show, heavy=dense):
+            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show):
                 finish(row)
     return [done[n] for n in names]
 
 
+def _spread(configs: Sequence[RunConfig]) -> list[RunConfig]:
+    """An order for several runs at once: those of dense layers, the longest by far, first and then at even distances among the others.
+
+    Every step of theirs reads and writes all weights several times, so two of them side by side slow each other down; and one that is
+    started last runs on alone.
+    """
+    dense = [c for c in configs if _is_dense(c)]
+    dense.sort(key=lambda c: c.objective != "evidence")
+    others = [c for c in configs if not _is_dense(c)]
+    places = [(i * len(others) / max(len(dense), 1), c) for i, c in enumerate(dense)]
+    places += [(i + 0.5, c) for i, c in enumerate(others)]
+    return [c for _, c in sorted(places, key=lambda place: place[0])]
+
+
 def _is_dense(config: RunConfig) -> bool:
     return DENSE_PATH in config.layer.split("+")
-
-
-def _cost(config: RunConfig) -> tuple[bool, bool]:
-    """What takes longest sorts last: dense layers, then the evidence of sums."""
-    return _is_dense(config), config.objective == "evidence" and "+" in config.layer
 
 
 def _run_quietly(

@@ -87,6 +87,8 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"holdout": 1.0}, "holdout must lie between"),
         ({"cooldown": 0.0}, "cooldown must be above 0"),
         ({"cooldown": 1.5}, "cooldown must be above 0"),
+        ({"restarts": "always"}, "restarts must be one of none, evidence"),
+        ({"restarts": "evidence", "cooldown": None}, "restarts='evidence' needs a cooldown"),
         ({"fisher": "empirical"}, "fisher must be one of"),
         ({"augment": "mixup"}, "augment must be one of none, flips-shifts"),
         ({"layer": "s_fc", "learn": "omega"}, "learn must be one of"),
@@ -187,13 +189,13 @@ def test_map_curvature_that_is_too_large_is_left_out_with_a_reason(tmp_path, mon
     )
 
 
-def rates(cooldown: float | None, steps: int) -> list[float]:
+def rates(cooldown: float | None, *ends: int) -> list[float]:
     """The learning rate of every step of a run that starts at 2."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    schedule = learning_rate_schedule(cooldown, steps)
+    schedule = learning_rate_schedule(cooldown, ends)
     scheduler = schedule["scheduler_cls"](optimizer, **schedule["scheduler_kwargs"])
     seen = []
-    for _ in range(steps):
+    for _ in range(ends[-1]):
         seen.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
@@ -205,6 +207,37 @@ def test_learning_rates_of_a_run():
     assert rates(1.0, 4) == pytest.approx([2.0, 1.5, 1.0, 0.5])
     assert rates(0.01, 3) == pytest.approx([2.0] * 3)
     assert rates(None, 4) == pytest.approx([1 + math.cos(math.pi * i / 4) for i in range(4)])
+
+
+def test_learning_rates_start_anew_in_every_cycle():
+    assert rates(0.4, 10, 15, 16) == pytest.approx([2.0] * 7 + [1.5, 1.0, 0.5] + [2.0] * 4 + [1.0] + [2.0])
+
+
+@pytest.mark.parametrize(
+    ("restarts", "epochs", "burn_in", "frequency", "ends"),
+    [
+        ("none", 7, 1, 2, [7]),
+        ("evidence", 7, 1, 2, [4, 6, 7]),
+        ("evidence", 6, 2, 2, [6]),
+        ("evidence", 8, 2, 2, [6, 8]),
+        ("evidence", 6, 5, 4, [6]),
+    ],
+)
+@pytest.mark.parametrize("objective", ["map", "evidence"])
+def test_cycles_end_where_the_evidence_is_asked(tmp_path, objective, restarts, epochs, burn_in, frequency, ends):
+    """But the first time. In minibatches, as the schedule in the checkpoint of a run holds them."""
+    changes = {"epochs": epochs, "burn_in": burn_in, "frequency": frequency, "cooldown": 1.0, "restarts": restarts}
+    config = small(objective=objective, **changes)
+    assert config.cycle_ends == ends
+    run_one(config, tmp_path, progress=False)
+    saved = read_checkpoint(tmp_path / "checkpoint.pt")
+    if objective == "evidence":
+        assert [h["epoch"] for h in saved["history"] if h["neg_log_marginal_likelihood"] is not None] == [
+            e for e in range(1, epochs + 1) if e > burn_in and (e % frequency == 0 or e == epochs)
+        ]
+    share = saved["scheduler"]["lr_lambdas"][0]
+    per_epoch = share["ends"][-1] // epochs
+    assert share["ends"] == tuple(e * per_epoch for e in ends)
 
 
 def test_the_order_of_what_a_run_learns_does_not_matter():
@@ -368,9 +401,9 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, o
     assert histories[0] == histories[1]
 
 
-@pytest.mark.parametrize("change", [{"cooldown": 0.9}, {"fan_in_limit": 16}, {"lr": 1e-4}])
+@pytest.mark.parametrize("change", [{"cooldown": 0.9}, {"restarts": "none"}, {"fan_in_limit": 16}, {"lr": 1e-4}])
 def test_a_folder_of_another_run_is_refused(tmp_path, change):
-    config = small(objective="map", epochs=4, cooldown=0.5, fan_in_limit=8)
+    config = small(objective="map", epochs=4, burn_in=1, frequency=1, cooldown=0.5, fan_in_limit=8)
     run_one(config, tmp_path, progress=False)
     with pytest.raises(ValueError, match="use another file"):
         run_one(dataclasses.replace(config, **change), tmp_path, progress=False)

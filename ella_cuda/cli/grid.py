@@ -16,7 +16,7 @@ from typing import Any
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import AUGMENTATIONS
-from ella_cuda.experiments import DENSE_PATH, RECIPES, Recipe, RunConfig
+from ella_cuda.experiments import DENSE_PATH, RECIPES, RESTARTS, Recipe, RunConfig
 from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS
 from ella_cuda.nn.group_conv import VARIANTS
@@ -56,6 +56,11 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "frames",
         FRAMES,
         "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
+    ),
+    (
+        "restarts",
+        RESTARTS,
+        "with a cooldown: lr falls at the end only, or before every evidence step but the first, and starts anew, of MAP too",
     ),
     ("augment", AUGMENTATIONS, "of the images that weights learn from; none where labels say where things are"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),

@@ -1,6 +1,15 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
-from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, LEARN, OBJECTIVES, RunConfig, as_learn, configure
+from ella_cuda.experiments.config import (
+    DENSE_PATH,
+    DENSE_REASON,
+    LEARN,
+    OBJECTIVES,
+    RESTARTS,
+    RunConfig,
+    as_learn,
+    configure,
+)
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running, read_summary
@@ -17,6 +26,7 @@ __all__ = [
     "LEARN",
     "OBJECTIVES",
     "RECIPES",
+    "RESTARTS",
     "LoadedRun",
     "Recipe",
     "RunConfig",

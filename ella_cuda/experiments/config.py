@@ -14,6 +14,7 @@ from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS
 
 OBJECTIVES = ("map", "evidence")
+RESTARTS = ("none", "evidence")  # of the learning rate
 # Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
@@ -43,6 +44,8 @@ class RunConfig:
         fan_in_limit: inputs of a weight up to which it learns at that rate, see :func:`adam_for`; None is no limit.
         cooldown: share of the steps, the last ones, in which lr falls linearly to 0 after being constant; None is a
             cosine to 0 over all steps.
+        restarts: ``none``, or ``evidence``: lr falls so before every evidence step but the first, and starts anew after it: a
+            cycle ends at each of them, the first of which begins with the training. MAP runs do the same. Needs a cooldown.
         prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
         lr_hyp: Adam's learning rate on log δ.
         burn_in: epochs before the first evidence step.
@@ -100,6 +103,7 @@ class RunConfig:
     group_conv: str = "pointwise"
     frames: str = "own"
     cooldown: float | None = None
+    restarts: str = "none"
     init: str = "published"
     fan_in_limit: int | None = None
     augment: str = "none"
@@ -123,6 +127,7 @@ class RunConfig:
             "group": GROUPS,
             "group_conv": VARIANTS,
             "frames": FRAMES,
+            "restarts": RESTARTS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -168,8 +173,20 @@ class RunConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.cooldown is not None and not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
+        if self.restarts != "none" and self.cooldown is None:
+            raise ValueError(
+                f"restarts={self.restarts!r} needs a cooldown, got None: a cosine is one fall over all steps."
+            )
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
+
+    @property
+    def cycle_ends(self) -> list[int]:
+        """The epochs after which the learning rate starts anew, and the last."""
+        if self.restarts == "none":
+            return [self.epochs]
+        steps = [e for e in range(self.burn_in + 1, self.epochs) if e % self.frequency == 0]
+        return [*steps[1:], self.epochs]
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,25 +15,34 @@ from ella_cuda.nn import FactoredLinear2d, SparseConv2d, SparseFactoredLinear2d,
 
 @dataclasses.dataclass(frozen=True)
 class Cooldown:
-    """Share of the learning rate at a step: 1, then in the last ``falling`` of ``steps`` steps linearly to 0."""
+    """Share of the learning rate at a step: 1, then in the last ``falling`` of a cycle's steps linearly towards 0; anew in each cycle.
 
-    steps: int
-    falling: int
+    Attributes:
+        ends: the steps that follow each cycle, ascending; the last is the number of all steps.
+        falling: share of a cycle's steps, above 0 and at most 1.
+    """
+
+    ends: tuple[int, ...]
+    falling: float
 
     def __call__(self, step: int) -> float:
-        return min(1.0, max(0.0, (self.steps - step) / self.falling))
+        cycle = min(bisect.bisect_right(self.ends, step), len(self.ends) - 1)
+        begin, end = (0, *self.ends)[cycle], self.ends[cycle]
+        return min(1.0, max(0.0, (end - step) / max(1, round(self.falling * (end - begin)))))
 
 
-def learning_rate_schedule(cooldown: float | None, steps: int) -> dict[str, Any]:
-    """``scheduler_cls`` and ``scheduler_kwargs`` of :func:`ella_cuda.marglik_training` for a run of so many steps.
+def learning_rate_schedule(cooldown: float | None, ends: Sequence[int]) -> dict[str, Any]:
+    """``scheduler_cls`` and ``scheduler_kwargs`` of :func:`ella_cuda.marglik_training`.
 
     Args:
-        cooldown: share of the steps, the last ones, in which the rate falls linearly to 0; None is a cosine over all steps.
-        steps: minibatches in the whole run.
+        cooldown: share of a cycle's steps, the last ones, in which the rate falls linearly to 0; None is a cosine over all
+            steps.
+        ends: in minibatches from the start, where the cycles end: ascending, the last is the whole run's length. The rate
+            starts anew after each.
     """
     if cooldown is None:
-        return {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": steps}}
-    share = Cooldown(steps, max(1, round(cooldown * steps)))
+        return {"scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR, "scheduler_kwargs": {"T_max": ends[-1]}}
+    share = Cooldown(tuple(ends), cooldown)
     return {"scheduler_cls": torch.optim.lr_scheduler.LambdaLR, "scheduler_kwargs": {"lr_lambda": share}}
 
 

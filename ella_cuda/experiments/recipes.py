@@ -19,6 +19,7 @@ class Recipe:
     fc_fan_in_limit: int | None = None  # that of a network with no path but FC; None: the same
     # Share of the steps, the last, in which lr falls linearly to 0; None is a cosine over all steps.
     cooldown: float | None = None
+    restarts: str = "none"  # "evidence": lr falls before every evidence step but the first, and starts anew
     prior_prec_init: float = 0.03  # δ at the start of evidence training
     map_prior_prec: float = 0.03  # δ of MAP training
     lr_hyp: float = 0.1
@@ -53,6 +54,7 @@ RECIPES: dict[str, Recipe] = {
         fc_fan_in_limit=64,
         cooldown=0.3,
         lr_hyp=0.3,
+        restarts="evidence",
         frequency=20,
         hypersteps=40,
         column_tolerance=0.05,

@@ -141,7 +141,7 @@ def run_one(
         "classification",
         optimizer_cls=adam_for(model, config.fan_in_limit),
         optimizer_kwargs={"lr": config.lr, "fused": True},
-        **learning_rate_schedule(config.cooldown, config.epochs * len(train_loader)),
+        **learning_rate_schedule(config.cooldown, [epoch * len(train_loader) for epoch in config.cycle_ends]),
         n_epochs=config.epochs,
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,

@@ -87,6 +87,8 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"holdout": 1.0}, "holdout must lie between"),
         ({"cooldown": 0.0}, "cooldown must be above 0"),
         ({"cooldown": 1.5}, "cooldown must be above 0"),
+        ({"column_tolerance": 1.0}, "column_tolerance must be at least 0 and less than 1, got 1.0"),
+        ({"column_tolerance": -0.1}, "column_tolerance must be at least 0"),
         ({"restarts": "always"}, "restarts must be one of none, evidence"),
         ({"restarts": "evidence", "cooldown": None}, "restarts='evidence' needs a cooldown"),
         ({"fisher": "empirical"}, "fisher must be one of"),

@@ -85,6 +85,9 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
         (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
         (["reproduce", "toy", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
         (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(--lr-hyp)"),
+        (["train", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
+        (["train", "--data-seed", "1", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
+        (["train", "--column-tolerance", "2"], "column_tolerance must be at least 0", "(--column-tolerance)"),
         (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
     ],
 )
@@ -98,11 +101,18 @@ def test_what_is_wrong_with_an_attribute_names_its_option(args, words, options, 
     "args", [["inspect"], ["train", "--resume"], ["reproduce", "--resume"]], ids=lambda args: " ".join(args)
 )
 @pytest.mark.parametrize(
-    ("folder", "words"), [("missing", "config.json"), ("file", "is a file"), ("damaged", "is damaged")]
+    ("folder", "words"),
+    [
+        ("missing", "does not exist"),
+        ("empty", "has no config.json"),
+        ("file", "is a file"),
+        ("damaged", "is damaged"),
+    ],
 )
 def test_a_folder_that_is_none_of_ours_is_wrong_usage(args, folder, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text("{")
     assert cli.main([*args, folder]) == 2

@@ -184,7 +184,8 @@ def attributes(options: dict[str, Any]) -> dict[str, Any]:
 
 def wrong_attributes(error: ValueError) -> UsageError:
     """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names."""
-    names = [name for name, *_ in (*NUMBERS, *WORDS) if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
+    options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
+    names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
     return UsageError(f"{error} ({', '.join(map(flag, names))})" if names else str(error))
 
 

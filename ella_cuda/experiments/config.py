@@ -177,6 +177,8 @@ class RunConfig:
             raise ValueError(
                 f"restarts={self.restarts!r} needs a cooldown, got None: a cosine is one fall over all steps."
             )
+        if not 0 <= self.column_tolerance < 1:
+            raise ValueError(f"column_tolerance must be at least 0 and less than 1, got {self.column_tolerance}.")
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
 

@@ -25,9 +25,10 @@ def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[st
         stored = json.loads(path.read_text(encoding="utf-8"))
         return [RunConfig(**run) for run in stored["runs"]], stored["options"]
     except FileNotFoundError as error:
-        raise ValueError(f"{out_dir} is not the folder of a run: it has no {CONFIG_FILE}.") from error
+        lacks = f"has no {CONFIG_FILE}" if Path(out_dir).exists() else "does not exist"
+        raise ValueError(f"{out_dir} is not a folder of runs: it {lacks}.") from error
     except NotADirectoryError as error:
-        raise ValueError(f"{out_dir} is a file; name the folder of a run.") from error
+        raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is damaged or of another version ({error!r}); start anew in another folder."

@@ -63,6 +63,12 @@ class KronLaplace:
         column_tolerance: with ``fisher="exact"``, the share of the softmax Hessian's trace (summed over a batch) that may be
             left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%.
 
+    Attributes:
+        parameter_names: of the trainable tensors, in ``model.named_parameters()`` order; precisions and factors are in that order.
+        n_params: entries of these tensors together.
+        n_data: data points that ``fit`` saw; 0 before.
+        n_outputs: K; 0 before ``fit``.
+
     Raises:
         TypeError: a layer with trainable parameters has no rule; the message names it and
             ``ella_cuda.laplace.register``.

@@ -429,6 +429,12 @@ def test_numbers_given_reach_the_run(asked):
         assert {name: getattr(config, name) for name in given} == given
 
 
+@pytest.mark.parametrize(("options", "restarts"), [([], "evidence"), (["--restarts", "none"], "none")])
+def test_restarts_are_the_recipes_or_as_asked(options, restarts, asked):
+    assert cli.main(["train", *options]) == 0
+    assert {config.restarts for config in asked[0].configs} == {restarts}
+
+
 def test_every_run_folder_is_new(asked, capsys):
     for n in (1, 2, 3):
         assert cli.main(["train"]) == 0

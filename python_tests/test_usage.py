@@ -85,8 +85,12 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
         (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
         (["reproduce", "toy", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs, --burn-in)"),
         (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(--lr-hyp)"),
+        (
+            ["train", "--prior-prec-init", "-1"],
+            "prior_prec_init must be positive",
+            "positive and finite, got -1.0. (--prior-prec-init)",
+        ),
         (["train", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
-        (["train", "--data-seed", "1", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
         (["train", "--column-tolerance", "2"], "column_tolerance must be at least 0", "(--column-tolerance)"),
         (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
     ],

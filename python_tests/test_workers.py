@@ -26,11 +26,11 @@ def test_a_failing_call_leaves_other_children_of_the_caller_alone():
 
 
 def test_results_come_with_their_index():
-    assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None)) == [
-        (0, 8),
-        (1, 9),
-        (2, 32),
-    ]
+    assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None)) == [(0, 8), (1, 9), (2, 32)]
+
+
+def test_calls_are_begun_in_their_order():
+    assert list(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 1, 1, lambda: None)) == [(0, 8), (1, 9), (2, 32)]
 
 
 # Expressions that a worker evaluates by itself: nothing of the tests needs to be importable there.

@@ -31,7 +31,11 @@ NUMBERS: tuple[tuple[str, Any, str], ...] = (
     ("batch_size", int, "images in a minibatch"),
     ("lr", float, "Adam's learning rate at the start"),
     ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion (- below: no limit)"),
-    ("cooldown", float, "share of the steps, the last, in which lr falls linearly to 0 (- below: a cosine over all)"),
+    (
+        "cooldown",
+        float,
+        "share of the steps, or of each cycle, the last, in which lr falls linearly (- below: a cosine over all)",
+    ),
     ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
     ("lr_hyp", float, "Adam's learning rate on log prior precisions"),
     ("burn_in", int, "epochs before the first evidence step"),
@@ -60,7 +64,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "restarts",
         RESTARTS,
-        "with a cooldown: lr falls at the end only, or before every evidence step but the first, and starts anew, of MAP too",
+        "with a cooldown: lr falls at the end only, or also before every evidence step but the first, and starts anew; of MAP too",
     ),
     ("augment", AUGMENTATIONS, "of the images that weights learn from; none where labels say where things are"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),

@@ -42,10 +42,11 @@ class RunConfig:
         batch_size: images in a minibatch.
         lr: Adam's learning rate, at the start.
         fan_in_limit: inputs of a weight up to which it learns at that rate, see :func:`adam_for`; None is no limit.
-        cooldown: share of the steps, the last ones, in which lr falls linearly to 0 after being constant; None is a
-            cosine to 0 over all steps.
-        restarts: ``none``, or ``evidence``: lr falls so before every evidence step but the first, and starts anew after it: a
-            cycle ends at each of them, the first of which begins with the training. MAP runs do the same. Needs a cooldown.
+        cooldown: share of the steps, or of each cycle's with restarts, the last ones, in which lr falls linearly towards 0 after
+            being constant; None is a cosine to 0 over all steps.
+        restarts: ``none``, or ``evidence``: lr falls so before every evidence step but the first, and at the end, and starts anew
+            after each: a cycle ends there, and the last cycle is no shorter than ``frequency``. MAP runs do the same. Needs a
+            cooldown.
         prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
         lr_hyp: Adam's learning rate on log δ.
         burn_in: epochs before the first evidence step.
@@ -174,9 +175,7 @@ class RunConfig:
         if self.cooldown is not None and not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
         if self.restarts != "none" and self.cooldown is None:
-            raise ValueError(
-                f"restarts={self.restarts!r} needs a cooldown, got None: a cosine is one fall over all steps."
-            )
+            raise ValueError(f"restarts={self.restarts!r} needs a cooldown, got None; give one, or restarts='none'.")
         if not 0 <= self.column_tolerance < 1:
             raise ValueError(f"column_tolerance must be at least 0 and less than 1, got {self.column_tolerance}.")
         if self.holdout is not None and not 0 < self.holdout < 1:
@@ -188,7 +187,10 @@ class RunConfig:
         if self.restarts == "none":
             return [self.epochs]
         steps = [e for e in range(self.burn_in + 1, self.epochs) if e % self.frequency == 0]
-        return [*steps[1:], self.epochs]
+        whole = [
+            e for e in steps[1:] if self.epochs - e >= self.frequency
+        ]  # a short last cycle would only unsettle the weights
+        return [*whole, self.epochs]
 
     @property
     def name(self) -> str:

@@ -129,13 +129,13 @@ def run_grid(
 def _spread(configs: Sequence[RunConfig]) -> list[RunConfig]:
     """An order for several runs at once: those of dense layers, the longest by far, first and then at even distances among the others.
 
-    Every step of theirs reads and writes all weights several times, so two of them side by side slow each other down; and one that is
-    started last runs on alone.
+    Every step of theirs reads and writes all weights several times: two of them side by side slow each other down, so this is made
+    rare; and one that is started last runs on alone.
     """
     dense = [c for c in configs if _is_dense(c)]
     dense.sort(key=lambda c: c.objective != "evidence")
     others = [c for c in configs if not _is_dense(c)]
-    places = [(i * len(others) / max(len(dense), 1), c) for i, c in enumerate(dense)]
+    places = [(i * len(others) / len(dense), c) for i, c in enumerate(dense)]
     places += [(i + 0.5, c) for i, c in enumerate(others)]
     return [c for _, c in sorted(places, key=lambda place: place[0])]
 

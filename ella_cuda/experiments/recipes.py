@@ -17,9 +17,9 @@ class Recipe:
     lr: float = 3e-3  # of Adam
     fan_in_limit: int | None = None  # weights with more inputs learn at lower rates, see `adam_for`
     fc_fan_in_limit: int | None = None  # that of a network with no path but FC; None: the same
-    # Share of the steps, the last, in which lr falls linearly to 0; None is a cosine over all steps.
+    # Share of the steps, or of each cycle's, the last, in which lr falls linearly; None is a cosine over all steps.
     cooldown: float | None = None
-    restarts: str = "none"  # "evidence": lr falls before every evidence step but the first, and starts anew
+    restarts: str = "none"  # "evidence": lr falls before every evidence step but the first, and at the end
     prior_prec_init: float = 0.03  # δ at the start of evidence training
     map_prior_prec: float = 0.03  # δ of MAP training
     lr_hyp: float = 0.1

@@ -109,7 +109,7 @@ def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path):
         (["group-convs", "--group-conv", "full"], "unrecognized arguments"),
         (["toy", "--lr-anchors", "0.1"], "--lr-anchors"),
         (["toy", "--burn-in", "60"], "burn_in must be less than epochs"),
-        (["--resume", "not-there"], "config.json"),
+        (["--resume", "not-there"], "not-there is not a folder of runs"),
         (["toy", "--device", "tpu"], "device must be"),
         (["toy", "--jobs", "0"], "--jobs"),
     ],

@@ -574,6 +574,20 @@ def test_dense_runs_are_spread_among_the_others(tmp_path, monkeypatch):
     ]
 
 
+def test_one_run_at_a_time_ends_with_the_dense_ones(tmp_path, monkeypatch):
+    started: list[str] = []
+
+    def record(config, *_, **__):
+        started.append(config.layer)
+        return {"run": config.name}
+
+    monkeypatch.setattr("ella_cuda.experiments.grid.run_one", record)
+    monkeypatch.setattr("ella_cuda.experiments.grid.save_report", lambda *_: None)
+    configs = [small(layer=layer, objective="map") for layer in ("fc", "f_fc+conv", "fc+conv", "conv")]
+    experiments.run_grid(configs, tmp_path / "grid", jobs=1, progress=False)
+    assert started == ["f_fc+conv", "conv", "fc", "fc+conv"]
+
+
 @pytest.mark.parametrize("layers", [["conv", "f_fc"], ["fc", "fc+conv"]])
 def test_map_runs_of_one_kind_keep_their_order(tmp_path, monkeypatch, layers):
     configs = [small(layer=layer, objective="map") for layer in layers]

@@ -187,10 +187,8 @@ class RunConfig:
         if self.restarts == "none":
             return [self.epochs]
         steps = [e for e in range(self.burn_in + 1, self.epochs) if e % self.frequency == 0]
-        whole = [
-            e for e in steps[1:] if self.epochs - e >= self.frequency
-        ]  # a short last cycle would only unsettle the weights
-        return [*whole, self.epochs]
+        # A short last cycle would only unsettle the weights.
+        return [*(e for e in steps[1:] if self.epochs - e >= self.frequency), self.epochs]
 
     @property
     def name(self) -> str:

@@ -115,7 +115,7 @@ def run_grid(
     with bar:
         show()
         if jobs == 1:
-            for config in waiting:
+            for config in sorted(waiting, key=_is_dense):  # the longest last
                 sources = {"data_dir": data_dir, "download": download}
                 finish(run_one(config, out_dir / config.name, progress=progress, tensorboard=tensorboard, **sources))
         elif waiting:

@@ -35,8 +35,8 @@ def learning_rate_schedule(cooldown: float | None, ends: Sequence[int]) -> dict[
     """``scheduler_cls`` and ``scheduler_kwargs`` of :func:`ella_cuda.marglik_training`.
 
     Args:
-        cooldown: share of a cycle's steps, the last ones, in which the rate falls linearly to 0; None is a cosine over all
-            steps.
+        cooldown: share of a cycle's steps, the last ones, in which the rate falls linearly towards 0; None is a cosine over
+            all steps, which has one cycle.
         ends: in minibatches from the start, where the cycles end: ascending, the last is the whole run's length. The rate
             starts anew after each.
     """

@@ -22,6 +22,7 @@ from typing import Any
 MINIMUM_TORCH = (2, 11)
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the stable ABI of 2.11, also under newer headers
 DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
+WARPGROUP_ARCH = "9.0a"
 HEADERS = {".h", ".cuh", ".inc"}
 NAMED_ARCHS = {
     "Volta": "7.0+PTX",
@@ -125,12 +126,18 @@ def arch_list(environ: Mapping[str, str]) -> list[str]:
                 )
             if arch not in archs:
                 archs.append(arch)
+    numbers = [arch.removesuffix("+PTX") for arch in archs]
+    if "9.0" in numbers and WARPGROUP_ARCH in numbers:
+        raise BuildError(f"TORCH_CUDA_ARCH_LIST names 9.0 and {WARPGROUP_ARCH}, which serve the same GPUs: name one")
     return archs
 
 
 def gencode_flags(archs: list[str]) -> list[str]:
-    """nvcc's flags for an arch list; +PTX adds code that newer GPUs compile when they load it."""
-    flags = []
+    """nvcc's flags for an arch list; +PTX adds code that newer GPUs compile when they load it.
+
+    9.0a, and only that, has the asynchronous products of warpgroups; the kernels made of them are built where it is named.
+    """
+    flags = ["-DELLA_WARPGROUPS"] if any(arch.startswith(WARPGROUP_ARCH) for arch in archs) else []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")
         code = f"[sm_{number},compute_{number}]" if arch.endswith("+PTX") else f"sm_{number}"

@@ -70,10 +70,21 @@ step benchmarks 180 "${tests[@]}" benchmarks --device cuda --ignore benchmarks/b
   --ignore benchmarks/bench_dense_structure.py --ignore benchmarks/bench_growth.py --benchmark-json "$out/benchmarks.json"
 step racecheck 60 "${sanitizer[@]}" --tool racecheck "${kernels[@]}"
 step initcheck 60 "${sanitizer[@]}" --tool initcheck "${kernels[@]}"
+# The same on a build with the kernels of warpgroups, which compute capability 9.0 alone has: in folders and reports of its own.
+if [[ $capability == 9.0 ]]; then
+  step build_9.0a 120 env ELLA_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a \
+    python -m pip install -v --no-build-isolation --no-deps --target "$work/site_9.0a" .
+  step kernels_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${kernels[@]}"
+  step tests_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${tests[@]}" -k "cuda and kron_accumulate" python_tests/ops
+  step benchmarks_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${tests[@]}" benchmarks/bench_kron_accumulate.py \
+    benchmarks/bench_factors.py --device cuda --benchmark-json "$out/benchmarks_9.0a.json"
+  step memcheck_9.0a 60 env PYTHONPATH="$work/site_9.0a" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+    "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
+fi
 step growth 120 "${tests[@]}" benchmarks/bench_growth.py --device cuda --benchmark-json "$out/growth.json"
 step dense_structure 180 "${tests[@]}" benchmarks/bench_dense_structure.py --device cuda \
   --benchmark-json "$out/dense_structure.json"
-for report in benchmarks paper_scale growth dense_structure; do
+for report in benchmarks benchmarks_9.0a paper_scale growth dense_structure; do
   [[ -s $out/$report.json ]] && python -m benchmarks.compare "$out/$report.json" | tee -a "$out/table.txt"
 done
 echo "in $out"

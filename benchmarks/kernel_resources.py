@@ -22,8 +22,22 @@ from python_tests.cuda_sim.launches import launch_every_kernel
 
 DEFAULT = build.ROOT / "benchmarks" / "results" / "cuda-resources" / "table.txt"
 # Name and modifiers of the instructions that matter. FFMA2 is two FFMA at once; HMMA and DMMA are the tensor cores'; LDGSTS
-# copies from global to shared memory past the registers; LDL and STL are local memory, that is spills.
-INSTRUCTIONS = ["FFMA", "FFMA2", "DFMA", "HMMA", "DMMA", "LDG", "LDG.128", "STG", "LDS", "LDS.128", "STS", "LDGSTS"]
+# copies from global to shared memory past the registers; HGMMA are those of warpgroups; LDL and STL are local memory, that is spills.
+INSTRUCTIONS = [
+    "FFMA",
+    "FFMA2",
+    "DFMA",
+    "HMMA",
+    "HGMMA",
+    "DMMA",
+    "LDG",
+    "LDG.128",
+    "STG",
+    "LDS",
+    "LDS.128",
+    "STS",
+    "LDGSTS",
+]
 INSTRUCTIONS += ["SHFL", "BAR", "LDL", "STL"]
 
 
@@ -75,7 +89,7 @@ def tables(compiled: list[compiler.Compiled], sass: list[str], launches: list[bu
         counts = resources.count_instructions(text)
         for table in (upper, lower):
             table.append(f"{one.name}.cu")
-        for kernel in sorted(of_one, key=lambda k: (names[k.name], int(k.arch))):
+        for kernel in sorted(of_one, key=lambda k: (names[k.name], int(k.arch.rstrip("a")))):
             name = names[kernel.name]
             left = f"{name:{width}s} {'sm_' + kernel.arch:>6s}"
             for threads, dynamic in sorted(launched[name]):

@@ -291,6 +291,14 @@ def test_gencode_flags():
     assert set(flags[::2]) == {"-gencode"}
 
 
+def test_kernels_of_warpgroups_are_built_for_their_architecture_only():
+    for archs, built in [(["9.0"], False), (["8.0", "9.0a"], True), (["9.0a+PTX"], True), (["10.0a"], False)]:
+        assert ("-DELLA_WARPGROUPS" in config.gencode_flags(archs)) == built
+    for both in ("9.0;9.0a", "9.0a 9.0+PTX"):
+        with pytest.raises(config.BuildError, match=r"names 9\.0 and 9\.0a"):
+            config.arch_list({"TORCH_CUDA_ARCH_LIST": both})
+
+
 def test_summary_and_header(tmp_path: Path):
     kit = config.Toolkit(tmp_path / "nvcc", tmp_path, "13.0")
     summary = config.summary_line(kit, 'nvcc in "here"', ["8.0"], "2.13.0")

@@ -162,12 +162,22 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path):
     options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--out", "dir"]
+    # A shell's background jobs ignore SIGINT, and so would what the tests start when they are one of those.
     started = subprocess.Popen(
-        command(*options), cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(*options),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
-    started.send_signal(signal.SIGINT)
-    _, errors = started.communicate(timeout=120)
+    try:
+        wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=120)
+    finally:
+        started.kill()
     assert started.returncode == 130
     assert errors == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
 

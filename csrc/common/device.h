@@ -29,11 +29,14 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
 
 #ifdef ELLA_SIMULATOR
 
+#define ELLA_WARPGROUPS  // kernels of warpgroup.h are there; else the build says so, for compute capability 9.0a
+
 class Device {
  public:
   explicit Device(const Tensor&) {}
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
+  bool warpgroups() const { return cusim::schedule().warpgroups; }
 };
 
 template <class... P, class... A>
@@ -85,13 +88,20 @@ class Device {
 
   cudaStream_t stream() const { return stream_; }
 
-  int64_t multiprocessors() const {
-    int count = 0;
-    check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, index_), "multiprocessor count");
-    return count;
+  int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+
+  // Whether the device has the instructions of sm_90a, which no other architecture has.
+  bool warpgroups() const {
+    return attribute(cudaDevAttrComputeCapabilityMajor) == 9 && attribute(cudaDevAttrComputeCapabilityMinor) == 0;
   }
 
  private:
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    check_cuda(cudaDeviceGetAttribute(&value, which, index_), "device attribute");
+    return value;
+  }
+
   int32_t index_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_ = nullptr;

@@ -10,6 +10,9 @@
 
 #include "syrk_scalar.cuh"
 #include "syrk_tensor.cuh"
+#ifdef ELLA_WARPGROUPS
+#include "syrk_warpgroup.cuh"
+#endif
 
 namespace ella {
 
@@ -19,13 +22,9 @@ void scalar_syrk(const Device& device, const char* name, const Rows& rows, const
   launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, rows, factor, groups, d, count, alpha);
 }
 
-template <int BT, class Rows>
-void tensor_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha) {
-  const auto run = [&](auto copy) {
-    launch_syrk<float, SyrkTensorTile<BT>>(device, name, syrk_tensor_kernel<BT, decltype(copy)::value, Rows>, rows, factor,
-                                           groups, d, count, alpha);
-  };
+// Calls run with the way of copying that the rows allow, as a type.
+template <class Rows, class Run>
+void with_copy(const Rows& rows, int64_t groups, int64_t d, const Run& run) {
   if constexpr (Rows::kRowsAdjacent) {
     run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{});
   } else if (rows.rows_adjacent()) {
@@ -35,6 +34,31 @@ void tensor_syrk(const Device& device, const char* name, const Rows& rows, const
   } else {
     run(std::integral_constant<SyrkCopy, SyrkCopy::columns>{});
   }
+}
+
+template <int BT, class Rows>
+void tensor_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
+                 int64_t count, double alpha) {
+  with_copy(rows, groups, d, [&](auto copy) {
+    launch_syrk<float, SyrkTensorTile<BT>>(device, name, syrk_tensor_kernel<BT, decltype(copy)::value, Rows>, rows, factor,
+                                           groups, d, count, alpha);
+  });
+}
+
+// The widest tiles: by warpgroups where this build and the device have them.
+template <class Rows>
+void widest_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
+                 int64_t count, double alpha) {
+#ifdef ELLA_WARPGROUPS
+  if (device.warpgroups()) {
+    with_copy(rows, groups, d, [&](auto copy) {
+      launch_syrk<float, SyrkWarpgroupTile>(device, name, syrk_warpgroup_kernel<decltype(copy)::value, Rows>, rows, factor,
+                                            groups, d, count, alpha);
+    });
+    return;
+  }
+#endif
+  tensor_syrk<128>(device, name, rows, factor, groups, d, count, alpha);
 }
 
 // The products that tiles of BT take for a block, those that are wasted included.
@@ -58,7 +82,7 @@ void syrk(const Device& device, const char* name, const Rows& rows, const Tensor
   } else if (d <= 64 || 3 * syrk_products(d, 64) <= 2 * syrk_products(d, 128)) {
     tensor_syrk<64>(device, name, rows, factor, groups, d, count, alpha);
   } else {
-    tensor_syrk<128>(device, name, rows, factor, groups, d, count, alpha);
+    widest_syrk(device, name, rows, factor, groups, d, count, alpha);
   }
 }
 

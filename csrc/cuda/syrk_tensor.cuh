@@ -21,13 +21,9 @@
 #pragma once
 
 #include "../common/tensor_core.h"
-#include "syrk_tile.cuh"
+#include "syrk_slabs.cuh"
 
 namespace ella {
-
-// What a thread copies, and how a slab lies in shared memory: neighbouring rows (each column's 16 rows together), neighbouring
-// columns, or four of them at once (each row's columns together).
-enum class SyrkCopy { rows, columns, vectors };
 
 template <int BT_>
 struct SyrkTensorTile {
@@ -40,10 +36,15 @@ struct SyrkTensorTile {
   static constexpr int kOperands = BT == 32 ? 1 : 2;
   static constexpr int kStride = BT + 8;             // of rows: a quarter warp's 2 x 4 vectors cover all banks
   static constexpr int kGroupStride = 16 * BT + 16;  // of 16 rows, where columns lie together: two groups' writes to one column
+  static constexpr int kGroupRows = 16, kColumnStride = 16;
   static constexpr int kOperand = kSlabRows * kStride, kStage = kOperands * kOperand;
   static constexpr int kResults = kHalves * 32;  // a lane's
   static_assert(kGroups * kDown * kAcross * kWarp == kSyrkThreads && kGroups * kGroupStride <= kOperand, "the tile must fit");
   static_assert(kGroups == 1 || (kGroups - 1) * BT * BT <= kStages * kStage, "the groups' sums reuse the staging memory");
+
+  // Where columns lie together, the slot of column 4 g + j of 32 is 8 j + g: a quarter warp's vectors of 2 columns then start
+  // 16 banks apart.
+  __device__ __forceinline__ static int column_of_slot(int slot) { return slot / 32 * 32 + slot % 8 * 4 + slot / 8 % 4; }
 
   template <class Column>
   static constexpr size_t shared_bytes() {
@@ -51,100 +52,24 @@ struct SyrkTensorTile {
   }
 };
 
-// Where columns lie together, the slot of column 4 g + j of 32 is 8 j + g: a quarter warp's vectors of 2 columns then start 16
-// banks apart.
-__device__ __forceinline__ int syrk_column_of_slot(int slot) { return slot / 32 * 32 + slot % 8 * 4 + slot / 8 % 4; }
-
-// Copies one slab of both operands; the pieces that do not change from slab to slab are its members.
-template <int BT, SyrkCopy COPY, class Rows>
-class SyrkSlabs {
-  using Shape = SyrkTensorTile<BT>;
-  using Column = typename Rows::Column;
-
- public:
-  __device__ __forceinline__ SyrkSlabs(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<float> staging,
-                                       SharedArray<Column> columns)
-      : rows_(rows), place_(place), d_(d), staging_(staging), columns_(columns) {
-    for (int i = threadIdx.x; i < Shape::kOperands * BT; i += kSyrkThreads) {
-      const int at = COPY == SyrkCopy::rows ? syrk_column_of_slot(i % BT) : i % BT;
-      columns_[i] = rows.column(place.g, (i < BT ? place.i0 : place.j0) + at);
+// A lane's values of an operand's columns first.. first + 31, in the 16 rows of a group: value[q][j] is row q of its four,
+// column 4 g + j.
+template <class Shape, SyrkCopy COPY>
+__device__ __forceinline__ void read_fragment(SharedArray<float> operand, int group, int first, float (&value)[4][4]) {
+  const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+  if constexpr (COPY == SyrkCopy::rows) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float rows[4];
+      load_vector(rows, operand + (group * Shape::kGroupStride + (first + 8 * j + g) * Shape::kColumnStride + 4 * t));
+#pragma unroll
+      for (int q = 0; q < 4; ++q) value[q][j] = rows[q];
     }
-    __syncthreads();
+  } else {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) load_vector(value[q], operand + ((16 * group + 4 * q + t) * Shape::kStride + first + 4 * g));
   }
-
-  // Starts the copy of `slab` to `stage`; zeros where there are no more rows or columns.
-  __device__ __forceinline__ void start(int stage, int64_t slab) const {
-    const int t = threadIdx.x;
-    const int64_t r0 = place_.begin + slab * Shape::kSlabRows;
-    const int rows = static_cast<int>(min(place_.end - r0, static_cast<int64_t>(Shape::kSlabRows)));
-    const bool diagonal = Shape::kOperands == 1 || place_.i0 == place_.j0;
-    if constexpr (COPY == SyrkCopy::rows) {  // one row a thread
-      constexpr int kAtOnce = kSyrkThreads / Shape::kSlabRows;
-      const int k = t % Shape::kSlabRows, first = t / Shape::kSlabRows;
-      const typename Rows::Row row = rows_.row(r0 + k);
-#pragma unroll
-      for (int operand = 0; operand < Shape::kOperands; ++operand) {
-        if (operand == 1 && diagonal) break;
-        const int columns = static_cast<int>(min(d_ - (operand ? place_.j0 : place_.i0), int64_t{BT}));
-        const int to = stage * Shape::kStage + operand * Shape::kOperand + k / 16 * Shape::kGroupStride + k % 16;
-#pragma unroll 4
-        for (int e = 0; e < BT / kAtOnce; ++e) {
-          const int slot = first + e * kAtOnce;
-          bool inside = k < rows && syrk_column_of_slot(slot) < columns;
-          const Column column = columns_[operand * BT + slot];
-          const float* const from = rows_.address(row, column, inside);
-          copy_async(staging_ + (to + slot * 16), from, inside);
-        }
-      }
-    } else {  // one column, or four, a thread
-      constexpr int kWide = COPY == SyrkCopy::vectors ? 4 : 1, kAtOnce = kSyrkThreads * kWide / BT;
-      const int i = t % (BT / kWide) * kWide, first = t / (BT / kWide);
-#pragma unroll
-      for (int operand = 0; operand < Shape::kOperands; ++operand) {
-        if (operand == 1 && diagonal) break;
-        const bool in_columns = (operand ? place_.j0 : place_.i0) + i < d_;
-        const Column column = columns_[operand * BT + i];
-        const int to = stage * Shape::kStage + operand * Shape::kOperand + i;
-#pragma unroll 4
-        for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
-          const int k = first + e * kAtOnce;
-          bool inside = in_columns && k < rows;
-          const float* const from = rows_.address(rows_.row(r0 + k), column, inside);
-          if constexpr (COPY == SyrkCopy::vectors) {
-            copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
-          } else {
-            copy_async(staging_ + (to + k * Shape::kStride), from, inside);
-          }
-        }
-      }
-    }
-  }
-
-  // A lane's values of an operand's columns first.. first + 31, in 16 rows: value[q][j] is row q of its four, column 4 g + j.
-  __device__ __forceinline__ void read(int stage, int operand, int group, int first, float (&value)[4][4]) const {
-    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-    const SharedArray<float> from = staging_ + (stage * Shape::kStage + operand * Shape::kOperand);
-    if constexpr (COPY == SyrkCopy::rows) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float rows[4];
-        load_vector(rows, from + (group * Shape::kGroupStride + (first + 8 * j + g) * 16 + 4 * t));
-#pragma unroll
-        for (int q = 0; q < 4; ++q) value[q][j] = rows[q];
-      }
-    } else {
-#pragma unroll
-      for (int q = 0; q < 4; ++q) load_vector(value[q], from + ((16 * group + 4 * q + t) * Shape::kStride + first + 4 * g));
-    }
-  }
-
- private:
-  const Rows& rows_;
-  const SyrkPlace& place_;
-  const int64_t d_;
-  const SharedArray<float> staging_;
-  const SharedArray<Column> columns_;
-};
+}
 
 __device__ __forceinline__ void split_fragment(const float (&value)[4][4], float (&big)[4][4], float (&small)[4][4]) {
 #pragma unroll
@@ -154,7 +79,7 @@ __device__ __forceinline__ void split_fragment(const float (&value)[4][4], float
   }
 }
 
-// chain (2 x 4 products of 16 x 8) += a b over 16 rows of TF32 values laid out as by SyrkSlabs::read.
+// chain (2 x 4 products of 16 x 8) += a b over 16 rows of TF32 values laid out as by read_fragment.
 __device__ __forceinline__ void multiply_fragments(float (&chain)[2][4][4], const float (&a)[4][4], const float (&b)[4][4]) {
 #pragma unroll
   for (int q = 0; q < 4; q += 2) {
@@ -209,7 +134,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
   const SyrkPlace place(BT, d, count, share_rows, shares);
-  const SyrkSlabs<BT, COPY, Rows> slabs(rows, place, d, staging, columns);
+  const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int group = warp / (Shape::kDown * Shape::kAcross);
@@ -238,13 +163,13 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     copy_async_commit();
     if (any) {
       float value[4][4], a_big[4][4], a_small[4][4];
-      slabs.read(stage, 0, group, down, value);
+      read_fragment<Shape, COPY>(staging + stage * Shape::kStage, group, down, value);
       split_fragment(value, a_big, a_small);
 #pragma unroll
       for (int h = 0; h < Shape::kHalves; ++h) {
         if (!wanted[h]) continue;
         float b_big[4][4], b_small[4][4], chain[2][4][4] = {};
-        slabs.read(stage, second, group, across + 32 * h, value);
+        read_fragment<Shape, COPY>(staging + (stage * Shape::kStage + second * Shape::kOperand), group, across + 32 * h, value);
         split_fragment(value, b_big, b_small);
         multiply_fragments(chain, a_small, b_big);
         multiply_fragments(chain, a_big, b_small);

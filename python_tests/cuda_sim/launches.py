@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .simulator import Launch, Simulator
@@ -18,17 +20,7 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
             x, grad, weight = (torch.randn(N, 1, 1, dtype=dtype) for N in (65, 65, 1))
             ops.factored_linear(x, weight, weight, None, None)
             ops.factored_linear_backward(grad, x, weight, weight, None, *[True] * 5)
-            for d in (4, 20, 32, 40, 100):
-                for rows in (1, 600):
-                    aligned = torch.randn(rows, 1, d, dtype=dtype)
-                    unaligned = torch.randn(rows * d + 1, dtype=dtype)[1:].view(rows, 1, d)
-                    adjacent = torch.randn(1, d, rows, dtype=dtype).permute(2, 0, 1)
-                    for values in (aligned, unaligned, adjacent):
-                        ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), values, 1.0)
-                    image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
-                    ops.conv_kron_accumulate_(
-                        torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0
-                    )
+            accumulate(ops, dtype, [4, 20, 32, 40, 100])
             points = [torch.randn(n, 2, dtype=torch.float64) for n in (300, 3, 300, 3)]
             for rows in (1, 300):
                 x, grad = torch.randn(rows, 300, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
@@ -46,4 +38,19 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
             for norm in (1.0, 2.0, float("inf")):
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2, 2, dtype=dtype), norm)
             ops.polyphase_scatter(torch.randn(1, 1, 1, 1, dtype=dtype), index)
+    with simulator.scheduled(multiprocessors=64, warpgroups=True):
+        accumulate(ops, torch.float32, [100])
     return simulator.launches()
+
+
+def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:
+    """Both Kronecker accumulations on blocks of those sizes, rows of every layout, with and without shares of them."""
+    for d in sizes:
+        for rows in (1, 600):
+            aligned = torch.randn(rows, 1, d, dtype=dtype)
+            unaligned = torch.randn(rows * d + 1, dtype=dtype)[1:].view(rows, 1, d)
+            adjacent = torch.randn(1, d, rows, dtype=dtype).permute(2, 0, 1)
+            for values in (aligned, unaligned, adjacent):
+                ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), values, 1.0)
+            image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
+            ops.conv_kron_accumulate_(torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0)

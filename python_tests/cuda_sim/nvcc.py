@@ -1,6 +1,7 @@
 """Compiles csrc/cuda with nvcc, device code only and with the flags of the build, and disassembles what came out.
 
-One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources.
+One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources; and
+one more of each source that has kernels of its own for the architecture whose instructions no other has.
 """
 
 from __future__ import annotations
@@ -37,9 +38,14 @@ def build_config() -> ModuleType:
     return module
 
 
-def architectures() -> list[str]:
-    """Those shipped, as nvcc's numbers: ["80", "90", "100"]."""
-    return [arch.removesuffix("+PTX").replace(".", "") for arch in build_config().DEFAULT_ARCHS.split(";")]
+def compilations() -> list[tuple[str, list[str]]]:
+    """(source, architectures): all for those shipped, and those with products of warpgroups for 9.0a too."""
+    config = build_config()
+    return [(name, config.DEFAULT_ARCHS.split(";")) for name in build.all_sources()] + [
+        (name, [config.WARPGROUP_ARCH])
+        for name in build.all_sources()
+        if '#include "syrk.cuh"' in (build.SOURCES / "cuda" / f"{name}.cu").read_text()
+    ]
 
 
 def find_nvcc() -> tuple[Path | None, str]:
@@ -58,13 +64,13 @@ def find_cuobjdump(nvcc: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def compile_source(nvcc: Path, name: str) -> Compiled:
-    """The device code of csrc/cuda/<name>.cu; AssertionError with nvcc's words where it does not compile."""
+def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
+    """The device code of csrc/cuda/<name>.cu for an arch list; AssertionError with nvcc's words where it does not compile."""
     config = build_config()
     source = build.SOURCES / "cuda" / f"{name}.cu"
     headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
     flags = ["-std=c++17", "-O3", config.TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
-    flags += config.gencode_flags(config.DEFAULT_ARCHS.split(";"))
+    flags += config.gencode_flags(archs)
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *flags)
     report, fatbin = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("ptxas", "fatbin"))
     if not (report.exists() and fatbin.exists()):
@@ -79,9 +85,9 @@ def compile_source(nvcc: Path, name: str) -> Compiled:
 
 
 def compile_all(nvcc: Path) -> list[Compiled]:
-    """Every source, MAX_JOBS at once."""
+    """All compilations, MAX_JOBS at once."""
     with ThreadPoolExecutor(build.jobs()) as pool:
-        return list(pool.map(lambda name: compile_source(nvcc, name), build.all_sources()))
+        return list(pool.map(lambda one: compile_source(nvcc, *one), compilations()))
 
 
 def disassemble(cuobjdump: Path, fatbin: Path) -> str:

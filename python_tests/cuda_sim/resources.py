@@ -79,6 +79,7 @@ class Multiprocessor:
 MULTIPROCESSORS = {
     "80": Multiprocessor(64, 32, 65536, 164 << 10, 163 << 10),
     "90": Multiprocessor(64, 32, 65536, 228 << 10, 227 << 10),
+    "90a": Multiprocessor(64, 32, 65536, 228 << 10, 227 << 10),
     "100": Multiprocessor(64, 32, 65536, 228 << 10, 227 << 10),
 }
 

@@ -140,10 +140,16 @@ class Simulator:
         return sorted(seen)
 
     def schedule(
-        self, threads: str = "forward", blocks: str = "forward", multiprocessors: int = 2, seed: int = 1
+        self,
+        threads: str = "forward",
+        blocks: str = "forward",
+        multiprocessors: int = 2,
+        seed: int = 1,
+        warpgroups: bool = False,
     ) -> None:
-        """Orders "forward", "reverse" or "random"; `multiprocessors` is what launchers are told about the device."""
-        self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed)
+        """Orders "forward", "reverse" or "random"; `multiprocessors` and `warpgroups` are what launchers are told about
+        the device: how many it has, and whether it has the asynchronous products of compute capability 9.0."""
+        self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed, warpgroups)
 
     @contextmanager
     def scheduled(self, **schedule: str | int) -> Iterator[None]:

@@ -25,7 +25,10 @@ WRONG = "wrong result"
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` (`occurrence` of `count`) in csrc/cuda/`file` becomes `new`; running `source` fails and `says` why."""
+    """`old` (`occurrence` of `count`) in csrc/cuda/`file` becomes `new`; running `source` fails and `says` why.
+
+    `warpgroups`: on a device that has them.
+    """
 
     name: str
     file: str
@@ -35,6 +38,7 @@ class Bug:
     says: str
     count: int = 1
     occurrence: int = 0
+    warpgroups: bool = False
 
     def plant(self, csrc: Path) -> None:
         path = csrc / "cuda" / self.file
@@ -126,6 +130,96 @@ BUGS = [
         "",
         "kron_accumulate",
         "race on shared memory: .* after a read",
+    ),
+    Bug(
+        "columns split for products that are not made visible to them",
+        "syrk_warpgroup.cuh",
+        "  writes_before_products();\n",
+        "",
+        "kron_accumulate",
+        "written without making it visible to products",
+        warpgroups=True,
+    ),
+    Bug(
+        "products without a fence",
+        "syrk_warpgroup.cuh",
+        "  warpgroup_fence();\n",
+        "",
+        "kron_accumulate",
+        "a product without a fence before it",
+        warpgroups=True,
+    ),
+    Bug(
+        "no barrier between splitting columns and their products",
+        "syrk_warpgroup.cuh",
+        "    copy_async_wait<Shape::kStages - 3>();\n    __syncthreads();\n",
+        "    copy_async_wait<Shape::kStages - 3>();\n",
+        "kron_accumulate",
+        "race on shared memory|nobody wrote|not waited for|visible to products",
+        warpgroups=True,
+    ),
+    Bug(
+        "waits for one slab too few before its columns are split",
+        "syrk_warpgroup.cuh",
+        "copy_async_wait<Shape::kStages - 3>();",
+        "copy_async_wait<Shape::kStages - 2>();",
+        "kron_accumulate",
+        "read of an asynchronous copy that was not waited for",
+        warpgroups=True,
+    ),
+    Bug(
+        "columns split over those that products read",
+        "syrk_warpgroup.cuh",
+        "half ^= 1;",
+        "half ^= 0;",
+        "kron_accumulate",
+        "race on shared memory: .* after a read|race on shared memory: read after a write",
+        warpgroups=True,
+    ),
+    Bug(
+        "a slab copied over one that is read",
+        "syrk_warpgroup.cuh",
+        "slabs.start(previous, ",
+        "slabs.start(stage, ",
+        "kron_accumulate",
+        "race on shared memory|not waited for",
+        warpgroups=True,
+    ),
+    Bug(
+        "sums taken of products that are under way",
+        "syrk_warpgroup.cuh",
+        "    finish_products<1>(chain[1], sum[1]);\n",
+        "    finish_products<2>(chain[1], sum[1]);\n",
+        "kron_accumulate",
+        WRONG,
+        warpgroups=True,
+    ),
+    Bug(
+        "a chain of products that goes on from the last one's sum",
+        "syrk_warpgroup.cuh",
+        "step, step > 0);",
+        "step, true);",
+        "kron_accumulate",
+        WRONG,
+        warpgroups=True,
+    ),
+    Bug(
+        "a small term of a warpgroup's split product is missing",
+        "syrk_warpgroup.cuh",
+        "    warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);\n",
+        "",
+        "kron_accumulate",
+        WRONG,
+        warpgroups=True,
+    ),
+    Bug(
+        "pieces not where the hardware looks for them",
+        "../common/warpgroup.h",
+        "(piece ^ column % 8) * 4;",
+        "(piece ^ column % 4) * 4;",
+        "kron_accumulate",
+        WRONG,
+        warpgroups=True,
     ),
     Bug(
         "waits for one copy group too few",
@@ -283,7 +377,7 @@ BUGS = [
     ),
 ]
 
-SOURCES = sorted({bug.source for bug in BUGS})
+RUNS = sorted({(bug.source, bug.warpgroups) for bug in BUGS})
 
 # Runs op `source` from each library, in a process of its own: a crash or a hang of one says nothing about the others.
 RUNNER = f"""
@@ -292,15 +386,16 @@ import torch
 from python_tests.cuda_sim.checking import SCHEDULES
 from python_tests.cuda_sim.simulator import Simulator
 
-def run(library, source):
+def run(library, source, warpgroups):
     simulator = Simulator(library)
     torch.manual_seed(0)
     tolerance = 1e-4
     for schedule in SCHEDULES:
-        with simulator.scheduled(**schedule):
+        with simulator.scheduled(**schedule, warpgroups=warpgroups):
             if source == "kron_accumulate":
                 got, want = [], []
-                for rows in (torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5):  # ordinary, on tensor cores
+                wide = [torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5]  # ordinary, on tensor cores
+                for rows in [torch.randn(300, 1, 100)] if warpgroups else wide:
                     factor = torch.zeros(1, *[rows.shape[2]] * 2)
                     simulator.ops.kron_accumulate_(factor, rows, 1.0)
                     exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
@@ -356,13 +451,13 @@ def run(library, source):
                 raise SystemExit("{WRONG}")
 
 torch.set_num_threads(1)
-for library, source, log in json.load(sys.stdin):
+for library, source, warpgroups, log in json.load(sys.stdin):
     child = os.fork()
     if child == 0:
         code = 1
         with open(log, "w") as file:
             try:
-                run(library, source)
+                run(library, source, warpgroups)
                 code = 0
             except BaseException:
                 traceback.print_exc(file=file)
@@ -396,16 +491,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """What happened with every bug, and with every op without one, by name."""
     if build.compiler() is None:
         pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
-    runs: list[tuple[str, str, Path, str]] = []
+    runs: list[tuple[str, tuple[str, bool], Path, str]] = []
     for bug in BUGS:
-        runs.append((bug.name, bug.source, copy_of_sources(tmp_path_factory.mktemp("bug"), bug), "-O0"))
-    for source in SOURCES:  # the objects of the simulator itself, when they are built already
-        runs.append((source, source, copy_of_sources(tmp_path_factory.mktemp("copy"), None), "-O1"))
-    build.build([SOURCES[0]], optimisation="-O0")  # the schemas, which all share
+        of = bug.source, bug.warpgroups
+        runs.append((bug.name, of, copy_of_sources(tmp_path_factory.mktemp("bug"), bug), "-O0"))
+    for of in RUNS:  # the objects of the simulator itself, when they are built already
+        runs.append((str(of), of, copy_of_sources(tmp_path_factory.mktemp("copy"), None), "-O1"))
+    build.build([RUNS[0][0]], optimisation="-O0")  # the schemas, which all share
     with ThreadPoolExecutor(build.jobs()) as pool:
-        libraries = list(pool.map(lambda run: build.build([run[1]], run[2], run[3]), runs))
+        libraries = list(pool.map(lambda run: build.build([run[1][0]], run[2], run[3]), runs))
     logs = [tmp_path_factory.mktemp("log") / "log" for _ in runs]
-    work = [[str(library), run[1], str(log)] for library, run, log in zip(libraries, runs, logs, strict=True)]
+    work = [[str(library), *run[1], str(log)] for library, run, log in zip(libraries, runs, logs, strict=True)]
     command = [sys.executable, "-c", RUNNER]
     result = subprocess.run(
         command, cwd=build.ROOT, input=json.dumps(work), capture_output=True, text=True, timeout=300
@@ -422,6 +518,6 @@ def test_the_simulator_notices(bug: Bug, outcomes: dict[str, Outcome]) -> None:
     assert re.search(bug.says, outcome.said), outcome.said
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_the_same_run_without_a_bug_passes(source: str, outcomes: dict[str, Outcome]) -> None:
-    assert outcomes[source].status == 0, outcomes[source].said
+@pytest.mark.parametrize("of", RUNS, ids=str)
+def test_the_same_run_without_a_bug_passes(of: tuple[str, bool], outcomes: dict[str, Outcome]) -> None:
+    assert outcomes[str(of)].status == 0, outcomes[str(of)].said

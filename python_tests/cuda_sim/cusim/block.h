@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -29,6 +30,13 @@ struct PendingCopy {
   int commits_since;
 };
 
+// An asynchronous product of a warpgroup: this thread's results are computed once enough groups were committed after it.
+struct Product {
+  std::function<void()> finish;
+  const float* results;
+  int commits_since;
+};
+
 struct Fiber {
   jmp_buf resume_point;
   ucontext_t start;
@@ -42,6 +50,10 @@ struct Fiber {
   size_t arrays;             // shared arrays it has asked for so far
   size_t shared_offset;
   std::vector<PendingCopy> copies;
+  std::vector<Product> products;
+  std::map<float*, std::vector<float>> accumulators;  // what the products under way add to
+  bool registers_fenced;
+  std::vector<std::pair<size_t, size_t>> unfenced;  // array and element written and not yet made visible to products
 };
 
 // What is known about one element of shared memory: who wrote and read it last, and in which epoch. Two accesses are ordered
@@ -50,7 +62,7 @@ struct Shadow {
   static constexpr int kNobody = -1, kManyWarps = -2, kOneWarp = -3;  // kOneWarp - w: several threads of warp w
   int writer = kNobody, reader = kNobody;
   unsigned write_epoch = 0, write_warp_epoch = 0, read_epoch = 0, read_warp_epoch = 0;
-  bool copy_pending = false;
+  bool copy_pending = false, visible_to_products = false;
 };
 
 struct ArrayRecord {
@@ -158,6 +170,10 @@ inline void prepare_block(unsigned threads, size_t shared_bytes) {
     f.arrays = 0;
     f.shared_offset = 0;
     f.copies.clear();
+    f.products.clear();
+    f.unfenced.clear();
+    f.accumulators.clear();
+    f.registers_fenced = false;
   }
 }
 

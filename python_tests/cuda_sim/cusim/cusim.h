@@ -7,9 +7,9 @@
 //   barriers      that not all threads reach, or reach at different lines; shuffles and votes whose mask is not who is there
 //   shared memory accesses out of an array's bounds, reads of what nobody wrote, two threads touching one element without a
 //                 barrier between (one of them writing), reads of an asynchronous copy that was not waited for
-// Shared memory and scratch tensors start as NaN. Tensor-core products are emulated, layout and rounding (tensor_core.h). Not
-// covered: inline PTX, bulk-copy instructions, clusters, bounds and races in global memory (tests surround inputs with NaN and
-// compare block orders), local arrays, timing.
+// Shared memory and scratch tensors start as NaN. Tensor-core products are emulated, layout and rounding (tensor_core.h), also
+// asynchronous ones (warpgroup.h). Not covered: inline PTX, bulk-copy instructions, clusters, bounds and races in global memory
+// (tests surround inputs with NaN and compare block orders), local arrays, timing.
 #pragma once
 
 #define ELLA_SIMULATOR 1
@@ -21,3 +21,4 @@
 #include "shared.h"
 #include "tensor_core.h"
 #include "warp.h"
+#include "warpgroup.h"

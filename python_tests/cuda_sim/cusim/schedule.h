@@ -16,6 +16,7 @@ struct Schedule {
   Order threads = Order::forward;
   Order blocks = Order::forward;
   int multiprocessors = 2;  // what a kernel's launcher is told about the device
+  bool warpgroups = false;  // whether it is told that the device has Hopper's
   std::mt19937 random{1};
 };
 
@@ -38,9 +39,11 @@ inline void poison(void* memory, size_t bytes) {
 }  // namespace cusim
 
 // Called through ctypes by the tests.
-extern "C" __attribute__((used)) inline void cusim_set_schedule(int threads, int blocks, int multiprocessors, unsigned seed) {
+extern "C" __attribute__((used)) inline void cusim_set_schedule(int threads, int blocks, int multiprocessors, unsigned seed,
+                                                                bool warpgroups) {
   cusim::schedule().threads = static_cast<cusim::Order>(threads);
   cusim::schedule().blocks = static_cast<cusim::Order>(blocks);
   cusim::schedule().multiprocessors = multiprocessors;
+  cusim::schedule().warpgroups = warpgroups;
   cusim::schedule().random.seed(seed);
 }

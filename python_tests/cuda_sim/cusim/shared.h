@@ -88,6 +88,9 @@ class SharedArray {
                                        0});
   }
 
+  // Array and element, of those of the block.
+  std::pair<size_t, size_t> place_of(int index) const { return {record_, static_cast<size_t>(offset_ + index)}; }
+
   void check_aligned() const {
     if (reinterpret_cast<uintptr_t>(data_ + offset_) % 16) fail("misaligned vector read: " + name(0));
   }
@@ -113,6 +116,7 @@ class SharedArray {
     s.writer = static_cast<int>(b.current->thread);
     s.write_epoch = b.epoch;
     s.write_warp_epoch = b.warp_epochs[b.current->warp];
+    s.visible_to_products = false;
     return s;
   }
 

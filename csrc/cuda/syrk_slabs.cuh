@@ -1,0 +1,91 @@
+// The rows of a symmetric product's operands as they come to shared memory, a slab of them at a time, for both kernels on
+// tensor cores (syrk_tensor.cuh, syrk_warpgroup.cuh).
+#pragma once
+
+#include "syrk_tile.cuh"
+
+namespace ella {
+
+// What a thread copies, and how a slab lies in shared memory: neighbouring rows (each column's rows together), neighbouring
+// columns, or four of them at once (each row's columns together).
+enum class SyrkCopy { rows, columns, vectors };
+
+// Copies one slab of both operands; the pieces that do not change from slab to slab are its members. A slab's layout is
+// Shape's:
+//   kSlabRows, kOperands; kStage, kOperand: floats from one stage, one operand to the next
+//   kStride: floats from row to row, where each row's columns are together
+//   kGroupRows, kGroupStride, kColumnStride, column_of_slot: where each column's rows are, so many of them are, the next of the
+//   column follow a group stride later, and the columns follow each other in the order of their slots
+template <class Shape, SyrkCopy COPY, class Rows>
+class SyrkSlabs {
+  static constexpr int BT = Shape::BT;
+  using Column = typename Rows::Column;
+
+ public:
+  __device__ __forceinline__ SyrkSlabs(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<float> staging,
+                                       SharedArray<Column> columns)
+      : rows_(rows), place_(place), d_(d), staging_(staging), columns_(columns) {
+    for (int i = threadIdx.x; i < Shape::kOperands * BT; i += kSyrkThreads) {
+      const int at = COPY == SyrkCopy::rows ? Shape::column_of_slot(i % BT) : i % BT;
+      columns_[i] = rows.column(place.g, (i < BT ? place.i0 : place.j0) + at);
+    }
+    __syncthreads();
+  }
+
+  // Starts the copy of `slab` to `stage`; zeros where there are no more rows or columns.
+  __device__ __forceinline__ void start(int stage, int64_t slab) const {
+    const int t = threadIdx.x;
+    const int64_t r0 = place_.begin + slab * Shape::kSlabRows;
+    const int rows = static_cast<int>(min(place_.end - r0, static_cast<int64_t>(Shape::kSlabRows)));
+    const bool diagonal = Shape::kOperands == 1 || place_.i0 == place_.j0;
+    if constexpr (COPY == SyrkCopy::rows) {  // one row a thread
+      constexpr int kAtOnce = kSyrkThreads / Shape::kSlabRows, kGroup = Shape::kGroupRows;
+      const int k = t % Shape::kSlabRows, first = t / Shape::kSlabRows;
+      const typename Rows::Row row = rows_.row(r0 + k);
+#pragma unroll
+      for (int operand = 0; operand < Shape::kOperands; ++operand) {
+        if (operand == 1 && diagonal) break;
+        const int columns = static_cast<int>(min(d_ - (operand ? place_.j0 : place_.i0), int64_t{BT}));
+        const int to = stage * Shape::kStage + operand * Shape::kOperand + k / kGroup * Shape::kGroupStride + k % kGroup;
+#pragma unroll 4
+        for (int e = 0; e < BT / kAtOnce; ++e) {
+          const int slot = first + e * kAtOnce;
+          bool inside = k < rows && Shape::column_of_slot(slot) < columns;
+          const Column column = columns_[operand * BT + slot];
+          const float* const from = rows_.address(row, column, inside);
+          copy_async(staging_ + (to + slot * Shape::kColumnStride), from, inside);
+        }
+      }
+    } else {  // one column, or four, a thread
+      constexpr int kWide = COPY == SyrkCopy::vectors ? 4 : 1, kAtOnce = kSyrkThreads * kWide / BT;
+      const int i = t % (BT / kWide) * kWide, first = t / (BT / kWide);
+#pragma unroll
+      for (int operand = 0; operand < Shape::kOperands; ++operand) {
+        if (operand == 1 && diagonal) break;
+        const bool in_columns = (operand ? place_.j0 : place_.i0) + i < d_;
+        const Column column = columns_[operand * BT + i];
+        const int to = stage * Shape::kStage + operand * Shape::kOperand + i;
+#pragma unroll 4
+        for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
+          const int k = first + e * kAtOnce;
+          bool inside = in_columns && k < rows;
+          const float* const from = rows_.address(rows_.row(r0 + k), column, inside);
+          if constexpr (COPY == SyrkCopy::vectors) {
+            copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
+          } else {
+            copy_async(staging_ + (to + k * Shape::kStride), from, inside);
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  const Rows& rows_;
+  const SyrkPlace& place_;
+  const int64_t d_;
+  const SharedArray<float> staging_;
+  const SharedArray<Column> columns_;
+};
+
+}  // namespace ella

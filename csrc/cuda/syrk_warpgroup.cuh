@@ -1,0 +1,195 @@
+// Symmetric products in float32 on Hopper's tensor cores (sm_90a): as syrk_tensor.cuh, for tiles of 128, by products of
+// warpgroups. They reach the full rate, of which those of single warps get about two thirds.
+//
+// Accuracy. As there: the split, and sums of 16 rows from zero, small terms first, which ordinary additions add to the total.
+//
+// Tiles. Two warpgroups of 64 x 128 results each, in two chains of products for 64 columns each: while one runs, the other's
+// sums are added. A product of depth 8 keeps the tensor cores busy for 32 cycles, three for each 8 rows and each chain; a slab
+// of 32 rows so takes both warpgroups 1536 cycles. Meanwhile shared memory, at 128 bytes a cycle, has to move per slab
+//   64 bytes a cycle for the columns' operand, which each product reads, that is    96 KB
+//   both operands' values as they arrive                                           32 KB
+//   the rows' operand, which each thread reads and splits in registers             16 KB
+//   the columns' operand, read once, and written as two                            48 KB
+// in all just as much time. Were the rows' operand to lie in shared memory too, it would be half as much again.
+//
+// A slab's products run while the columns of the next are split and the third after it is on its way. One barrier a slab
+// suffices: it says that the next slab has arrived, that its split columns are there and that nobody reads the
+// previous one any more.
+//
+// Both warpgroups always multiply, also where all their results lie outside the factor: with a branch around the products the
+// compiler runs one after the other.
+//
+// Registers: 64 sums, 64 results under way, 32 values of the rows' operand (16 rows, both chains') a thread.
+#pragma once
+
+#include "../common/tensor_core.h"
+#include "../common/warpgroup.h"
+#include "syrk_slabs.cuh"
+
+namespace ella {
+
+struct SyrkWarpgroupTile {
+  static constexpr int BT = 128;
+  static constexpr int kBlocks = 1;  // that a multiprocessor has
+  static constexpr int kSlabRows = kSwizzledDepth, kStages = 4, kOperands = 2;
+  // Both strides let a warp read 8 columns of 4 rows each, one value a lane, from 32 banks.
+  static constexpr int kStride = BT + 8;
+  static constexpr int kGroupRows = kSlabRows, kGroupStride = 0, kColumnStride = kSlabRows + 4;
+  static constexpr int kOperand = BT * kColumnStride, kStage = kOperands * kOperand;
+  static constexpr int kParts = BT / kSwizzledColumns;          // of the columns, a chain for each
+  static constexpr int kSplit = 2 * kParts * kSwizzledOperand;  // big of all parts, small of all parts
+  static_assert(kSlabRows * kStride <= kOperand && 2 * kWarpgroup == kSyrkThreads);
+
+  __device__ __forceinline__ static int column_of_slot(int slot) { return slot; }
+
+  template <class Column>
+  static constexpr size_t shared_bytes() {
+    return shared_size(2 * kSplit * sizeof(float)) + shared_size(kStages * kStage * sizeof(float)) +
+           shared_size(kOperands * BT * sizeof(Column));
+  }
+};
+
+// The place of an operand's value, in floats.
+template <SyrkCopy COPY>
+__device__ __forceinline__ int syrk_staged(int row, int column) {
+  using Shape = SyrkWarpgroupTile;
+  return COPY == SyrkCopy::rows ? column * Shape::kColumnStride + row : row * Shape::kStride + column;
+}
+
+// Splits a slab's columns for the products.
+//   operand: as staged; split: big and small parts
+template <SyrkCopy COPY>
+__device__ __forceinline__ void split_columns(SharedArray<float> operand, SharedArray<float> split) {
+  using Shape = SyrkWarpgroupTile;
+#pragma unroll
+  for (int unit = 0; unit < Shape::kSlabRows * Shape::BT / 4 / kSyrkThreads; ++unit) {
+    const int at = threadIdx.x + unit * kSyrkThreads, column = at % Shape::BT, piece = at / Shape::BT;
+    float value[4], big[4], small[4];
+    if constexpr (COPY == SyrkCopy::rows) {
+      load_vector(value, operand + syrk_staged<COPY>(4 * piece, column));
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) value[k] = operand[syrk_staged<COPY>(4 * piece + k, column)];
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k) split_tf32(value[k], big[k], small[k]);
+    const int to = swizzled_piece(column, piece);  // a column's place among all is that in its part
+    store_vector_for_products(split + to, big);
+    store_vector_for_products(split + (Shape::kSplit / 2 + to), small);
+  }
+  writes_before_products();
+}
+
+// The rows' operand of a warp in 16 rows of a slab: two steps of products.
+struct SyrkRows {
+  float big[2][4], small[2][4];
+
+  //   operand: from the warp's first column on, as staged
+  template <SyrkCopy COPY>
+  __device__ __forceinline__ void read(SharedArray<float> operand, int first) {
+    const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float value = operand[syrk_staged<COPY>(first + 8 * step + t + i / 2 * 4, g + i % 2 * 8)];
+        split_tf32(value, big[step][i], small[step][i]);
+      }
+    }
+  }
+};
+
+// Starts chain (64, 64) = rows^T columns over 16 rows of a slab, the first or the second.
+//   split: the columns' part
+__device__ __forceinline__ void start_products(const SyrkRows& rows, SharedArray<float> split, int sixteen,
+                                               float (&chain)[32]) {
+  const SwizzledOperand big(split), small(split + SyrkWarpgroupTile::kSplit / 2);
+  warpgroup_fence();
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    warpgroup_multiply(chain, rows.small[step], big, 2 * sixteen + step, step > 0);
+    warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);
+  }
+#pragma unroll
+  for (int step = 0; step < 2; ++step) warpgroup_multiply(chain, rows.big[step], big, 2 * sixteen + step, true);
+  warpgroup_commit();
+}
+
+// Adds what a chain has come to, when at most `Pending` later ones are under way.
+template <int Pending>
+__device__ __forceinline__ void finish_products(float (&chain)[32], float (&sum)[32]) {
+  warpgroup_wait<Pending>(chain);
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i] += chain[i];
+}
+
+// With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
+//   factor (groups, d, d), parts (shares, groups, tiles, 128, 128) or null
+template <SyrkCopy COPY, class Rows>
+__global__ void __launch_bounds__(kSyrkThreads, 1)
+    syrk_warpgroup_kernel(Rows rows, float* factor, float* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares,
+                          float alpha) {
+#if defined(ELLA_SIMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Shape = SyrkWarpgroupTile;
+  constexpr int BT = Shape::BT;
+  ELLA_SWIZZLED_MEMORY(memory);
+  const SharedArray<float> split = memory.array<float>(2 * Shape::kSplit);  // first: it wants the alignment
+  const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
+  const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
+  const SyrkPlace place(BT, d, count, share_rows, shares);
+  const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
+
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0), down = 16 * warp;
+  const SharedArray<float> rows_operand = staging + syrk_staged<COPY>(0, down);
+  const SharedArray<float> columns_operand = staging + (place.i0 == place.j0 ? 0 : Shape::kOperand);
+  float sum[2][32] = {}, chain[2][32] = {};
+
+  const int64_t count_slabs = ceil_div(place.end - place.begin, static_cast<int64_t>(Shape::kSlabRows));
+#pragma unroll 1
+  for (int s = 0; s < Shape::kStages - 1; ++s) {
+    if (s < count_slabs) slabs.start(s, s);
+    copy_async_commit();
+  }
+  copy_async_wait<Shape::kStages - 2>();
+  __syncthreads();
+  split_columns<COPY>(columns_operand, split);
+  int stage = 0, half = 0;
+  for (int64_t slab = 0; slab < count_slabs; ++slab) {
+    copy_async_wait<Shape::kStages - 3>();
+    __syncthreads();
+    const SharedArray<float> now = split + half * Shape::kSplit, right = now + kSwizzledOperand;
+    SyrkRows first, second;
+    first.template read<COPY>(rows_operand + stage * Shape::kStage, 0);
+    start_products(first, now, 0, chain[0]);
+    start_products(first, right, 0, chain[1]);
+    second.template read<COPY>(rows_operand + stage * Shape::kStage, 16);
+    const int previous = stage == 0 ? Shape::kStages - 1 : stage - 1;
+    stage = stage + 1 == Shape::kStages ? 0 : stage + 1, half ^= 1;
+    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(previous, slab + Shape::kStages - 1);
+    copy_async_commit();
+    finish_products<1>(chain[0], sum[0]);
+    start_products(second, now, 1, chain[0]);
+    finish_products<1>(chain[1], sum[1]);
+    start_products(second, right, 1, chain[1]);
+    if (slab + 1 < count_slabs) split_columns<COPY>(columns_operand + stage * Shape::kStage, split + half * Shape::kSplit);
+    finish_products<1>(chain[0], sum[0]);
+    finish_products<0>(chain[1], sum[1]);
+  }
+
+  const int lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (int v = 0; v < 64; ++v) {
+    const int i = down + lane / 4 + v / 2 % 2 * 8, j = v / 4 * 8 + lane % 4 * 2 + v % 2;
+    const float value = sum[v / 32][v % 32];
+    if (parts == nullptr) {
+      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j, alpha, value);
+    } else {
+      parts[place.part * (BT * BT) + i * BT + j] = value;
+    }
+  }
+#else
+  __trap();  // never launched on other architectures
+#endif
+}
+
+}  // namespace ella

@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_vector_for_products(float* to, const float
   *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Code for other architectures may not reach what follows: their assembler does not know it.
 
 // An operand in shared memory, as the instruction wants it: address (18 bits) and the 1024 bytes from eight columns to the
 // next eight, both in units of 16 bytes, and the kind of swizzle. The leading dimension has no meaning for this layout.
@@ -102,7 +102,6 @@ __device__ __forceinline__ void warpgroup_wait(float (&c)[32]) {
 #undef ELLA_EIGHT
 #undef ELLA_THIRTY_TWO
 
-#endif
 #endif
 
 }  // namespace ella

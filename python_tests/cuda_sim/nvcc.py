@@ -64,18 +64,23 @@ def find_cuobjdump(nvcc: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def flags(archs: list[str]) -> list[str]:
+    """Those of the build for an arch list, and a report of ptxas."""
+    config = build_config()
+    options = ["-std=c++17", "-O3", config.TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
+    return [*options, *config.gencode_flags(archs), "-I", str(build.TORCH / "include")]
+
+
 def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
     """The device code of csrc/cuda/<name>.cu for an arch list; AssertionError with nvcc's words where it does not compile."""
-    config = build_config()
     source = build.SOURCES / "cuda" / f"{name}.cu"
     headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
-    flags = ["-std=c++17", "-O3", config.TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
-    flags += config.gencode_flags(archs)
-    key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *flags)
+    options = flags(archs)
+    key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     report, fatbin = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("ptxas", "fatbin"))
     if not (report.exists() and fatbin.exists()):
         partial = fatbin.with_suffix(f".{os.getpid()}")
-        command = [nvcc, *flags, "-I", build.TORCH / "include", "-fatbin", source, "-o", partial]
+        command = [nvcc, *options, "-fatbin", source, "-o", partial]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
         os.replace(partial, fatbin)

@@ -6,6 +6,9 @@ a variable; the kernels' tiles are chosen so that everything stays in registers.
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from . import nvcc as compiler
@@ -46,6 +49,18 @@ def test_products_of_warpgroups_run_side_by_side(compiled: list[compiler.Compile
     assert len(reports) == 2
     for report in reports:
         assert "wgmma" not in report and "warpgroup.wait" not in report, report
+
+
+def test_products_of_warpgroups_beside_another_architecture(tmp_path: Path) -> None:
+    """As a build for both compiles them: the host's code too, and for the other the kernels without those instructions."""
+    nvcc, reason = compiler.find_nvcc()
+    if nvcc is None:
+        pytest.skip(reason)
+    command = [nvcc, *compiler.flags(["8.0", "9.0a"]), "-c", build.SOURCES / "cuda" / "conv_kron_accumulate.cu"]
+    result = subprocess.run([*command, "-o", tmp_path / "object.o"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    kernels = [k for k in parse_report(result.stdout + result.stderr) if "syrk_warpgroup_kernel" in k.name]
+    assert {kernel.arch for kernel in kernels} == {"80", "90a"}
 
 
 @pytest.mark.simulator

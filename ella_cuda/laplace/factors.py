@@ -190,7 +190,8 @@ class SecondMoment:
 
 def _eigenvalues(blocks: Tensor) -> Tensor:
     """Of symmetric blocks ``(G, d, d)``, in float64. On the CPU, where they are decomposed one after the other anyway, a few at once:
-    the copies in float64 would take several times the factor's memory.
+    the copies in float64 would take several times the factor's memory. Not one block a thread: called in a parallel region, torch's
+    MKL returns wrong eigenvalues once ``torch.set_num_threads`` was used.
     """
     if blocks.device.type != "cpu":
         return torch.linalg.eigvalsh(blocks.double())

@@ -15,6 +15,16 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
+  // Both, with the (N,D,C) sums over x, in an order of the kernels' own, kept in between where they are no more than x has
+  // numbers; else middle is empty and they are computed again. CPU only.
+  m.def(
+      "factored_linear_keeping(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "factored_linear_backward_keeping(Tensor grad, Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, "
+      "Tensor middle, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric.
   m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha) -> ()");
 

@@ -1,6 +1,8 @@
 // F-FC, forward.
 #include "factored_linear.h"
 
+#include <tuple>
+
 namespace ella {
 namespace {
 
@@ -8,16 +10,18 @@ template <class T>
 class Forward {
  public:
   Forward(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-          const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, const Tensor& out)
+          const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, const Tensor& out, T* kept)
       : k_(kernels<T>()),
         s_(s),
         channels_(channels_at_once(k_, s.C, s.D)),
+        z_row_((kept ? s.C : channels_) * k_.width),
         like_(x),
         middle_(s, x, weight_in, bias_in),
         v_(weight_out),
         bias_out_(bias_out),
         lanes_(in_lanes(k_, s.Y, v_) && (bias_out_.data == nullptr || bias_out_.stride == 1)),
-        out_(out.mutable_data_ptr<T>()) {}
+        out_(out.mutable_data_ptr<T>()),
+        kept_(kept) {}
 
   void run() const {
     const int64_t blocks = ceil_divide(s_.N, k_.width);
@@ -29,7 +33,7 @@ class Forward {
       const int64_t block = channel_block(k_, channels_, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
       const int64_t x_panel = middle_.panel_size(), y_panel = s_.Y * k_.width;
-      Buffer<T> panels(like_, (once ? 1 : s_.C) * x_panel), z(like_, block * z_row_),
+      Buffer<T> panels(like_, (once ? 1 : s_.C) * x_panel), tile(like_, kept_ ? 0 : block * z_row_),
           out(like_, lanes_ ? channels_ * k_.width : (channels_ < s_.C ? block : 1) * y_panel);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * k_.width, n = std::min(k_.width, s_.N - n0);
@@ -38,13 +42,14 @@ class Forward {
           const int64_t rows = std::min(block, last - d0);
           for (int64_t c0 = 0; c0 < std::max(s_.C, int64_t(1)); c0 += channels_) {
             const int64_t count = std::min(channels_, s_.C - c0);
+            T* const z = kept_ ? kept_ + ((task / groups * s_.D + d0) * s_.C + c0) * k_.width : tile.data();
             for (int64_t c = c0; c < c0 + count; ++c) {
               middle_.compute(n0, n, d0, rows, c, d0 == first, panels.data() + (once ? 0 : c * x_panel),
-                              z.data() + (c - c0) * k_.width, z_row_);
+                              z + (c - c0) * k_.width, z_row_);
             }
             for (int64_t d = d0; d < d0 + rows; ++d) {
               T* panel = out.data() + (lanes_ || channels_ >= s_.C ? 0 : (d - d0) * y_panel);
-              outer(n0, n, d, c0, count, z.data() + (d - d0) * z_row_, panel);
+              outer(n0, n, d, c0, count, z + (d - d0) * z_row_, panel);
             }
           }
         }
@@ -75,27 +80,47 @@ class Forward {
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
-  const int64_t channels_;                      // input channels whose z is there at a time
-  const int64_t z_row_ = channels_ * k_.width;  // from one output channel's z to the next one's
+  const int64_t channels_;  // input channels whose z is there at a time
+  const int64_t z_row_;     // from one output channel's z to the next one's
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> v_;
   const Array1<T> bias_out_;
   const bool lanes_;  // of the output's vectors are positions
-  T* out_;
+  T* const out_;
+  T* const kept_;  // where z of all images goes, or null
 };
+
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep) {
+  const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
+  const Tensor out = empty_of(x, {s.N, s.D, s.Y});
+  Tensor middle = empty_of(x, {0});
+  if (out.numel() == 0) return {out, middle};
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
+    const int64_t size = keep ? kept_middle(kernels<scalar_t>(), s) : 0;
+    if (size > 0) middle = empty_of(x, {size});
+    Forward<scalar_t>(s, x, weight_in, weight_out, bias_in, bias_out, out,
+                      size > 0 ? middle.mutable_data_ptr<scalar_t>() : nullptr)
+        .run();
+  });
+  return {out, middle};
+}
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
                        std::optional<Tensor> bias_out) {
-  const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
-  Tensor out = empty_of(x, {s.N, s.D, s.Y});
-  if (out.numel() == 0) return out;
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear",
-                         [&] { Forward<scalar_t>(s, x, weight_in, weight_out, bias_in, bias_out, out).run(); });
-  return out;
+  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false));
 }
 
-ELLA_REGISTER(CPU, m) { m.impl("factored_linear", TORCH_BOX(&factored_linear)); }
+std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out) {
+  return forward(x, weight_in, weight_out, bias_in, bias_out, true);
+}
+
+ELLA_REGISTER(CPU, m) {
+  m.impl("factored_linear", TORCH_BOX(&factored_linear));
+  m.impl("factored_linear_keeping", TORCH_BOX(&factored_linear_keeping));
+}
 
 }  // namespace
 }  // namespace ella

@@ -35,6 +35,14 @@ struct Array1 {
 // Input channels in a tile of z that does not hold all: more would leave too few output channels to share a panel of x.
 constexpr int64_t kTileChannels = 20;
 
+// Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where they are
+// more than those of x: there z is computed again.
+template <class T>
+int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
+  const int64_t lanes = ceil_divide(s.N, k.width) * k.width;
+  return lanes * s.D <= s.N * s.X ? lanes * s.D * s.C : 0;
+}
+
 // Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
 template <class T>
 int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {

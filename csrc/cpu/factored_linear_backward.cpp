@@ -1,4 +1,4 @@
-// F-FC, backward: all five gradients, z and dz recomputed block by block.
+// F-FC, backward: all five gradients, dz and, unless the forward kept it, z computed block by block.
 #include <algorithm>
 #include <tuple>
 
@@ -35,7 +35,7 @@ template <class T>
 class Backward {
  public:
   Backward(const FactoredLinearSizes& s, const Wanted& wanted, const Tensor& grad, const Tensor& x, const Tensor& weight_in,
-           const Tensor& weight_out, const std::optional<Tensor>& bias_in)
+           const Tensor& weight_out, const std::optional<Tensor>& bias_in, const T* kept)
       : k_(kernels<T>()),
         s_(s),
         wanted_(wanted),
@@ -52,6 +52,7 @@ class Backward {
         along_g_(along_rows(k_, s.Y, shares_.channels, v_, g_)),
         shared_(wanted.middle_gradient() && !along_g_ && shares_.groups > 1 && 2 * s.N >= k_.width),
         dx_lanes_(in_lanes(k_, s.X, u_)),
+        kept_(kept),
         g_panels_(x, shared_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
 
   void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
@@ -98,9 +99,9 @@ class Backward {
     explicit Scratch(const Backward& op)
         : once(op.rows_ >= op.s_.D),
           x_panel(op.middle_.panel_size()),
-          x_panels(op.like_, op.wanted_.weight_out ? (once ? 1 : op.shares_.channels) * x_panel : 0),
+          x_panels(op.like_, op.computes_z() ? (once ? 1 : op.shares_.channels) * x_panel : 0),
           g_panel(op.like_, op.shared_ ? 0 : (op.along_g_ ? 1 : op.s_.Y) * op.k_.width),
-          z(op.like_, op.wanted_.weight_out ? op.rows_ * op.z_row_ : 0),
+          z(op.like_, op.computes_z() ? op.rows_ * op.z_row_ : 0),
           dz(op.like_, op.wanted_.middle_gradient() ? op.rows_ * op.z_row_ : 0),
           dx_panels(op.like_, !op.wanted_.x  ? 0
                               : op.dx_lanes_ ? op.rows_ * op.k_.width
@@ -141,6 +142,7 @@ class Backward {
     }
   }
 
+  bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
   T* shared_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
 
@@ -148,7 +150,9 @@ class Backward {
     const int64_t W = k_.width, n0 = block * W, n = images(block);
     for (int64_t d0 = 0; d0 < s_.D; d0 += rows_) {
       const int64_t rows = std::min(rows_, s_.D - d0);
-      for (int64_t i = 0; i < target.channels && wanted_.weight_out; ++i) {
+      const T* const z = kept_ ? kept_ + ((block * s_.D + d0) * s_.C + target.c0) * W : scratch.z.data();
+      const int64_t z_row = kept_ ? s_.C * W : z_row_;
+      for (int64_t i = 0; i < target.channels && computes_z(); ++i) {
         middle_.compute(n0, n, d0, rows, target.c0 + i, d0 == 0,
                         scratch.x_panels.data() + (scratch.once ? 0 : i * scratch.x_panel), scratch.z.data() + i * W, z_row_);
       }
@@ -156,7 +160,7 @@ class Backward {
       for (int64_t d = d0; d < d0 + rows; ++d) {
         const T* panel = outer_gradient(block, d, scratch.dz.data() + (d - d0) * z_row_, scratch, target);
         if (wanted_.weight_out) {
-          weight_gradient(target.channels, n, s_.Y, scratch.z.data() + (d - d0) * z_row_, W, g_.at(n0, d), g_.s0, g_.s2, panel,
+          weight_gradient(target.channels, n, s_.Y, z + (d - d0) * z_row, W, g_.at(n0, d), g_.s0, g_.s2, panel,
                           target.dv + (d * s_.C + target.c0) * s_.Y, s_.Y, add, scratch);
         }
       }
@@ -262,42 +266,66 @@ class Backward {
   const Wanted wanted_;
   const int64_t blocks_;  // of images
   const Shares shares_;
-  const int64_t z_row_;  // from one output channel's z to the next one's
-  const int64_t rows_;   // output channels whose z is there at a time
+  const int64_t z_row_;  // from one output channel's dz, and z, to the next one's
+  const int64_t rows_;   // output channels whose dz, and z, is there at a time
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> g_, x_, u_, v_;
   const bool along_g_;        // the sums over positions of g are taken along its rows
   const bool shared_;         // g is packed once for all groups of channels, images being enough to fill half of a panel
   const bool dx_lanes_;       // lanes of dx are positions
+  const T* const kept_;       // z of all images, or null
   const Buffer<T> g_panels_;  // of all images and output channels, if shared: at most twice as large as g
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(const Tensor& grad, const Tensor& x,
-                                                                            const Tensor& weight_in, const Tensor& weight_out,
-                                                                            std::optional<Tensor> bias_in, bool grad_x,
-                                                                            bool grad_weight_in, bool grad_weight_out,
-                                                                            bool grad_bias_in, bool grad_bias_out) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// `middle`: what factored_linear_keeping gave, or null.
+Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                   const std::optional<Tensor>& bias_in, const Tensor* middle, const Wanted& wanted) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const bool empty = s.N == 0 || s.C == 0 || s.D == 0 || s.X == 0 || s.Y == 0;
   const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
     return !asked ? empty_of(x, {0}) : empty ? zeros_of(x, shape) : empty_of(x, shape);
   };
-  Tensor dx = make(grad_x, {s.N, s.C, s.X}), du = make(grad_weight_in, {s.D, s.C, s.X}),
-         dv = make(grad_weight_out, {s.D, s.C, s.Y}), dbias_in = make(grad_bias_in, {s.D}),
-         dbias_out = make(grad_bias_out, {s.Y});
+  Tensor dx = make(wanted.x, {s.N, s.C, s.X}), du = make(wanted.weight_in, {s.D, s.C, s.X}),
+         dv = make(wanted.weight_out, {s.D, s.C, s.Y}), dbias_in = make(wanted.bias_in, {s.D}),
+         dbias_out = make(wanted.bias_out, {s.Y});
   // With no positions to read or no channels, the biases still have gradients: the general loops handle sizes of zero in any
   // axis but N and D, where all sums are empty.
   if (s.N > 0 && s.D > 0) {
     ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
-      const Wanted wanted{grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out};
-      Backward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in).run(dx, du, dv, dbias_in, dbias_out);
+      const scalar_t* kept = nullptr;
+      if (middle != nullptr && middle->numel() > 0) {
+        ArgumentCheck("factored_linear_backward_keeping", "x", x)
+            .tensor("middle", *middle, {kept_middle(kernels<scalar_t>(), s)}, "(what the forward kept,)");
+        kept = middle->const_data_ptr<scalar_t>();
+      }
+      Backward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept).run(dx, du, dv, dbias_in, dbias_out);
     });
   }
   return {dx, du, dv, dbias_in, dbias_out};
 }
 
-ELLA_REGISTER(CPU, m) { m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward)); }
+Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                   std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
+                                   bool grad_bias_in, bool grad_bias_out) {
+  return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
+}
+
+Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
+                                           const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& middle,
+                                           bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
+                                           bool grad_bias_out) {
+  return backward(grad, x, weight_in, weight_out, bias_in, &middle,
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
+}
+
+ELLA_REGISTER(CPU, m) {
+  m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
+  m.impl("factored_linear_backward_keeping", TORCH_BOX(&factored_linear_backward_keeping));
+}
 
 }  // namespace
 }  // namespace ella

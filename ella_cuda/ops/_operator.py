@@ -58,6 +58,23 @@ def _intercepted(args: tuple[Any, ...]) -> bool:
     return torch.compiler.is_compiling() or torch.overrides.has_torch_function(args) or torch.jit.is_tracing()
 
 
+def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
+    """Whether nobody but eager autograd sees an op on these arguments: no compiler, tracer, transform, mode or tensor subclass. An
+    op without rules for those may then be called.
+
+    Args:
+        args: the op's arguments.
+        graph: whether autograd is to record, or not to.
+    """
+    return (
+        torch.is_grad_enabled() == graph
+        and not _intercepted(args)
+        and not _transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(a) in (Tensor, torch.nn.Parameter) for a in args if isinstance(a, Tensor))
+    )
+
+
 def differentiable(
     name: str,
     *,

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda import ops
 from ella_cuda.ops.factored_linear import _backward
@@ -162,6 +163,86 @@ def test_only_what_is_asked_for_is_computed(shape, device):
         parts = _backward(grad, *args[:4], *mask)
         assert [p.numel() == 0 for p in parts] == [not m for m in mask]
         checks.assert_same(parts[i], everything[i])
+
+
+# Kept: one block of images, a part of one, several and several chunks; several groups of channels, positions in the lanes or not.
+KEPT = [(64, 2, 3, 40, 5), (10, 3, 1, 64, 7), (150, 12, 5, 33, 2), (1030, 2, 3, 17, 6), (70, 41, 30, 96, 48)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("shape", "kept"), [*((s, True) for s in KEPT), ((64, 2, 40, 3, 5), False)])
+def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
+    """Its gradients are to the bit those of one that computes it again; autograd has it so wherever the middle is no larger than x."""
+    args, kernels = arguments(shape, torch.device("cpu"), dtype), torch.ops.ella_cuda
+    y, middle = kernels.factored_linear_keeping(*args)
+    assert kept * args[0].numel() >= middle.numel() >= kept * shape[0] * shape[1] * shape[2]
+    assert torch.equal(y, kernels.factored_linear(*args))
+    grad = torch.randn_like(y)
+    leaves = [a.requires_grad_() for a in args]
+    again = kernels.factored_linear_backward(grad, *args[:4], *[True] * 5)
+    for mask in ([True] * 5, [False, False, True, False, False], [True, False, True, False, True]):
+        parts = kernels.factored_linear_backward_keeping(grad, *args[:4], middle, *mask)
+        assert all(torch.equal(a, b) if m else a.numel() == 0 for a, b, m in zip(parts, again, mask, strict=True))
+    own = torch.autograd.grad(ops.factored_linear(*leaves), leaves, grad)
+    assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
+    if kept:  # and it is read: the gradient of weight_out is linear in it
+        doubled = kernels.factored_linear_backward_keeping(grad, *args[:4], 2 * middle, *[True] * 5)
+        assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
+
+
+def keeping_calls(call) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return sum(e.name == "ella_cuda::factored_linear_backward_keeping" for e in profile.events())
+
+
+def test_who_reads_what_was_kept():
+    """A plain backward; not one that is differentiated again or mapped, nor one after a forward that somebody else sees."""
+    args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), torch.device("cpu"))]
+    y = ops.factored_linear(*args)
+    grads = torch.randn(4, *y.shape, dtype=torch.float64)
+    expected = [torch.autograd.grad(ops.factored_linear_torch(*args), args, grad) for grad in grads]
+    results = {}
+
+    def gradients(kind: str, **options) -> None:
+        results[kind] = torch.autograd.grad(y, args, grads if kind == "batched" else grads[0], True, **options)
+
+    assert keeping_calls(lambda: gradients("plain")) == 1
+    assert keeping_calls(lambda: gradients("graph", create_graph=True)) == 0
+    gradients("batched", is_grads_batched=True)
+    mapped = torch.func.vmap(lambda grad: torch.autograd.grad(y, args, grad, retain_graph=True))
+    assert keeping_calls(lambda: results.update(mapped=mapped(grads))) == 0
+    for kind in ("plain", "graph"):
+        checks.assert_same(results[kind], expected[0])
+    for kind in ("batched", "mapped"):
+        checks.assert_same(results[kind], tuple(torch.stack(parts) for parts in zip(*expected, strict=True)))
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.autograd.grad(ops.factored_linear(*args), args, grads[0])
+    kernels = torch.ops.ella_cuda
+    assert kernels.factored_linear.default in seen and kernels.factored_linear_backward.default in seen
+    assert kernels.factored_linear_keeping.default not in seen
+
+
+def test_derivatives_where_the_middle_is_kept():
+    args = tuple(a.requires_grad_() for a in arguments((3, 2, 1, 24, 2), torch.device("cpu")))
+    assert torch.ops.ella_cuda.factored_linear_keeping(*args)[1].numel() > 0
+    checks.check_derivatives(ops.factored_linear, args)
+
+
+def test_another_middle_is_refused():
+    args = arguments((8, 2, 1, 64, 3), torch.device("cpu"))
+    y, middle = torch.ops.ella_cuda.factored_linear_keeping(*args)
+    for wrong, words in [(middle[:-1], "shape"), (middle.float(), "dtype")]:
+        with pytest.raises(RuntimeError, match=f"middle must have .*{words}"):
+            torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 
 def test_func_transforms(device):

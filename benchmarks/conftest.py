@@ -10,6 +10,7 @@ extrapolated and say so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def fresh() -> None:
 
 
 Time = Callable[..., Any]
+# What takes less is repeated for so many seconds, at most so often: single runs of what is short scatter most.
+SHORT, MOST_ROUNDS = 0.3, 100
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
 
 
 @pytest.fixture
@@ -64,7 +73,8 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
 
     ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
     measured in the same session they give the floor. ``once`` is for what takes long: one call, timed while its memory is
-    watched. Everything lands in ``extra_info``, where ``compare.py`` finds it, with what else it is told to note (``info``).
+    watched. Else there are at least ``rounds`` of them after ``warmups``. Everything lands in ``extra_info``, where
+    ``compare.py`` finds it, with what else it is told to note (``info``).
     """
 
     def run(
@@ -75,7 +85,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
         flops: float,
         bytes: float,
         rounds: int = 7,
-        warmups: int = 2,
+        warmups: int = 3,
         once: bool = False,
         **info: Any,
     ) -> None:
@@ -90,7 +100,8 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
             peak = peak_bytes(lambda: benchmark.pedantic(whole, rounds=1), device, once=True)
         else:
             peak = peak_bytes(whole, device)
-            benchmark.pedantic(whole, rounds=rounds, warmup_rounds=warmups)
+            seconds = min((_seconds(whole) for _ in range(warmups)), default=SHORT)
+            benchmark.pedantic(whole, rounds=max(rounds, min(int(SHORT / seconds), MOST_ROUNDS)))
         benchmark.extra_info.update(
             work=work,
             who=who,

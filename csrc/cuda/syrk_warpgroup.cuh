@@ -1,5 +1,6 @@
 // Symmetric products in float32 on Hopper's tensor cores (sm_90a): as syrk_tensor.cuh, for tiles of 128, by products of
-// warpgroups. They reach the full rate, of which those of single warps get about two thirds.
+// warpgroups. They reach the full rate, of which those of single warps get about two thirds (Luo et al., "Benchmarking and
+// Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", arXiv 2402.13499).
 //
 // Accuracy. As there: the split, and sums of 16 rows from zero, small terms first, which ordinary additions add to the total.
 //
@@ -15,6 +16,9 @@
 // A slab's products run while the columns of the next are split and the third after it is on its way. One barrier a slab
 // suffices: it says that the next slab has arrived, that its split columns are there and that nobody reads the
 // previous one any more.
+//
+// Rows come by ordinary asynchronous copies, whose instructions fit beside the products: the copy engine's boxes neither wrap
+// around an image, as patches do, nor start where a block of a factor is not 16 bytes aligned.
 //
 // Both warpgroups always multiply, also where all their results lie outside the factor: with a branch around the products the
 // compiler runs one after the other.

@@ -80,6 +80,7 @@ if [[ $capability == 9.0 ]]; then
     benchmarks/bench_factors.py --device cuda --benchmark-json "$out/benchmarks_9.0a.json"
   step memcheck_9.0a 60 env PYTHONPATH="$work/site_9.0a" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
+  step racecheck_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${sanitizer[@]}" --tool racecheck "${kernels[@]}"
 fi
 step growth 120 "${tests[@]}" benchmarks/bench_growth.py --device cuda --benchmark-json "$out/growth.json"
 step dense_structure 180 "${tests[@]}" benchmarks/bench_dense_structure.py --device cuda \

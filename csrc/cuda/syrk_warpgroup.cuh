@@ -1,12 +1,13 @@
 // Symmetric products in float32 on Hopper's tensor cores (sm_90a): as syrk_tensor.cuh, for tiles of 128, by products of
-// warpgroups. They reach the full rate, of which those of single warps get about two thirds (Luo et al., "Benchmarking and
-// Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", arXiv 2402.13499).
+// warpgroups, whose instructions can reach the full rate; those of single warps get about two thirds of it (Luo et al.,
+// "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", arXiv 2402.13499).
 //
 // Accuracy. As there: the split, and sums of 16 rows from zero, small terms first, which ordinary additions add to the total.
 //
 // Tiles. Two warpgroups of 64 x 128 results each, in two chains of products for 64 columns each: while one runs, the other's
-// sums are added. A product of depth 8 keeps the tensor cores busy for 32 cycles, three for each 8 rows and each chain; a slab
-// of 32 rows so takes both warpgroups 1536 cycles. Meanwhile shared memory, at 128 bytes a cycle, has to move per slab
+// sums are added, but for the last of a slab, after which the tensor cores wait for the barrier and the next rows. A product of
+// depth 8 keeps the tensor cores busy for 32 cycles, three for each 8 rows and each chain; a slab of 32 rows so takes both
+// warpgroups 1536 cycles. Meanwhile shared memory, at 128 bytes a cycle, has to move per slab
 //   64 bytes a cycle for the columns' operand, which each product reads, that is    96 KB
 //   both operands' values as they arrive                                           32 KB
 //   the rows' operand, which each thread reads and splits in registers             16 KB
@@ -23,7 +24,7 @@
 // Both warpgroups always multiply, also where all their results lie outside the factor: with a branch around the products the
 // compiler runs one after the other.
 //
-// Registers: 64 sums, 64 results under way, 32 values of the rows' operand (16 rows, both chains') a thread.
+// Registers: 64 sums, 64 results under way, 32 values of the rows' operand, which both chains share, a thread.
 #pragma once
 
 #include "../common/tensor_core.h"

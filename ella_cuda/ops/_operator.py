@@ -60,7 +60,8 @@ def _intercepted(args: tuple[Any, ...]) -> bool:
 
 def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
     """Whether nobody but eager autograd sees an op on these arguments: no compiler, tracer, transform, mode or tensor subclass. An
-    op without rules for those may then be called.
+    op without rules for those may then be called. Nor are there hooks on saved tensors, as of a checkpoint, which counts what
+    its forward saves in a second one under modes of its own.
 
     Args:
         args: the op's arguments.
@@ -71,6 +72,7 @@ def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
         and not _intercepted(args)
         and not _transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
+        and not (graph and torch._C._autograd._top_saved_tensors_default_hooks(True))
         and all(type(a) in (Tensor, torch.nn.Parameter) for a in args if isinstance(a, Tensor))
     )
 

@@ -51,7 +51,8 @@ def factored_linear(
     args = x, weight_in, weight_out, bias_in, bias_out
     if nested_forward_mode():
         return factored_linear_torch(*args)
-    if x.device.type == "cpu" and weight_out.requires_grad and plain_autograd(args):
+    on_cpu = all(a is None or a.device.type == "cpu" for a in args)
+    if on_cpu and weight_out.requires_grad and plain_autograd(args):
         return _Keeping.apply(*args)
     return _forward(*args)
 

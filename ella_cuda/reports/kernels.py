@@ -170,6 +170,8 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
                 ("kron_accumulate_", 50, 20),
                 ("kron_accumulate_ blocks of 32", 600, 32),  # CUDA: tensor cores in float32 from here on
                 ("kron_accumulate_ blocks of 61", 600, 61),
+                ("kron_accumulate_ blocks of 100", 600, 100),  # and tiles of 128 here, one and
+                ("kron_accumulate_ blocks of 230", 200, 230),  # several
                 ("kron_accumulate_ blocks of 132", 50, 132),
             ]
         ),
@@ -181,7 +183,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
                 conv(ops.conv_kron_accumulate_torch_, mode),
             )
             for mode in ("circular", "zeros")
-            for channels, more in ((3, ""), (4, ", 4 channels"), (15, ", 15 channels"))
+            for channels, more in ((3, ""), (4, ", 4 channels"), (12, ", 12 channels"), (15, ", 15 channels"))
         ),
         ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
         ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),

@@ -213,6 +213,24 @@ BUGS = [
         warpgroups=True,
     ),
     Bug(
+        "rows read into registers of products under way",
+        "syrk_warpgroup.cuh",
+        "    second.template read<COPY>(rows_operand + stage * Shape::kStage, 16);\n",
+        "    first.template read<COPY>(rows_operand + stage * Shape::kStage, 16), second = first;\n",
+        "kron_accumulate",
+        "an operand of a product changed before the wait",
+        warpgroups=True,
+    ),
+    Bug(
+        "the columns' operand of a diagonal tile off the diagonal",
+        "syrk_warpgroup.cuh",
+        "place.i0 == place.j0 ? 0 : Shape::kOperand",
+        "0",
+        "kron_accumulate",
+        WRONG,
+        warpgroups=True,
+    ),
+    Bug(
         "pieces not where the hardware looks for them",
         "../common/warpgroup.h",
         "(piece ^ column % 8) * 4;",
@@ -395,7 +413,7 @@ def run(library, source, warpgroups):
             if source == "kron_accumulate":
                 got, want = [], []
                 wide = [torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5]  # ordinary, on tensor cores
-                for rows in [torch.randn(300, 1, 100)] if warpgroups else wide:
+                for rows in [torch.randn(300, 1, 100), torch.randn(300, 1, 230)] if warpgroups else wide:
                     factor = torch.zeros(1, *[rows.shape[2]] * 2)
                     simulator.ops.kron_accumulate_(factor, rows, 1.0)
                     exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
@@ -504,7 +522,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     work = [[str(library), *run[1], str(log)] for library, run, log in zip(libraries, runs, logs, strict=True)]
     command = [sys.executable, "-c", RUNNER]
     result = subprocess.run(
-        command, cwd=build.ROOT, input=json.dumps(work), capture_output=True, text=True, timeout=300
+        command, cwd=build.ROOT, input=json.dumps(work), capture_output=True, text=True, timeout=900
     )
     statuses = [int(line) for line in result.stdout.split()]
     assert len(statuses) == len(runs), result.stderr

@@ -15,8 +15,9 @@ from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
 
-# (N, G, d): blocks that take tiles of 128, slabs of 32 rows: one slab, some, more than there are stages; one tile, three, six
-SHAPES = [(1, 1, 128), (33, 2, 100), (70, 1, 240), (400, 1, 120), (40, 1, 350)]
+# (N, G, d): blocks that take tiles of 128, slabs of 32 rows: one slab, some, more than there are stages; one tile,
+# three, six
+SHAPES = [(1, 1, 128), (33, 2, 100), (70, 1, 240), (400, 1, 120), (300, 1, 250), (40, 1, 350)]
 CONVOLUTIONS = [
     ((2, 12, 4, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
     ((3, 28, 5, 5), (2, 2), (2, 1), (1, 0), (1, 2)),
@@ -76,11 +77,13 @@ def test_narrow_blocks_double_precision_and_other_devices_do_without(simulator: 
 
 
 def test_rows_shared_out_over_blocks(simulator: Simulator) -> None:
-    rows = torch.randn(700, 1, 130)
+    rows = torch.randn(700, 1, 230)
     results = []
+    simulator.launches()
     for order in ("forward", "reverse", "random"):
         with simulator.scheduled(threads=order, blocks=order, multiprocessors=16, warpgroups=True):
-            results.append(strided.accumulated(simulator, torch.zeros(1, 130, 130), rows, 0.01))
+            results.append(strided.accumulated(simulator, torch.zeros(1, 230, 230), rows, 0.01))
+    assert warpgroup_launches(simulator) == 1
     assert all(torch.equal(results[0], other) for other in results[1:])
     exact = strided.exact(torch.zeros(1), rows.double(), 0.01)
     assert_accurate(results[0], exact, strided.exact(torch.zeros(1), rows, 0.01))
@@ -99,8 +102,10 @@ def test_as_accurate_as_float32(hopper: Simulator, count: int, kind: str) -> Non
 
 def test_small_integers_are_exact(hopper: Simulator) -> None:
     """Where no product or sum is rounded, every element is right to the bit; each column's values are its own."""
-    rows = torch.randint(-9, 10, (150, 1, 140)).float() + torch.arange(140)
-    got = strided.accumulated(hopper, torch.zeros(1, 140, 140), rows, 1.0)
+    rows = torch.randint(-9, 10, (290, 1, 240)).float() + torch.arange(240) % 120
+    hopper.launches()
+    got = strided.accumulated(hopper, torch.zeros(1, 240, 240), rows, 1.0)
+    assert warpgroup_launches(hopper) == 1
     assert torch.equal(got, torch.einsum("ngi,ngj->gij", rows.double(), rows.double()).float())
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ella_cuda import ops
 from ella_cuda.ops.factored_linear import _backward
@@ -190,10 +193,10 @@ def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
-def keeping_calls(call) -> int:
+def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    return sum(e.name == "ella_cuda::factored_linear_backward_keeping" for e in profile.events())
+    return sum(e.name == f"ella_cuda::{name}" for e in profile.events())
 
 
 def test_who_reads_what_was_kept():
@@ -231,6 +234,42 @@ def test_who_reads_what_was_kept():
     assert kernels.factored_linear_keeping.default not in seen
 
 
+def test_when_nothing_is_kept():
+    """Where weight_out is fixed, which alone needs it; where no gradient is wanted; and on another device, whose op says what is wrong."""
+    args = [a.requires_grad_(i != 2) for i, a in enumerate(arguments((8, 2, 1, 64, 3), torch.device("cpu")))]
+    assert keeping_calls(lambda: ops.factored_linear(*args), "factored_linear_keeping") == 0
+    args[2].requires_grad_()
+    with torch.no_grad():
+        assert keeping_calls(lambda: ops.factored_linear(*args), "factored_linear_keeping") == 0
+    assert keeping_calls(lambda: ops.factored_linear(*args), "factored_linear_keeping") == 1
+    elsewhere = [a.to("meta") if i == 2 else a for i, a in enumerate(args)]
+    assert keeping_calls(lambda: ops.factored_linear(*elsewhere), "factored_linear_keeping") == 0
+
+
+def test_what_was_kept_is_freed_with_what_was_saved():
+    args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), torch.device("cpu"))]
+    y = ops.factored_linear(*args)
+    *inputs, middle = y.grad_fn.saved_tensors
+    assert all(a is b for a, b in zip(inputs, args[:4], strict=True)) and middle.numel() > 0
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="freed"):
+        y.grad_fn.saved_tensors  # noqa: B018
+
+
+@pytest.mark.parametrize("where", ["nowhere", "forward", "backward"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_under_a_mode(where, reentrant):
+    """A checkpoint runs the forward again in the backward and wants as many saved tensors, whoever looks on in one of the two."""
+    args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), torch.device("cpu"))]
+    expected = torch.autograd.grad(ops.factored_linear(*args).square().sum(), args)
+    with FlopCounterMode(display=False) if where == "forward" else contextlib.nullcontext():
+        y = checkpoint(ops.factored_linear, *args, use_reentrant=reentrant)
+    with FlopCounterMode(display=False) if where == "backward" else contextlib.nullcontext():
+        y.square().sum().backward()
+    for arg, grad in zip(args, expected, strict=True):
+        torch.testing.assert_close(arg.grad, grad)
+
+
 def test_derivatives_where_the_middle_is_kept():
     args = tuple(a.requires_grad_() for a in arguments((3, 2, 1, 24, 2), torch.device("cpu")))
     assert torch.ops.ella_cuda.factored_linear_keeping(*args)[1].numel() > 0
@@ -240,8 +279,9 @@ def test_derivatives_where_the_middle_is_kept():
 def test_another_middle_is_refused():
     args = arguments((8, 2, 1, 64, 3), torch.device("cpu"))
     y, middle = torch.ops.ella_cuda.factored_linear_keeping(*args)
-    for wrong, words in [(middle[:-1], "shape"), (middle.float(), "dtype")]:
-        with pytest.raises(RuntimeError, match=f"middle must have .*{words}"):
+    apart = torch.stack([middle, middle], 1)[:, 0]
+    for wrong, words in [(middle[:-1], "have shape"), (middle.float(), "have the dtype"), (apart, "be contiguous")]:
+        with pytest.raises(RuntimeError, match=f"middle must {words}"):
             torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 

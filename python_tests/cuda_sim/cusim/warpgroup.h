@@ -3,7 +3,9 @@
 // A product reads its operand in shared memory twice, when it is issued and when it is waited for, both as checked reads: a
 // value that is not there at the first or that somebody replaces before the second is an error. In between the accumulators
 // are NaN. Its reads also need that the writer made its writes visible to it (writes_before_products), and the operand to start
-// on a multiple of 1024 bytes. Not seen: registers that are changed after the fence and before the product.
+// on a multiple of 1024 bytes; the registers it was given may not change before the wait. Not seen: registers that are changed
+// after the fence and before the product, warps of a warpgroup that ask for different products, and whatever the instruction's
+// own words say: its descriptor, its fragments as the hardware numbers them.
 #pragma once
 
 #include <array>
@@ -87,9 +89,15 @@ inline void warpgroup_multiply(float (&c)[32], const float (&a)[4], const Swizzl
     for (int k = 0; k < 8; ++k) b.read(columns(j), 8 * step + k);
   }
   float* const results = c;
+  const float (*const given)[4] = &a;
+  std::array<float, 4> at_issue;
+  std::copy(a, a + 4, at_issue.begin());
   self->accumulators.try_emplace(results, c, c + 32);
   std::fill(c, c + 32, std::numeric_limits<float>::quiet_NaN());
-  self->products.push_back({[self, results, rows, b, step, add, columns] {
+  self->products.push_back({[self, results, given, at_issue, rows, b, step, add, columns] {
+                              if (std::memcmp(*given, at_issue.data(), sizeof *given)) {
+                                fail("an operand of a product changed before the wait");
+                              }
                               for (int j = 0; j < 16; ++j) {
                                 float values[8];
                                 for (int k = 0; k < 8; ++k) values[k] = b.read(columns(j), 8 * step + k);

@@ -21,24 +21,10 @@ from python_tests.cuda_sim import simulator as build
 from python_tests.cuda_sim.launches import launch_every_kernel
 
 DEFAULT = build.ROOT / "benchmarks" / "results" / "cuda-resources" / "table.txt"
-# Name and modifiers of the instructions that matter. FFMA2 is two FFMA at once; HMMA and DMMA are the tensor cores'; LDGSTS
-# copies from global to shared memory past the registers; HGMMA are those of warpgroups; LDL and STL are local memory, that is spills.
-INSTRUCTIONS = [
-    "FFMA",
-    "FFMA2",
-    "DFMA",
-    "HMMA",
-    "HGMMA",
-    "DMMA",
-    "LDG",
-    "LDG.128",
-    "STG",
-    "LDS",
-    "LDS.128",
-    "STS",
-    "LDGSTS",
-]
-INSTRUCTIONS += ["SHFL", "BAR", "LDL", "STL"]
+# Name and modifiers of the instructions that matter. FFMA2 is two FFMA at once; HMMA, HGMMA (of a warpgroup) and DMMA are the
+# tensor cores'; LDGSTS copies from global to shared memory past the registers; LDL and STL are local memory, that is spills.
+INSTRUCTIONS = ["FFMA", "FFMA2", "DFMA", "HMMA", "HGMMA", "DMMA", "LDG", "LDG.128", "STG", "LDS", "LDS.128", "STS"]
+INSTRUCTIONS += ["LDGSTS", "SHFL", "BAR", "LDL", "STL"]
 
 
 def commit() -> str:

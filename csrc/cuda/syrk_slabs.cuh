@@ -14,8 +14,8 @@ enum class SyrkCopy { rows, columns, vectors };
 // Shape's:
 //   kSlabRows, kOperands; kStage, kOperand: floats from one stage, one operand to the next
 //   kStride: floats from row to row, where each row's columns are together
-//   kGroupRows, kGroupStride, kColumnStride, column_of_slot: where each column's rows are, so many of them are, the next of the
-//   column follow a group stride later, and the columns follow each other in the order of their slots
+//   kGroupRows, kGroupStride, kColumnStride, column_of_slot: where each column's rows are together, it is so many of them, the
+//   next follow a group stride later; from column to column, which come in the order of their slots
 template <class Shape, SyrkCopy COPY, class Rows>
 class SyrkSlabs {
   static constexpr int BT = Shape::BT;

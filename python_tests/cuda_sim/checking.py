@@ -63,18 +63,25 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def in_every_order(simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """The results of a call, which must be the same to the bit in every order of threads and blocks."""
-    results = list(_results(simulator, call))
+def in_every_order(
+    simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]], **device: bool
+) -> tuple[Tensor, ...]:
+    """The results of a call, which must be the same to the bit in every order of threads and blocks.
+
+    `device`: what launchers are told about it, as :meth:`Simulator.schedule` takes it.
+    """
+    results = list(_results(simulator, call, **device))
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert same_bits(first, second), "the result depends on the order of threads or blocks"
     return results[0]
 
 
-def _results(simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+def _results(
+    simulator: Simulator, call: Callable[[], Tensor | Sequence[Tensor]], **device: bool
+) -> Iterator[tuple[Tensor, ...]]:
     for schedule in SCHEDULES:
-        with simulator.scheduled(**schedule):
+        with simulator.scheduled(**schedule, **device):
             yield tuple_of(call())
 
 

@@ -21,9 +21,10 @@ from . import simulator as build
 
 @dataclass(frozen=True)
 class Compiled:
-    """Device code of one source: its name, ptxas's report (-v) and the file with the code of all architectures."""
+    """Device code of one source: its name, nvcc's numbers of the architectures ("80", "90a"), ptxas's report (-v) and the file."""
 
     name: str
+    architectures: frozenset[str]
     report: str
     fatbin: Path
 
@@ -86,7 +87,8 @@ def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
         os.replace(partial, fatbin)
         partial.write_text(result.stdout + result.stderr)
         os.replace(partial, report)
-    return Compiled(name, report.read_text(), fatbin)
+    numbers = frozenset(arch.removesuffix("+PTX").replace(".", "") for arch in archs)
+    return Compiled(name, numbers, report.read_text(), fatbin)
 
 
 def compile_all(nvcc: Path) -> list[Compiled]:

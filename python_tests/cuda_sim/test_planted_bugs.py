@@ -412,8 +412,8 @@ def run(library, source, warpgroups):
         with simulator.scheduled(**schedule, warpgroups=warpgroups):
             if source == "kron_accumulate":
                 got, want = [], []
-                wide = [torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5]  # ordinary, on tensor cores
-                for rows in [torch.randn(300, 1, 100), torch.randn(300, 1, 230)] if warpgroups else wide:
+                narrow = [torch.randn(150, 1, 20), torch.rand(1200, 1, 40) + 0.5]  # ordinary, on tensor cores
+                for rows in [torch.randn(300, 1, 100), torch.randn(300, 1, 230)] if warpgroups else narrow:
                     factor = torch.zeros(1, *[rows.shape[2]] * 2)
                     simulator.ops.kron_accumulate_(factor, rows, 1.0)
                     exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())

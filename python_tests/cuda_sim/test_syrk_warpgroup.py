@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from . import test_conv_kron_accumulate as conv
 from . import test_kron_accumulate as strided
-from .checking import SCHEDULES, arrange, assert_accurate, same_bits
+from .checking import arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
@@ -30,15 +29,6 @@ def hopper(simulator: Simulator) -> Iterator[Simulator]:
         yield simulator
 
 
-def in_every_order(simulator: Simulator, call) -> Tensor:
-    results = []
-    for order in SCHEDULES:
-        with simulator.scheduled(**order, warpgroups=True):
-            results.append(call())
-    assert all(same_bits(results[0], other) for other in results[1:])
-    return results[0]
-
-
 def warpgroup_launches(simulator: Simulator) -> int:
     return sum("syrk_warpgroup_kernel" in launch.kernel for launch in simulator.launches())
 
@@ -50,7 +40,7 @@ def test_accumulates(simulator: Simulator, shape: tuple[int, int, int], layout: 
     N, G, d = shape
     start, rows = strided.symmetric(G, d, torch.float32), arrange(torch.randn(N, G, d), layout)
     simulator.launches()
-    got = in_every_order(simulator, lambda: strided.accumulated(simulator, start, rows, 0.3))
+    (got,) = in_every_order(simulator, lambda: strided.accumulated(simulator, start, rows, 0.3), warpgroups=True)
     assert warpgroup_launches(simulator) == 1
     assert_accurate(got, strided.exact(start.double(), rows.double(), 0.3), strided.exact(start, rows, 0.3))
     assert torch.equal(got, got.mT)
@@ -62,7 +52,7 @@ def test_accumulates_patches(simulator: Simulator, geometry, circular: bool) -> 
     start, x = conv.problem(geometry, torch.float32)
     call = (x, *geometry[1:], circular, 0.7)
     simulator.launches()
-    got = in_every_order(simulator, lambda: conv.accumulated(simulator, start, *call))
+    (got,) = in_every_order(simulator, lambda: conv.accumulated(simulator, start, *call), warpgroups=True)
     assert warpgroup_launches(simulator) == 1
     assert_accurate(got, conv.exact(start.double(), x.double(), *call[1:]), conv.exact(start, x, *call[1:]))
     assert torch.equal(got, got.T)

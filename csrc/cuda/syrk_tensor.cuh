@@ -1,9 +1,6 @@
 // Symmetric products in float32 on tensor cores.
 //
-// Accuracy. A float is split in two TF32 numbers, a = A + a' + at most 2^-22 |a|, and a b is summed as a' B + A b' + A B: what
-// is left out, a' b', is at most 2^-22 |a b|. A tensor core cuts its sums instead of rounding them, an error of one sign that
-// grows with their number; so it sums 16 rows from zero, small terms first, and these sums are added to the total by ordinary,
-// rounded additions.
+// Accuracy and layout: tensor_fragments.cuh.
 //
 // Tiles. 8 warps of 32 x 64 (BT 128) or 32 x 32 (BT 64, 32) results each; where that is more than the tile, groups of warps
 // take every kGroups-th 16 rows of a slab and are added in order at the end. For 32 x 64 results and 8 rows a warp reads 6
@@ -14,14 +11,10 @@
 //
 // A slab is 2048 values of each operand (BT 32 has but one operand: 4096), three stages of about 18 KB, filled by asynchronous
 // copies two slabs ahead, so that one barrier a slab suffices.
-//
-// Layout. Lane (g, t) = (lane / 4, lane % 4) of a warp takes from each 32 columns the four at 4 g, and from 16 rows four: by
-// one vector read for each row or each column, whichever is adjacent in shared memory. To the tensor core, column 4 g + j is
-// row g of the j-th eight, so a lane's results are the neighbouring rows 4 g.. and columns 8 t..
 #pragma once
 
-#include "../common/tensor_core.h"
 #include "syrk_slabs.cuh"
+#include "tensor_fragments.cuh"
 
 namespace ella {
 
@@ -42,58 +35,13 @@ struct SyrkTensorTile {
   static_assert(kGroups * kDown * kAcross * kWarp == kSyrkThreads && kGroups * kGroupStride <= kOperand, "the tile must fit");
   static_assert(kGroups == 1 || (kGroups - 1) * BT * BT <= kStages * kStage, "the groups' sums reuse the staging memory");
 
-  // Where columns lie together, the slot of column 4 g + j of 32 is 8 j + g: a quarter warp's vectors of 2 columns then start
-  // 16 banks apart.
-  __device__ __forceinline__ static int column_of_slot(int slot) { return slot / 32 * 32 + slot % 8 * 4 + slot / 8 % 4; }
+  __device__ __forceinline__ static int column_of_slot(int slot) { return ella::column_of_slot(slot); }
 
   template <class Column>
   static constexpr size_t shared_bytes() {
     return shared_size(kStages * kStage * sizeof(float)) + shared_size(kOperands * BT * sizeof(Column));
   }
 };
-
-// A lane's values of an operand's columns first.. first + 31, in the 16 rows of a group: value[q][j] is row q of its four,
-// column 4 g + j.
-template <class Shape, SyrkCopy COPY>
-__device__ __forceinline__ void read_fragment(SharedArray<float> operand, int group, int first, float (&value)[4][4]) {
-  const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
-  if constexpr (COPY == SyrkCopy::rows) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float rows[4];
-      load_vector(rows, operand + (group * Shape::kGroupStride + (first + 8 * j + g) * Shape::kColumnStride + 4 * t));
-#pragma unroll
-      for (int q = 0; q < 4; ++q) value[q][j] = rows[q];
-    }
-  } else {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) load_vector(value[q], operand + ((16 * group + 4 * q + t) * Shape::kStride + first + 4 * g));
-  }
-}
-
-__device__ __forceinline__ void split_fragment(const float (&value)[4][4], float (&big)[4][4], float (&small)[4][4]) {
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) split_tf32(value[q][j], big[q][j], small[q][j]);
-  }
-}
-
-// chain (2 x 4 products of 16 x 8) += a b over 16 rows of TF32 values laid out as by read_fragment.
-__device__ __forceinline__ void multiply_fragments(float (&chain)[2][4][4], const float (&a)[4][4], const float (&b)[4][4]) {
-#pragma unroll
-  for (int q = 0; q < 4; q += 2) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float rows[4] = {a[q][2 * i], a[q][2 * i + 1], a[q + 1][2 * i], a[q + 1][2 * i + 1]};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float columns[2] = {b[q][j], b[q + 1][j]};
-        mma_tf32(chain[i][j], rows, columns);
-      }
-    }
-  }
-}
 
 // The 4 x 4 values of rows i.. and columns j.. go to the factor; by vectors where all of them and their mirror images are
 // there.
@@ -139,6 +87,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int group = warp / (Shape::kDown * Shape::kAcross);
   const int down = warp / Shape::kAcross % Shape::kDown * 32, across = warp % Shape::kAcross * (32 * Shape::kHalves);
+  constexpr bool kRowsTogether = COPY == SyrkCopy::rows;
   const bool diagonal = Shape::kOperands == 1 || place.i0 == place.j0;
   const int second = diagonal ? 0 : 1;
   bool wanted[Shape::kHalves], any = false;  // the same for all lanes
@@ -147,7 +96,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     wanted[h] = place.i0 + down < d && place.j0 + across + 32 * h < d && (!diagonal || across + 32 * h >= down);
     any = any || wanted[h];
   }
-  float sum[Shape::kHalves][2][4][4] = {};  // [half][16 rows][8 columns][as mma_tf32 has it]
+  Results sum[Shape::kHalves] = {};
 
   const int64_t count_slabs = ceil_div(place.end - place.begin, static_cast<int64_t>(Shape::kSlabRows));
 #pragma unroll 1
@@ -162,26 +111,12 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     if (slab + Shape::kStages - 1 < count_slabs) slabs.start(next_stage, slab + Shape::kStages - 1);
     copy_async_commit();
     if (any) {
-      float value[4][4], a_big[4][4], a_small[4][4];
-      read_fragment<Shape, COPY>(staging + stage * Shape::kStage, group, down, value);
-      split_fragment(value, a_big, a_small);
+      const SplitFragment a(read_fragment<Shape, kRowsTogether>(staging + stage * Shape::kStage, group, down));
 #pragma unroll
       for (int h = 0; h < Shape::kHalves; ++h) {
         if (!wanted[h]) continue;
-        float b_big[4][4], b_small[4][4], chain[2][4][4] = {};
-        read_fragment<Shape, COPY>(staging + (stage * Shape::kStage + second * Shape::kOperand), group, across + 32 * h, value);
-        split_fragment(value, b_big, b_small);
-        multiply_fragments(chain, a_small, b_big);
-        multiply_fragments(chain, a_big, b_small);
-        multiply_fragments(chain, a_big, b_big);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-#pragma unroll
-            for (int v = 0; v < 4; ++v) sum[h][i][j][v] += chain[i][j][v];
-          }
-        }
+        const SharedArray<float> operand = staging + (stage * Shape::kStage + second * Shape::kOperand);
+        add_product(sum[h], a, SplitFragment(read_fragment<Shape, kRowsTogether>(operand, group, across + 32 * h)));
       }
     }
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
@@ -211,18 +146,14 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     }
   }
 
-  const int lane = threadIdx.x % kWarp, in_i = down + lane / 4 * 4;
+  const int in_i = down + result_row();
 #pragma unroll
   for (int h = 0; h < Shape::kHalves; ++h) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int in_j = across + 32 * h + lane % 4 * 8 + 4 * half;
+      const int in_j = across + 32 * h + result_column() + 4 * half;
       float block[4][4];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) block[r][c] = sum[h][r / 2][c][r % 2 * 2 + half];
-      }
+      result_block(sum[h], half, block);
       if (parts == nullptr) {
         update_factor_block(factor + place.g * d * d, d, place.i0 + in_i, place.j0 + in_j, alpha, block);
       } else {

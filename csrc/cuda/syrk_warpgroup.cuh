@@ -2,7 +2,8 @@
 // warpgroups, whose instructions can reach the full rate; those of single warps get about two thirds of it (Luo et al.,
 // "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", arXiv 2402.13499).
 //
-// Accuracy. As there: the split, and sums of 16 rows from zero, small terms first, which ordinary additions add to the total.
+// Accuracy. As there (tensor_fragments.cuh): the split, and sums of 16 rows from zero, small terms first, which ordinary
+// additions add to the total.
 //
 // Tiles. Two warpgroups of 64 x 128 results each, in two chains of products for 64 columns each: while one runs, the other's
 // sums are added, but for the last of a slab, after which the tensor cores wait for the barrier and the next rows. A product of

@@ -30,8 +30,10 @@ def factored_linear(
 
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
-    Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate; on the CPU it is kept for the
-    backward where it is no larger than x, for to compute it again is up to a fifth of all products.
+    Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. On the CPU it is
+    kept for the backward where it is no larger than x, for to compute it again is up to a fifth of all products. On CUDA, in
+    float32, it is stored within a call where it is no larger than twice everything else, and all products run on tensor cores,
+    from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN there.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.

@@ -94,8 +94,8 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64)
 
-    def layer() -> Tensors:
-        return normal(6, 3, 40), normal(5, 3, 40), normal(5, 3, 12), normal(5), normal(12)
+    def layer(n: int, c: int, x: int, d: int, y: int) -> Callable[[], Tensors]:
+        return lambda: (normal(n, c, x), normal(d, c, x), normal(d, c, y), normal(d), normal(y))
 
     def spectrum() -> Tensors:
         positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
@@ -109,7 +109,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
             leaves = [t.requires_grad_() for t in inputs]
             y = function(*leaves)
             weight = (
-                torch.linspace(-1, 1, y.numel(), dtype=torch.float64).to(y).view_as(y)
+                torch.linspace(-1, 2, y.numel(), dtype=torch.float64).to(y).view_as(y)
                 if y.dim()
                 else torch.ones_like(y)
             )
@@ -162,8 +162,15 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
         return lambda: (torch.zeros(*[9 * channels] * 2, dtype=torch.float64), normal(4, channels, 9, 7))
 
     return [
-        ("factored_linear", layer, one(ops.factored_linear), one(ops.factored_linear_torch)),
-        ("factored_linear backward", layer, gradients(ops.factored_linear), gradients(ops.factored_linear_torch)),
+        *(
+            (f"factored_linear{which}{more}", layer(*sizes), take(ops.factored_linear), take(ops.factored_linear_torch))
+            for which, take in (("", one), (" backward", gradients))
+            for more, sizes in (
+                ("", (6, 3, 40, 5, 12)),
+                (" sizes of 4", (72, 4, 132, 68, 20)),  # CUDA in float32: copies of four numbers
+                (" large intermediate", (64, 40, 9, 60, 1)),  # and here it is never stored
+            )
+        ),
         *(
             (name, rows(count, d), one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_))
             for name, count, d in [

@@ -13,8 +13,9 @@ from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
 
-# (N, C, X, D, Y). A tile is 32 (16) images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16 channels; results
-# come in columns of 1, 2 or 4 x 32. Every shape crosses some of these by a little, or stays far below.
+# (N, C, X, D, Y). Float32 products on tensor cores (of a stored middle) have tiles of 64 x 64, slabs of 16 and five of them at
+# a time, copies of 4 where sizes allow. Fused tiles are 32 (16) images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16
+# channels; results come in columns of 1, 2 or 4 x 32. Every shape crosses some of these by a little, or stays far below.
 SHAPES = [
     (1, 1, 1, 1, 1),
     (5, 3, 9, 10, 7),
@@ -23,7 +24,12 @@ SHAPES = [
     (17, 33, 3, 2, 33),
     (2, 2, 3, 9, 70),
     (3, 1, 130, 5, 140),
+    (8, 4, 20, 12, 8),
+    (68, 2, 100, 72, 4),
+    (65, 1, 66, 67, 70),
 ]
+# In float32 too; the last one by its images, which are too many for one block.
+FUSED = [(35, 17, 5, 70, 1), (64, 40, 9, 60, 1), (33, 37, 1, 19, 2), (4100, 1, 70, 2, 3)]
 EMPTY = [(0, 3, 4, 5, 6), (3, 0, 4, 5, 6), (3, 4, 0, 5, 6), (3, 4, 5, 0, 6), (3, 4, 5, 6, 0)]
 
 
@@ -61,7 +67,7 @@ def doubles(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *FUSED[:3]])
 def test_forward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, u, v, b_in, b_out, _ = arguments(shape, dtype, "contiguous")
     for biases in ((b_in, b_out), (None, b_out), (None, None)):
@@ -70,8 +76,9 @@ def test_forward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtyp
         assert_accurate(y, forward(*doubles(x, u, v, *biases)), forward(x, u, v, *biases))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*itertools.product([*SHAPES, *FUSED[:3]], DTYPES), (FUSED[3], torch.float32)]
+)
 def test_backward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
     got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
@@ -130,10 +137,27 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
             assert_accurate(result, exact, torchs)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *FUSED])
+def test_the_middle_is_stored_where_it_is_small(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    """In float32; in float64 it never is."""
+    for dtype in DTYPES:
+        x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
+        stored = dtype == torch.float32 and shape not in FUSED
+        simulator.launches()
+        simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
+        kernels = [launch.kernel for launch in simulator.launches()]
+        assert any("middles_kernel" in kernel for kernel in kernels) == stored
+        assert any("backward_kernel" in kernel for kernel in kernels) == (not stored)
+
+
 @pytest.mark.parametrize("shape", [(40, 3, 5, 2, 70), (3, 2, 4, 3, 5), *EMPTY])
-def test_the_backward_takes_two_launches(simulator: Simulator, shape: tuple[int, ...]) -> None:
-    """One for what is asked for, a second for biases and for weights whose sums over images are shared out over blocks."""
-    x, u, v, b_in, _, g = arguments(shape, torch.float32, "contiguous")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_backward_takes_two_launches(simulator: Simulator, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Fused: one for what is asked for, a second for biases and for weights whose sums over images are shared out over blocks.
+
+    With a stored middle: one for that, one for what is asked for.
+    """
+    x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
     for asked in itertools.product([False, True], repeat=5):
         _, weight_in, weight_out, bias_in, bias_out = asked
         with simulator.scheduled(multiprocessors=64):
@@ -142,8 +166,10 @@ def test_the_backward_takes_two_launches(simulator: Simulator, shape: tuple[int,
             launches = simulator.launch_count() - before
         if 0 in shape:
             assert launches <= 2
+        elif dtype == torch.float32:
+            assert launches == 2 * any(asked)
         else:
-            shared = (weight_in or weight_out) and shape[0] > 32
+            shared = (weight_in or weight_out) and shape[0] > 16
             assert launches == any(asked) + (bias_in or bias_out or shared)
 
 

@@ -1,0 +1,45 @@
+// What both ways to compute F-FC on CUDA (factored_linear_fused.cuh, factored_linear_stored.cuh) are given.
+#pragma once
+
+#include <optional>
+
+#include "../common/checks.h"
+#include "../common/device_memory.h"
+
+namespace ella {
+
+// The arguments, checked. Names and axes: method of an F-FC layer, U = weight_in (D, C, X), V = weight_out (D, C, Y).
+struct FactoredLinearArguments {
+  const Tensor &x, &weight_in, &weight_out;
+  const std::optional<Tensor>& bias_in;
+  FactoredLinearSizes size;
+};
+
+// The gradients, empty where not wanted.
+struct FactoredLinearGradients {
+  struct Wanted {
+    bool x, weight_in, weight_out, bias_in, bias_out;
+  } wanted;
+  Tensor x, weight_in, weight_out, bias_in, bias_out;
+};
+
+// The axes of a tensor of three dimensions in the order that a kernel wants them.
+template <class T>
+View3<T> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2) {
+  return {tensor.const_data_ptr<T>(), tensor.stride(first), tensor.stride(second), tensor.stride(third)};
+}
+
+// A bias is small: it is made contiguous rather than strided. The holder keeps the copy alive until the kernels are queued.
+template <class T>
+class Bias {
+ public:
+  explicit Bias(const std::optional<Tensor>& bias) {
+    if (bias) holder_ = torch::stable::contiguous(*bias);
+  }
+  const T* data() const { return holder_ ? holder_->const_data_ptr<T>() : nullptr; }
+
+ private:
+  std::optional<Tensor> holder_;
+};
+
+}  // namespace ella

@@ -1,0 +1,164 @@
+// F-FC in float32 whose middle is stored between two launches, where it is small beside everything else. All are batched
+// products on tensor cores (method of an F-FC layer: U = weight_in, V = weight_out, g = grad; z and dz lie as (D, C, N)):
+//   first    z[d,c,n] = sum_x U[d,c,x] x[n,c,x] + b_in[d]  for each c      dz[d,c,n] = sum_y V[d,c,y] g[n,d,y]  for each d
+//   second   y[n,d,y] = sum_c z[d,c,n] V[d,c,y] + b_out[y]  for each d     dx[n,c,x] = sum_d dz[d,c,n] U[d,c,x]  for each c
+//            dU[d,c,x] = sum_n dz[d,c,n] x[n,c,x]  for each c              dV[d,c,y] = sum_n z[d,c,n] g[n,d,y]  for each d
+// Neighbours along the axis that is summed over lie together in both operands of the first launch, lines in both of y and dx;
+// of dU and dV the first operand is of the one kind and the second of the other. The gradients of the biases go along.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "factored_linear_biases.cuh"
+#include "tensor_product.cuh"
+
+namespace ella::stored {
+
+// Numbers of the middle for one of everything else, up to which it is stored: z and dz are a workspace of the backward pass
+// then that is up to four times as large as what it reads, while the fused blocks would compute it several times.
+constexpr int64_t kLargest = 2;
+// Images whose sums, the gradients of the weights, a block computes by itself; the fused blocks share more of them out.
+constexpr int64_t kImages = 4096;
+
+inline bool fits(const FactoredLinearSizes& s, bool weights) {
+  const int64_t others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
+  const bool in_int = std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max();
+  return in_int && s.N * s.D * s.C <= kLargest * others && !(weights && s.N > kImages);
+}
+
+constexpr int kThreads = ProductTile::kThreads;
+
+struct MiddlesWork {
+  ProductWork z, dz;
+  SumImagesWork<float> sum_images;
+};
+
+struct ResultsWork {
+  ProductWork apply, d_weight_in, d_weight_out;  // apply: y or dx
+  BiasWork<float> biases;
+};
+
+// Kernels get their work as parameters, of which every architecture takes 4 KB.
+static_assert(sizeof(MiddlesWork) <= 4096 && sizeof(ResultsWork) <= 4096, "too large for kernel parameters");
+
+__global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linear_middles_kernel(MiddlesWork work) {
+  ELLA_SHARED_MEMORY(memory);
+  const int64_t block = blockIdx.x;
+  if (work.sum_images.blocks.have(block)) {
+    sum_images_block<float, kThreads>(work.sum_images, block - work.sum_images.blocks.first, memory.array<double>(kThreads));
+    return;
+  }
+  const ProductWork& product = work.z.blocks.have(block) ? work.z : work.dz;
+  product_block<Together::depth, Together::depth>(product, static_cast<int>(block - product.blocks.first),
+                                                  product_staging(memory));
+}
+
+__global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linear_results_kernel(ResultsWork work) {
+  ELLA_SHARED_MEMORY(memory);
+  const int64_t block = blockIdx.x;
+  if (work.biases.blocks.have(block)) {
+    bias_block<float, kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
+  } else if (work.apply.blocks.have(block)) {
+    product_block<Together::lines, Together::lines>(work.apply, static_cast<int>(block - work.apply.blocks.first),
+                                                    product_staging(memory));
+  } else {
+    const ProductWork& product = work.d_weight_in.blocks.have(block) ? work.d_weight_in : work.d_weight_out;
+    product_block<Together::depth, Together::lines>(product, static_cast<int>(block - product.blocks.first),
+                                                    product_staging(memory));
+  }
+}
+
+inline void launch_middles(const Device& device, MiddlesWork& work) {
+  const int64_t blocks = number_blocks({&work.z.blocks, &work.dz.blocks, &work.sum_images.blocks});
+  launch(device, "factored_linear (middles)", factored_linear_middles_kernel, blocks, kThreads, ProductTile::kSharedBytes,
+         work);
+}
+
+inline void launch_results(const Device& device, ResultsWork& work) {
+  const int64_t blocks =
+      number_blocks({&work.apply.blocks, &work.d_weight_in.blocks, &work.d_weight_out.blocks, &work.biases.blocks});
+  launch(device, "factored_linear (results)", factored_linear_results_kernel, blocks, kThreads, ProductTile::kSharedBytes,
+         work);
+}
+
+// The arrays of the products. A middle is one (D, C, N) tensor.
+struct Arrays {
+  explicit Arrays(const FactoredLinearArguments& args)
+      : s(args.size), x(view<float>(args.x)), u(view<float>(args.weight_in)), v(view<float>(args.weight_out)) {}
+
+  Tensor middle(const Tensor& like) const { return device_empty(like, {s.D, s.C, s.N}); }
+
+  ProductWork z(const float* bias_in, const Tensor& to) const {  // for each c: d, n from x
+    return product_work<Together::depth, Together::depth>({s.C, s.D, s.N, s.X}, {u.data, u.stride1, u.stride0, u.stride2},
+                                                          {x.data, x.stride1, x.stride0, x.stride2},
+                                                          {to.mutable_data_ptr<float>(), s.N, s.C * s.N, 1}, bias_in);
+  }
+  ProductWork dz(const View3<float>& g, const Tensor& to) const {  // for each d: c, n from y
+    return product_work<Together::depth, Together::depth>({s.D, s.C, s.N, s.Y}, {v.data, v.stride0, v.stride1, v.stride2},
+                                                          {g.data, g.stride1, g.stride0, g.stride2},
+                                                          {to.mutable_data_ptr<float>(), s.C * s.N, s.N, 1});
+  }
+  ProductWork y(const Tensor& z, const float* bias_out, const Tensor& to) const {  // for each d: n, y from c
+    return product_work<Together::lines, Together::lines>({s.D, s.N, s.Y, s.C}, {z.const_data_ptr<float>(), s.C * s.N, 1, s.N},
+                                                          {v.data, v.stride0, v.stride2, v.stride1},
+                                                          {to.mutable_data_ptr<float>(), s.Y, s.D * s.Y, 1}, nullptr, bias_out);
+  }
+  ProductWork dx(const Tensor& dz, const Tensor& to) const {  // for each c: n, x from d
+    return product_work<Together::lines, Together::lines>({s.C, s.N, s.X, s.D}, {dz.const_data_ptr<float>(), s.N, 1, s.C * s.N},
+                                                          {u.data, u.stride1, u.stride2, u.stride0},
+                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X, 1});
+  }
+  ProductWork d_weight_in(const Tensor& dz, const Tensor& to) const {  // for each c: d, x from n
+    return product_work<Together::depth, Together::lines>({s.C, s.D, s.X, s.N}, {dz.const_data_ptr<float>(), s.N, s.C * s.N, 1},
+                                                          {x.data, x.stride1, x.stride2, x.stride0},
+                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X, 1});
+  }
+  ProductWork d_weight_out(const Tensor& z, const View3<float>& g, const Tensor& to) const {  // for each d: c, y from n
+    return product_work<Together::depth, Together::lines>({s.D, s.C, s.Y, s.N}, {z.const_data_ptr<float>(), s.C * s.N, s.N, 1},
+                                                          {g.data, g.stride1, g.stride2, g.stride0},
+                                                          {to.mutable_data_ptr<float>(), s.C * s.Y, s.Y, 1});
+  }
+
+  const FactoredLinearSizes s;
+  const View3<float> x, u, v;
+};
+
+inline void forward(const Device& device, const FactoredLinearArguments& args, const std::optional<Tensor>& bias_out,
+                    const Tensor& y) {
+  const Arrays arrays(args);
+  const Bias<float> in(args.bias_in), out(bias_out);
+  const Tensor z = arrays.middle(args.x);
+  MiddlesWork first{};
+  ResultsWork second{};
+  first.z = arrays.z(in.data(), z);
+  second.apply = arrays.y(z, out.data(), y);
+  launch_middles(device, first);
+  launch_results(device, second);
+}
+
+inline void backward(const Device& device, const Tensor& grad, const FactoredLinearArguments& args,
+                     const FactoredLinearGradients& to) {
+  const Arrays arrays(args);
+  const View3<float> g = view<float>(grad);
+  const Bias<float> in(args.bias_in);
+  std::optional<Tensor> z, dz;  // kept until the kernels are queued
+  MiddlesWork first{};
+  ResultsWork second{};
+  if (to.wanted.weight_out) {
+    z = arrays.middle(args.x);
+    first.z = arrays.z(in.data(), *z);
+    second.d_weight_out = arrays.d_weight_out(*z, g, to.weight_out);
+  }
+  if (to.wanted.x || to.wanted.weight_in) {
+    dz = arrays.middle(args.x);
+    first.dz = arrays.dz(g, *dz);
+  }
+  if (to.wanted.x) second.apply = arrays.dx(*dz, to.x);
+  if (to.wanted.weight_in) second.d_weight_in = arrays.d_weight_in(*dz, to.weight_in);
+  const std::optional<Tensor> sums = plan_biases<float>(grad, args.weight_out, to, kThreads, first.sum_images, second.biases);
+  launch_middles(device, first);
+  launch_results(device, second);
+}
+
+}  // namespace ella::stored

@@ -16,6 +16,7 @@ from ella_cuda.ops.factored_linear import factored_linear_torch
 
 BATCH = 128
 DENSE, DENSE_BYTES = "published, dense", 4 << 30
+LINEAR, LINEAR_MOST = "one linear layer", 4  # of its operations to those of the two factors; beyond, it is far behind
 
 
 def stages(width: int) -> list[tuple[int, int, int, int]]:
@@ -33,10 +34,19 @@ def bmm(x, weight_in, weight_out, bias_in, bias_out):
     return torch.bmm(z.permute(2, 1, 0), weight_out).transpose(0, 1) + bias_out
 
 
+def linear(x, weight_in, weight_out, bias_in, bias_out):
+    """As a linear layer, by the weights' product."""
+    weight = (weight_out.transpose(1, 2).unsqueeze(3) * weight_in.unsqueeze(1)).flatten(2)  # (D, Y, C X)
+    bias = bias_in[:, None] * weight_out.sum(1) + bias_out
+    y = torch.nn.functional.linear(x.flatten(1), weight.flatten(0, 1), bias.flatten())
+    return y.unflatten(1, bias.shape)
+
+
 CANDIDATES = {
     "ella_cuda": ops.factored_linear,
     "einsum": factored_linear_torch,
     "bmm": bmm,
+    LINEAR: linear,
     "torch.compile of einsum": torch.compile(factored_linear_torch, dynamic=False),
     "torch.compile of bmm": torch.compile(bmm, dynamic=False),
     DENSE: factored_linear_dense,
@@ -52,6 +62,8 @@ def test_forward_and_backward(time, device, shape, who):
     dense_bytes = 2 * 4 * BATCH * (C * C * X + D * D * C)
     if who == DENSE and dense_bytes > DENSE_BYTES:
         pytest.skip(f"dense activations and their gradients need {dense_bytes / 1e9:.1f} GB")
+    if who == LINEAR and X * Y > LINEAR_MOST * (X + Y):
+        pytest.skip(f"the weights' product takes {X * Y / (X + Y):.0f} times the operations")
     sizes = ((BATCH, C, X), (D, C, X), (D, C, Y), (D,), (Y,))
     arguments = [torch.randn(s, device=device, requires_grad=True) for s in sizes]
     grad = torch.randn(BATCH, D, Y, device=device)
@@ -69,7 +81,7 @@ def test_forward_and_backward(time, device, shape, who):
         lambda: torch.autograd.grad(call(*arguments), arguments, grad),
         work=f"F-FC forward + backward, {name}",
         who=who,
-        flops=6 * BATCH * D * C * (X + Y),  # z and y; dz and dx; dU and dV
+        flops=6 * BATCH * D * C * min(X + Y, X * Y),  # z and y; dz and dx; dU and dV; or those of one linear layer
         # x and its gradient, y's gradient and y; the weights twice and their gradients
         bytes=4 * (2 * BATCH * (C * X + D * Y) + 3 * D * C * (X + Y)),
         **({"rounds": 3, "warmups": 0} if who == DENSE else {}),

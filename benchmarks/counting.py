@@ -55,6 +55,8 @@ def _layer(module: torch.nn.Module, x: torch.Tensor, first: bool) -> Work:
         d, c, *sides = module.weight_in.shape
         inner, outer = prod(sides), prod(module.weight_out.shape[2:])
         into, out = 2 * n * d * c * inner, 2 * n * d * c * outer
+        if 1 in (inner, outer):  # one product with the weights multiplied out
+            into, out = into * outer, 0
         inputs = n * c * inner * (inner + 1) + n * d * c * (c + 1)
         outputs = n * c * d * (d + 1) + n * d * outer * (outer + 1)
         return Work(into + out, out if first else into + out, into + out, inputs, outputs)

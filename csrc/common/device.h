@@ -36,6 +36,7 @@ class Device {
   explicit Device(const Tensor&) {}
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
+  int64_t cache_bytes() const { return 8192; }
   bool warpgroups() const { return cusim::schedule().warpgroups; }
 };
 
@@ -89,6 +90,9 @@ class Device {
   cudaStream_t stream() const { return stream_; }
 
   int64_t multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
+
+  // Of the second-level cache.
+  int64_t cache_bytes() const { return attribute(cudaDevAttrL2CacheSize); }
 
   // Whether the device has the instructions of sm_90a, which no other architecture has.
   bool warpgroups() const {

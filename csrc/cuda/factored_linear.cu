@@ -16,7 +16,7 @@ Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& w
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
     if constexpr (std::is_same_v<scalar_t, float>) {
-      if (stored::fits(s, false)) return stored::forward(device, args, bias_out, y);
+      if (stored::fits(device, s, false)) return stored::forward(device, args, bias_out, y);
     }
     fused::forward<scalar_t>(device, args, bias_out, y);
   });
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> factored_linear_backward(cons
                                    make(grad_bias_out, {s.Y})};
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
     if constexpr (std::is_same_v<scalar_t, float>) {
-      if (stored::fits(s, grad_weight_in || grad_weight_out)) return stored::backward(device, grad, args, to);
+      if (stored::fits(device, s, grad_weight_in || grad_weight_out)) return stored::backward(device, grad, args, to);
     }
     fused::backward<scalar_t>(device, grad, args, to);
   });

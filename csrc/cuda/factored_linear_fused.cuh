@@ -1,4 +1,4 @@
-// F-FC whose middle is never written out: all of float64, and float32 where it is large beside everything else.
+// F-FC whose middle is never written out: all of float64, and float32 where it is large.
 //
 // All large results have one of two forms over the same inner products, which are computed tile by tile in shared memory and
 // never written out:

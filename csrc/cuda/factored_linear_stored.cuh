@@ -1,4 +1,4 @@
-// F-FC in float32 whose middle is stored between two launches, where it is small beside everything else. All are batched
+// F-FC in float32 whose middle is stored between two launches, where it is small. All are batched
 // products on tensor cores (method of an F-FC layer: U = weight_in, V = weight_out, g = grad; z and dz lie as (D, C, N)):
 //   first    z[d,c,n] = sum_x U[d,c,x] x[n,c,x] + b_in[d]  for each c      dz[d,c,n] = sum_y V[d,c,y] g[n,d,y]  for each d
 //   second   y[n,d,y] = sum_c z[d,c,n] V[d,c,y] + b_out[y]  for each d     dx[n,c,x] = sum_d dz[d,c,n] U[d,c,x]  for each c
@@ -15,16 +15,17 @@
 
 namespace ella::stored {
 
-// Numbers of the middle for one of everything else, up to which it is stored: z and dz are a workspace of the backward pass
-// then that is up to four times as large as what it reads, while the fused blocks would compute it several times.
+// Numbers of the middle for one of everything else, up to which it is stored wherever it does not stay in the second-level
+// cache: the backward pass then has a workspace, z and dz, up to four times as large as what it reads.
 constexpr int64_t kLargest = 2;
 // Images whose sums, the gradients of the weights, a block computes by itself; the fused blocks share more of them out.
 constexpr int64_t kImages = 4096;
 
-inline bool fits(const FactoredLinearSizes& s, bool weights) {
-  const int64_t others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
+inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weights) {
+  const int64_t middle = s.N * s.D * s.C, others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
+  const bool small = middle <= kLargest * others || middle * static_cast<int64_t>(sizeof(float)) <= device.cache_bytes();
   const bool in_int = std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max();
-  return in_int && s.N * s.D * s.C <= kLargest * others && !(weights && s.N > kImages);
+  return small && in_int && !(weights && s.N > kImages);
 }
 
 constexpr int kThreads = ProductTile::kThreads;

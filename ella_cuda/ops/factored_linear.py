@@ -22,6 +22,10 @@ from ella_cuda.ops._operator import (
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
+# Numbers of the intermediate from which weights are multiplied out where that saves operations: below, the dozen torch calls of
+# forward and backward take as long as the op.
+MULTIPLIED_OUT_FROM = 1 << 19
+
 
 def factored_linear(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
@@ -32,8 +36,12 @@ def factored_linear(
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. On the CPU it is
     kept for the backward where it is no larger than x, for to compute it again is up to a fifth of all products. On CUDA, in
-    float32, it is stored within a call where it is no larger than twice everything else, and all products run on tensor cores,
-    from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN there.
+    float32, it is stored within a call where it is no larger than twice everything else or than the second-level cache, and all
+    products run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of
+    overflow, gives NaN there.
+
+    Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
+    N D C = 2^19 on, the map is one matrix product by torch, whose settings (TF32 on CUDA, if allowed) apply.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -51,6 +59,8 @@ def factored_linear(
     Source: van der Ouderaa, Immer, van der Wilk, "Learning Layer-wise Equivariances Automatically using Gradients", NeurIPS 2023, eq. 5.
     """
     args = x, weight_in, weight_out, bias_in, bias_out
+    if _to_multiply_out(*args):
+        return _multiplied_out(*args)
     if nested_forward_mode():
         return factored_linear_torch(*args)
     on_cpu = all(a is None or a.device.type == "cpu" for a in args)
@@ -68,6 +78,39 @@ def factored_linear_torch(
         z = z + bias_in[:, None]
     y = torch.einsum("ndc,dcy->ndy", z, weight_out)
     return y if bias_out is None else y + bias_out
+
+
+def _to_multiply_out(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
+) -> bool:
+    """Whether these are arguments that the op would take, of one position on either side, and large."""
+    if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (x, weight_in, weight_out)):
+        return False
+    (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
+    if (x_size != 1 and y_size != 1) or n * d * c < MULTIPLIED_OUT_FROM:
+        return False
+    others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
+    return x.dtype in (torch.float32, torch.float64) and all(
+        t is None or (tuple(t.shape) == shape and t.dtype == x.dtype and t.device == x.device) for t, shape in others
+    )
+
+
+def _multiplied_out(
+    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
+) -> Tensor:
+    """:func:`factored_linear` as a product with ``V[d,c,y] U[d,c,x]``, where x or y has one value. In x's dtype under autocast too,
+    as the compiled ops."""
+    with torch.autocast(x.device.type, enabled=False):
+        d, _, y_size = weight_out.shape
+        weight = weight_in * weight_out  # (D, C, X or Y)
+        weight = weight.flatten(1).t() if y_size == 1 else weight.transpose(0, 1).flatten(1)  # (C X, D Y)
+        shift = None if bias_out is None else bias_out.expand(d, y_size)
+        if bias_in is not None:
+            inner = bias_in[:, None] * weight_out.sum(1)
+            shift = inner if shift is None else inner + shift
+        inputs = x.flatten(1)
+        y = inputs @ weight if shift is None else torch.addmm(shift.flatten(), inputs, weight)
+        return y.unflatten(1, (d, y_size))
 
 
 def _tangent(

@@ -129,8 +129,6 @@ CPU_ONLY = {
     "circular_conv2d",  # on CUDA Python calls cuDNN through torch
     "circular_conv2d_scattered",
     "circular_conv2d_weight_grad",
-    "factored_linear_keeping",  # on CUDA the backward computes the intermediate again
-    "factored_linear_backward_keeping",
 }
 
 

@@ -135,6 +135,12 @@ inline FactoredLinearSizes check_factored_linear_backward(const Tensor& grad, co
   return s;
 }
 
+// z as the forward pass kept it, in `shape`.
+inline void check_kept_middle(const Tensor& x, const Tensor& middle, std::initializer_list<int64_t> shape) {
+  ArgumentCheck("factored_linear_backward_keeping", "x", x).tensor("middle", middle, shape, "(what the forward kept,)");
+  STD_TORCH_CHECK(middle.is_contiguous(), "factored_linear_backward_keeping: middle must be contiguous");
+}
+
 // ---- kron_accumulate_ ----
 
 struct KronAccumulateSizes {

@@ -297,9 +297,7 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
     ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
       const scalar_t* kept = nullptr;
       if (middle != nullptr && middle->numel() > 0) {
-        ArgumentCheck("factored_linear_backward_keeping", "x", x)
-            .tensor("middle", *middle, {kept_middle(kernels<scalar_t>(), s)}, "(what the forward kept,)");
-        STD_TORCH_CHECK(middle->is_contiguous(), "factored_linear_backward_keeping: middle must be contiguous");
+        check_kept_middle(x, *middle, {kept_middle(kernels<scalar_t>(), s)});
         kept = middle->const_data_ptr<scalar_t>();
       }
       Backward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept).run(dx, du, dv, dbias_in, dbias_out);

@@ -28,6 +28,9 @@ inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weight
   return small && in_int && !(weights && s.N > kImages);
 }
 
+// Whether the forward pass keeps z for the backward pass, which would otherwise compute it again: where it is no larger than x.
+inline bool keeps(const Device& device, const FactoredLinearSizes& s) { return s.D <= s.X && fits(device, s, true); }
+
 constexpr int kThreads = ProductTile::kThreads;
 
 struct MiddlesWork {
@@ -83,12 +86,14 @@ inline void launch_results(const Device& device, ResultsWork& work) {
          work);
 }
 
-// The arrays of the products. A middle is one (D, C, N) tensor.
+inline Tensor empty_middle(const FactoredLinearArguments& args) {
+  return device_empty(args.x, {args.size.D, args.size.C, args.size.N});
+}
+
+// The arrays of the products.
 struct Arrays {
   explicit Arrays(const FactoredLinearArguments& args)
       : s(args.size), x(view<float>(args.x)), u(view<float>(args.weight_in)), v(view<float>(args.weight_out)) {}
-
-  Tensor middle(const Tensor& like) const { return device_empty(like, {s.D, s.C, s.N}); }
 
   ProductWork z(const float* bias_in, const Tensor& to) const {  // for each c: d, n from x
     return product_work<Together::depth, Together::depth>({s.C, s.D, s.N, s.X}, {u.data, u.stride1, u.stride0, u.stride2},
@@ -126,10 +131,9 @@ struct Arrays {
 };
 
 inline void forward(const Device& device, const FactoredLinearArguments& args, const std::optional<Tensor>& bias_out,
-                    const Tensor& y) {
+                    const Tensor& y, const Tensor& z) {
   const Arrays arrays(args);
   const Bias<float> in(args.bias_in), out(bias_out);
-  const Tensor z = arrays.middle(args.x);
   MiddlesWork first{};
   ResultsWork second{};
   first.z = arrays.z(in.data(), z);
@@ -138,8 +142,9 @@ inline void forward(const Device& device, const FactoredLinearArguments& args, c
   launch_results(device, second);
 }
 
+// `kept`: z, as the forward pass kept it, or null.
 inline void backward(const Device& device, const Tensor& grad, const FactoredLinearArguments& args,
-                     const FactoredLinearGradients& to) {
+                     const FactoredLinearGradients& to, const Tensor* kept) {
   const Arrays arrays(args);
   const View3<float> g = view<float>(grad);
   const Bias<float> in(args.bias_in);
@@ -147,12 +152,12 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
   MiddlesWork first{};
   ResultsWork second{};
   if (to.wanted.weight_out) {
-    z = arrays.middle(args.x);
-    first.z = arrays.z(in.data(), *z);
+    z = kept != nullptr ? *kept : empty_middle(args);
+    if (kept == nullptr) first.z = arrays.z(in.data(), *z);
     second.d_weight_out = arrays.d_weight_out(*z, g, to.weight_out);
   }
   if (to.wanted.x || to.wanted.weight_in) {
-    dz = arrays.middle(args.x);
+    dz = empty_middle(args);
     first.dz = arrays.dz(g, *dz);
   }
   if (to.wanted.x) second.apply = arrays.dx(*dz, to.x);

@@ -18,6 +18,7 @@ from ella_cuda.ops._operator import (
     map_over_batch,
     nested_forward_mode,
     plain_autograd,
+    require_backend,
 )
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -34,11 +35,11 @@ def factored_linear(
 
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
-    Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. On the CPU it is
-    kept for the backward where it is no larger than x, for to compute it again is up to a fifth of all products. On CUDA, in
-    float32, it is stored within a call where it is no larger than twice everything else or than the second-level cache, and all
-    products run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of
-    overflow, gives NaN there.
+    Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
+    backward where it is no larger than x, for to compute it again is up to a fifth of all products. On CUDA, in float32, it is
+    also stored within a call where it is no larger than twice everything else or than the second-level cache, and all products
+    run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow,
+    gives NaN there.
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
     N D C = 2^19 on, the map is one matrix product by torch, whose settings (TF32 on CUDA, if allowed) apply.
@@ -63,8 +64,9 @@ def factored_linear(
         return _multiplied_out(*args)
     if nested_forward_mode():
         return factored_linear_torch(*args)
-    on_cpu = all(a is None or a.device.type == "cpu" for a in args)
-    if on_cpu and weight_out.requires_grad and plain_autograd(args):
+    devices = {a.device.type for a in args if a is not None}
+    if devices in ({"cpu"}, {"cuda"}) and weight_out.requires_grad and plain_autograd(args):
+        require_backend("factored_linear", x)
         return _Keeping.apply(*args)
     return _forward(*args)
 
@@ -298,7 +300,7 @@ _forward = differentiable(
 
 
 class _Keeping(torch.autograd.Function):
-    """``factored_linear`` on the CPU under plain autograd: the first backward reads the intermediate that the forward kept."""
+    """``factored_linear`` under plain autograd: the first backward reads the intermediate that the forward kept."""
 
     @staticmethod
     def forward(ctx: Any, *args: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
+from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order, same_bits
 from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
@@ -135,6 +135,30 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
             got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
         ):
             assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 3, 9, 10, 7), (35, 2, 70, 3, 5), (8, 4, 20, 12, 8), FUSED[3]])
+def test_a_kept_middle(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """It is z, where that is no larger than x; from it the gradients are the same to the bit."""
+    x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
+    N, C, X, D, _ = shape
+    kept = dtype == torch.float32 and D <= X and shape not in FUSED
+    y, middle = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out)
+    assert same_bits(y, simulator.ops.factored_linear(x, u, v, b_in, b_out))
+    assert middle.shape == ((D, C, N) if kept else (0,))
+    again = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
+    got = in_every_order(
+        simulator, lambda: simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, middle, *[True] * 5)
+    )
+    assert all(same_bits(a, b) for a, b in zip(got, again, strict=True))
+    if kept:
+        exact = torch.einsum("ncx,dcx->dcn", x.double(), u.double()) + b_in.double()[:, None, None]
+        assert_accurate(middle, exact, torch.einsum("ncx,dcx->dcn", x, u) + b_in[:, None, None])
+        doubled = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, 2 * middle, *[True] * 5)
+        assert same_bits(doubled[2], 2 * again[2]) and same_bits(doubled[1], again[1])
+        with pytest.raises(RuntimeError, match="middle must"):
+            simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, middle[:, :, :-1], *[True] * 5)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES[:3], *FUSED])

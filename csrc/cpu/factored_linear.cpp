@@ -3,6 +3,8 @@
 
 #include <tuple>
 
+#include "factored_linear_one_output.h"
+
 namespace ella {
 namespace {
 
@@ -98,6 +100,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   Tensor middle = empty_of(x, {0});
   if (out.numel() == 0) return {out, middle};
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
+    if (one_large_output(s, x, weight_in)) {
+      OneOutput<scalar_t>(s, x, weight_in, weight_out, bias_in).forward(bias_out, out);
+      return;
+    }
     const int64_t size = keep ? kept_middle(kernels<scalar_t>(), s) : 0;
     if (size > 0) middle = empty_of(x, {size});
     Forward<scalar_t>(s, x, weight_in, weight_out, bias_in, bias_out, out,

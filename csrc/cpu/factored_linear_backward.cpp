@@ -3,14 +3,10 @@
 #include <tuple>
 
 #include "factored_linear.h"
+#include "factored_linear_one_output.h"
 
 namespace ella {
 namespace {
-
-struct Wanted {
-  bool x, weight_in, weight_out, bias_in, bias_out;
-  bool middle_gradient() const { return x || weight_in || bias_in; }
-};
 
 // How the work is cut, by the sizes alone, so that no result depends on the number of threads. Input channels are shared out
 // first: the gradients of x and of the weights that belong to one are nobody else's. Where they are few, the images are cut
@@ -34,8 +30,8 @@ struct Shares {
 template <class T>
 class Backward {
  public:
-  Backward(const FactoredLinearSizes& s, const Wanted& wanted, const Tensor& grad, const Tensor& x, const Tensor& weight_in,
-           const Tensor& weight_out, const std::optional<Tensor>& bias_in, const T* kept)
+  Backward(const FactoredLinearSizes& s, const FactoredLinearWanted& wanted, const Tensor& grad, const Tensor& x,
+           const Tensor& weight_in, const Tensor& weight_out, const std::optional<Tensor>& bias_in, const T* kept)
       : k_(kernels<T>()),
         s_(s),
         wanted_(wanted),
@@ -263,7 +259,7 @@ class Backward {
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
-  const Wanted wanted_;
+  const FactoredLinearWanted wanted_;
   const int64_t blocks_;  // of images
   const Shares shares_;
   const int64_t z_row_;  // from one output channel's dz, and z, to the next one's
@@ -282,7 +278,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // `middle`: what factored_linear_keeping gave, or null.
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                   const std::optional<Tensor>& bias_in, const Tensor* middle, const Wanted& wanted) {
+                   const std::optional<Tensor>& bias_in, const Tensor* middle, const FactoredLinearWanted& wanted) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const bool empty = s.N == 0 || s.C == 0 || s.D == 0 || s.X == 0 || s.Y == 0;
   const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
@@ -295,6 +291,10 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
   // axis but N and D, where all sums are empty.
   if (s.N > 0 && s.D > 0) {
     ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
+      if (one_large_output(s, x, weight_in)) {
+        OneOutput<scalar_t>(s, x, weight_in, weight_out, bias_in).backward(wanted, grad, dx, du, dv, dbias_in, dbias_out);
+        return;
+      }
       const scalar_t* kept = nullptr;
       if (middle != nullptr && middle->numel() > 0) {
         check_kept_middle(x, *middle, {kept_middle(kernels<scalar_t>(), s)});

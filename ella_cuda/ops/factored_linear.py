@@ -23,8 +23,8 @@ from ella_cuda.ops._operator import (
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-# Numbers of the intermediate from which weights are multiplied out where that saves operations: below, the dozen torch calls of
-# forward and backward take as long as the op.
+# Numbers of the intermediate from which weights are multiplied out where that saves operations (the CPU's op has the same number
+# in csrc/cpu/factored_linear_one_output.h): below, the dozen torch calls of forward and backward take as long as the op.
 MULTIPLIED_OUT_FROM = 1 << 19
 
 
@@ -42,7 +42,8 @@ def factored_linear(
     gives NaN there.
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
-    N D C = 2^19 on, the map is one matrix product by torch, whose settings (TF32 on CUDA, if allowed) apply.
+    N D C = 2^19 on, the map is one matrix product with them; by torch, whose settings (TF32 on CUDA, if allowed) apply, where
+    X is 1 and on CUDA.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -85,11 +86,12 @@ def factored_linear_torch(
 def _to_multiply_out(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
 ) -> bool:
-    """Whether these are arguments that the op would take, of one position on either side, and large."""
+    """Whether these are arguments that the op would take, and that make one large product for torch."""
     if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (x, weight_in, weight_out)):
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
-    if (x_size != 1 and y_size != 1) or n * d * c < MULTIPLIED_OUT_FROM:
+    in_torch = x_size == 1 or (y_size == 1 and x.device.type == "cuda")  # on the CPU the op itself does so for y
+    if not in_torch or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
     return x.dtype in (torch.float32, torch.float64) and all(

@@ -16,7 +16,7 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Both, with the (N,D,C) sums over x, in an order of the kernels' own, kept in between where they are no more than x has
-  // numbers; else middle is empty and they are computed again. CPU only.
+  // numbers; else, and on CUDA for float64 and many images, middle is empty and they are computed again.
   m.def(
       "factored_linear_keeping(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out) "
       "-> (Tensor, Tensor)");

@@ -15,8 +15,8 @@
 
 namespace ella::stored {
 
-// Numbers of the middle for one of everything else, up to which it is stored wherever it does not stay in the second-level
-// cache: the backward pass then has a workspace, z and dz, up to four times as large as what it reads.
+// Numbers of the middle for one of everything else, up to which it is stored; a larger one is where the second-level cache
+// could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads.
 constexpr int64_t kLargest = 2;
 // Images whose sums, the gradients of the weights, a block computes by itself; the fused blocks share more of them out.
 constexpr int64_t kImages = 4096;
@@ -24,7 +24,7 @@ constexpr int64_t kImages = 4096;
 inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weights) {
   const int64_t middle = s.N * s.D * s.C, others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
   const bool small = middle <= kLargest * others || middle * static_cast<int64_t>(sizeof(float)) <= device.cache_bytes();
-  const bool in_int = std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max();
+  const bool in_int = std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max() - ProductTile::kSide;
   return small && in_int && !(weights && s.N > kImages);
 }
 

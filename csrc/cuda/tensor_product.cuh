@@ -25,10 +25,12 @@ namespace ella {
 
 struct ProductTile {
   static constexpr int kThreads = 128;
+  // That a multiprocessor has: by shared memory (8.0; half as much of it, as 8.6 and 12.0 have, is for two), which leaves 168
+  // registers a thread; or by registers, 128 a thread.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kBlocks = 3;  // that a multiprocessor has, by shared memory, and leave 168 registers a thread
+  static constexpr int kBlocks = 3;
 #else
-  static constexpr int kBlocks = 4;  // by registers, 128 a thread, and shared memory
+  static constexpr int kBlocks = 4;
 #endif
   static constexpr int kSide = 64, kWarpSide = 32;
   static constexpr int kDepth = 16, kStages = 5;
@@ -223,7 +225,7 @@ ProductOperand product_operand(const ProductArray<const float>& a, int64_t lines
 }
 
 struct ProductSizes {
-  int64_t batches, rows, columns, depth;  // below 2^31
+  int64_t batches, rows, columns, depth;  // a tile less than 2^31 at most
 };
 
 // A work with its blocks, none where there is no result.

@@ -59,9 +59,9 @@ def _intercepted(args: tuple[Any, ...]) -> bool:
 
 
 def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
-    """Whether nobody but eager autograd sees an op on these arguments: no compiler, tracer, transform, mode or tensor subclass. An
-    op without rules for those may then be called. Nor are there hooks on saved tensors, as of a checkpoint, which counts what
-    its forward saves in a second one under modes of its own.
+    """Whether nobody but eager autograd sees an op on these arguments: no compiler, tracer, transform, mode, tensor subclass or
+    batch of gradients. An op without rules for those may then be called. Nor are there hooks on saved tensors, as of a checkpoint,
+    which counts what its forward saves in a second one under modes of its own.
 
     Args:
         args: the op's arguments.
@@ -73,7 +73,11 @@ def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
         and not _transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
         and not (graph and torch._C._autograd._top_saved_tensors_default_hooks(True))
-        and all(type(a) in (Tensor, torch.nn.Parameter) for a in args if isinstance(a, Tensor))
+        and all(
+            type(a) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(a)
+            for a in args
+            if isinstance(a, Tensor)
+        )
     )
 
 

@@ -36,14 +36,14 @@ def factored_linear(
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
-    backward where it is no larger than x, for to compute it again is up to a fifth of all products. On CUDA, in float32, it is
-    also stored within a call where it is no larger than twice everything else or than the second-level cache, and all products
-    run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow,
-    gives NaN there.
+    backward where it is no larger than x, for to compute it again is up to a fifth of all products; on CUDA in float32 and for at
+    most 4,096 inputs. There it is also stored within a call where it is no larger than twice everything else or than the
+    second-level cache (for gradients of weights, again, of at most 4,096 inputs), and then all products run on tensor cores, from
+    values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN.
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
-    N D C = 2^19 on, the map is one matrix product with them; by torch, whose settings (TF32 on CUDA, if allowed) apply, where
-    X is 1 and on CUDA.
+    N D C = 2^19 on, the map is one matrix product with them, in which V U may overflow where V (U x) does not; by torch, whose
+    settings (TF32 on CUDA, if allowed) apply, where X is 1 and on CUDA, in eager mode.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -62,7 +62,10 @@ def factored_linear(
     """
     args = x, weight_in, weight_out, bias_in, bias_out
     if _to_multiply_out(*args):
-        return _multiplied_out(*args)
+        if plain_autograd(args):
+            return _MultipliedOut.apply(*args)
+        if plain_autograd(args, graph=False):
+            return _multiplied_out(*args)
     if nested_forward_mode():
         return factored_linear_torch(*args)
     devices = {a.device.type for a in args if a is not None}
@@ -86,17 +89,32 @@ def factored_linear_torch(
 def _to_multiply_out(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
 ) -> bool:
-    """Whether these are arguments that the op would take, and that make one large product for torch."""
+    """Whether these are arguments that the op would take, and that make one large product for torch. Sizes are not looked at where
+    a compiler or tracer would take the answer for all others."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
     if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (x, weight_in, weight_out)):
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
-    in_torch = x_size == 1 or (y_size == 1 and x.device.type == "cuda")  # on the CPU the op itself does so for y
-    if not in_torch or n * d * c < MULTIPLIED_OUT_FROM:
+    device = x.device.type
+    in_torch = x_size == 1 or (y_size == 1 and device == "cuda")  # on the CPU the op itself does so for y
+    if not in_torch or device not in ("cpu", "cuda") or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
-    return x.dtype in (torch.float32, torch.float64) and all(
-        t is None or (tuple(t.shape) == shape and t.dtype == x.dtype and t.device == x.device) for t, shape in others
+    return (
+        x.dtype in (torch.float32, torch.float64)
+        and x.layout == torch.strided
+        and all(
+            t is None or (tuple(t.shape) == shape and t.dtype == x.dtype and t.device == x.device)
+            for t, shape in others
+        )
     )
+
+
+def _product_of_weights(weight_in: Tensor, weight_out: Tensor) -> Tensor:
+    """``V[d,c,y] U[d,c,x]`` as a ``(C X, D Y)`` matrix, where X or Y is 1."""
+    weight = weight_in * weight_out  # (D, C, X or Y)
+    return weight.flatten(1).t() if weight_out.shape[2] == 1 else weight.transpose(0, 1).flatten(1)
 
 
 def _multiplied_out(
@@ -106,15 +124,50 @@ def _multiplied_out(
     as the compiled ops."""
     with torch.autocast(x.device.type, enabled=False):
         d, _, y_size = weight_out.shape
-        weight = weight_in * weight_out  # (D, C, X or Y)
-        weight = weight.flatten(1).t() if y_size == 1 else weight.transpose(0, 1).flatten(1)  # (C X, D Y)
+        weight, inputs = _product_of_weights(weight_in, weight_out), x.flatten(1)
         shift = None if bias_out is None else bias_out.expand(d, y_size)
         if bias_in is not None:
             inner = bias_in[:, None] * weight_out.sum(1)
             shift = inner if shift is None else inner + shift
-        inputs = x.flatten(1)
         y = inputs @ weight if shift is None else torch.addmm(shift.flatten(), inputs, weight)
         return y.unflatten(1, (d, y_size))
+
+
+class _MultipliedOut(torch.autograd.Function):
+    """:func:`_multiplied_out` under plain autograd; whatever else looks at the backward sees that of the op."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*args[:4])
+        ctx.set_materialize_grads(False)
+        return _multiplied_out(*args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+        if grad is None:
+            return None, None, None, None, None
+        x, weight_in, weight_out, bias_in = inputs = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad)
+        if not plain_autograd((grad, *inputs), graph=False):
+            grads = _backward(grad, *inputs, *wanted)
+            return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
+        with torch.autocast(x.device.type, enabled=False):
+            (d, c, y_size), x_size = weight_out.shape, x.shape[2]
+            flat, sums = grad.flatten(1), grad.sum(0)  # (N, D Y), (D, Y)
+            x_grad = weight_in_grad = weight_out_grad = bias_in_grad = None
+            if wanted[0]:
+                x_grad = (flat @ _product_of_weights(weight_in, weight_out).t()).view(x.shape)
+            if wanted[1] or wanted[2]:
+                weight = flat.t() @ x.flatten(1)  # (D Y, C X)
+                weight = weight.view(d, c, x_size) if y_size == 1 else weight.view(d, y_size, c).transpose(1, 2)
+                weight_in_grad = (weight * weight_out).sum_to_size(weight_in.shape)
+                weight_out_grad = (weight * weight_in).sum_to_size(weight_out.shape)
+                if bias_in is not None:
+                    weight_out_grad = weight_out_grad + (bias_in[:, None] * sums)[:, None]
+            if wanted[3]:
+                bias_in_grad = (weight_out.sum(1) * sums).sum(1)
+            parts = x_grad, weight_in_grad, weight_out_grad, bias_in_grad, sums.sum(0)
+            return tuple(g if want else None for g, want in zip(parts, wanted, strict=True))
 
 
 def _tangent(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
 from torch import Tensor
+
+from python_tests.ops.checks import before_a_guard_page
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order, same_bits
 from .simulator import Simulator
@@ -27,6 +30,7 @@ SHAPES = [
     (8, 4, 20, 12, 8),
     (68, 2, 100, 72, 4),
     (65, 1, 66, 67, 70),
+    (8, 16, 1, 12, 1),  # a middle that is large, but not for the cache
 ]
 # In float32 too; the last one by its images, which are too many for one block.
 FUSED = [(35, 17, 5, 70, 1), (64, 40, 9, 60, 1), (33, 37, 1, 19, 2), (4100, 1, 70, 2, 3)]
@@ -89,13 +93,39 @@ def test_backward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dty
         assert_accurate(result, exact, torchs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def lay_out(values: Tensor, layout: str) -> Tensor:
+    """As `arrange`; "offset" begins 4 or 8 bytes behind a 16-byte boundary, "padded" has rows that are no multiple of 16 bytes."""
+    if layout == "offset":
+        storage = torch.full((values.numel() + 1,), float("nan"), dtype=values.dtype)
+        return storage[1:].view(values.shape).copy_(values)
+    if layout == "padded":
+        storage = torch.full((*values.shape[:-1], values.shape[-1] + 1), float("nan"), dtype=values.dtype)
+        return storage[..., :-1].copy_(values)
+    return arrange(values, layout)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[1:], "offset", "padded"])
+@pytest.mark.parametrize("shape", [(5, 3, 9, 10, 7), (8, 4, 20, 12, 8)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(simulator: Simulator, layout: str, dtype: torch.dtype) -> None:
-    x, u, v, b_in, b_out, g = arguments((5, 3, 9, 10, 7), dtype, layout)
+def test_layouts(simulator: Simulator, shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> None:
+    x, u, v, b_in, b_out, g = (lay_out(a, layout) for a in arguments(shape, dtype, "contiguous"))
     (y,) = in_every_order(simulator, lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out))
     assert_accurate(y, forward(*doubles(x, u, v, b_in, b_out)), forward(x, u, v, b_in, b_out))
     got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
+    for result, exact, torchs in zip(
+        got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
+    ):
+        assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(5, 3, 9, 10, 7), (8, 4, 20, 12, 8), (17, 33, 3, 2, 33), FUSED[2]])
+def test_nothing_past_the_end_is_read(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    args = [before_a_guard_page(a) for a in arguments(shape, torch.float32, "contiguous")]
+    x, u, v, b_in, b_out, g = args
+    y = simulator.ops.factored_linear(x, u, v, b_in, b_out)
+    assert_accurate(y, forward(*doubles(x, u, v, b_in, b_out)), forward(x, u, v, b_in, b_out))
+    got = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
     for result, exact, torchs in zip(
         got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
     ):
@@ -157,21 +187,38 @@ def test_a_kept_middle(simulator: Simulator, shape: tuple[int, ...], dtype: torc
         assert_accurate(middle, exact, torch.einsum("ncx,dcx->dcn", x, u) + b_in[:, None, None])
         doubled = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, 2 * middle, *[True] * 5)
         assert same_bits(doubled[2], 2 * again[2]) and same_bits(doubled[1], again[1])
-        with pytest.raises(RuntimeError, match="middle must"):
-            simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, middle[:, :, :-1], *[True] * 5)
+        for other, words in (
+            (middle[:, :, :-1], "middle must have shape"),
+            (middle.permute(1, 0, 2).contiguous().permute(1, 0, 2), "middle must be contiguous"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, other, *[True] * 5)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:3], *FUSED])
-def test_the_middle_is_stored_where_it_is_small(simulator: Simulator, shape: tuple[int, ...]) -> None:
-    """In float32; in float64 it never is."""
-    for dtype in DTYPES:
-        x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
-        stored = dtype == torch.float32 and shape not in FUSED
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], SHAPES[-1], *FUSED])
+def test_the_middle_is_stored_where_it_is_small(
+    simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """In float32; in float64 it never is. Of many images too, unless the gradients of the weights are asked for."""
+    x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
+    small = shape not in FUSED
+    small_or_many = small or shape == FUSED[3]
+
+    def backward(*wanted: bool) -> None:
+        simulator.ops.factored_linear_backward(g, x, u, v, b_in, *wanted)
+
+    for call, fused, stored in (
+        (lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out), "apply_kernel", small_or_many),
+        (lambda: backward(*[True] * 5), "backward_kernel", small),
+        (lambda: backward(True, *[False] * 4), "backward_kernel", small_or_many),
+    ):
         simulator.launches()
-        simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
+        call()
         kernels = [launch.kernel for launch in simulator.launches()]
+        stored = stored and dtype == torch.float32
         assert any("middles_kernel" in kernel for kernel in kernels) == stored
-        assert any("backward_kernel" in kernel for kernel in kernels) == (not stored)
+        assert any(fused in kernel for kernel in kernels) == (not stored)
 
 
 @pytest.mark.parametrize("shape", [(40, 3, 5, 2, 70), (3, 2, 4, 3, 5), *EMPTY])

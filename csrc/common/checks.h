@@ -135,6 +135,11 @@ inline FactoredLinearSizes check_factored_linear_backward(const Tensor& grad, co
   return s;
 }
 
+// Which gradients are asked for.
+struct FactoredLinearWanted {
+  bool x, weight_in, weight_out, bias_in, bias_out;
+};
+
 // z as the forward pass kept it, in `shape`.
 inline void check_kept_middle(const Tensor& x, const Tensor& middle, std::initializer_list<int64_t> shape) {
   ArgumentCheck("factored_linear_backward_keeping", "x", x).tensor("middle", middle, shape, "(what the forward kept,)");

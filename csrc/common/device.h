@@ -36,7 +36,7 @@ class Device {
   explicit Device(const Tensor&) {}
   // Few, so that the small shapes of the tests take the paths that split work over blocks.
   int64_t multiprocessors() const { return cusim::schedule().multiprocessors; }
-  int64_t cache_bytes() const { return 8192; }
+  int64_t cache_bytes() const { return 8192; }  // likewise
   bool warpgroups() const { return cusim::schedule().warpgroups; }
 };
 

@@ -32,11 +32,6 @@ struct Array1 {
   int64_t stride;
 };
 
-struct FactoredLinearWanted {
-  bool x, weight_in, weight_out, bias_in, bias_out;
-  bool middle_gradient() const { return x || weight_in || bias_in; }
-};
-
 // Input channels in a tile of z that does not hold all: more would leave too few output channels to share a panel of x.
 constexpr int64_t kTileChannels = 20;
 

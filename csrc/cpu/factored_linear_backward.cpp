@@ -46,7 +46,7 @@ class Backward {
         u_(weight_in),
         v_(weight_out),
         along_g_(along_rows(k_, s.Y, shares_.channels, v_, g_)),
-        shared_(wanted.middle_gradient() && !along_g_ && shares_.groups > 1 && 2 * s.N >= k_.width),
+        shared_(middle_gradient() && !along_g_ && shares_.groups > 1 && 2 * s.N >= k_.width),
         dx_lanes_(in_lanes(k_, s.X, u_)),
         kept_(kept),
         g_panels_(x, shared_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
@@ -98,7 +98,7 @@ class Backward {
           x_panels(op.like_, op.computes_z() ? (once ? 1 : op.shares_.channels) * x_panel : 0),
           g_panel(op.like_, op.shared_ ? 0 : (op.along_g_ ? 1 : op.s_.Y) * op.k_.width),
           z(op.like_, op.computes_z() ? op.rows_ * op.z_row_ : 0),
-          dz(op.like_, op.wanted_.middle_gradient() ? op.rows_ * op.z_row_ : 0),
+          dz(op.like_, op.middle_gradient() ? op.rows_ * op.z_row_ : 0),
           dx_panels(op.like_, !op.wanted_.x  ? 0
                               : op.dx_lanes_ ? op.rows_ * op.k_.width
                                              : (once ? 1 : op.shares_.channels) * op.s_.X * op.k_.width),
@@ -138,6 +138,7 @@ class Backward {
     }
   }
 
+  bool middle_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in; }
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
   T* shared_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
@@ -178,12 +179,12 @@ class Backward {
     T* panel = nullptr;
     if (along_g_) {
       if (target.dbias_out) image_sums(n, g_.at(n0, d), scratch.g_panel.data(), target.dbias_out);
-    } else if (wanted_.middle_gradient() || target.dbias_out) {
+    } else if (middle_gradient() || target.dbias_out) {
       panel = shared_ ? shared_panel(block, d) : scratch.g_panel.data();
       if (!shared_) k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
       if (target.dbias_out) k_.lane_sums(s_.Y, n, panel, W, target.dbias_out, 1);
     }
-    if (!wanted_.middle_gradient()) return panel;
+    if (!middle_gradient()) return panel;
     if (along_g_) {
       fill_rows(k_, target.channels, n, static_cast<const T*>(nullptr), 0, dz, W);
       k_.row_products(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, g_.at(n0, d), g_.s0, dz, W);

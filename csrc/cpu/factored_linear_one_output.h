@@ -11,7 +11,7 @@ namespace ella {
 // Whether to do so: y has one position, the middle is large enough, and a row of all channels lies together in x and in
 // weight_in.
 inline bool one_large_output(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in) {
-  constexpr int64_t kLeast = 1 << 19;  // numbers of the middle, as ella_cuda/ops/factored_linear.py has them for CUDA
+  constexpr int64_t kLeast = 1 << 19;  // of the middle: the same on all devices (ella_cuda/ops/factored_linear.py)
   const auto together = [&](const Tensor& t) { return (s.X == 1 || t.stride(2) == 1) && (s.C == 1 || t.stride(1) == s.X); };
   return s.Y == 1 && s.X > 0 && s.N * s.D * s.C >= kLeast && together(x) && together(weight_in);
 }

@@ -44,7 +44,7 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // `middle`: what factored_linear_keeping gave, or null.
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                   const std::optional<Tensor>& bias_in, const Tensor* middle, const FactoredLinearGradients::Wanted& wanted) {
+                   const std::optional<Tensor>& bias_in, const Tensor* middle, const FactoredLinearWanted& wanted) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const bool kept = middle != nullptr && middle->numel() > 0;
   if (kept) check_kept_middle(x, *middle, {s.D, s.C, s.N});

@@ -17,9 +17,7 @@ struct FactoredLinearArguments {
 
 // The gradients, empty where not wanted.
 struct FactoredLinearGradients {
-  struct Wanted {
-    bool x, weight_in, weight_out, bias_in, bias_out;
-  } wanted;
+  FactoredLinearWanted wanted;
   Tensor x, weight_in, weight_out, bias_in, bias_out;
 };
 

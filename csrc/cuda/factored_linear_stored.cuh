@@ -1,5 +1,5 @@
-// F-FC in float32 whose middle is stored between two launches, where it is small. All are batched
-// products on tensor cores (method of an F-FC layer: U = weight_in, V = weight_out, g = grad; z and dz lie as (D, C, N)):
+// F-FC in float32 whose middle is stored between two launches, where it is small. All are batched products on tensor cores
+// (method of an F-FC layer: U = weight_in, V = weight_out, g = grad; z and dz lie as (D, C, N)):
 //   first    z[d,c,n] = sum_x U[d,c,x] x[n,c,x] + b_in[d]  for each c      dz[d,c,n] = sum_y V[d,c,y] g[n,d,y]  for each d
 //   second   y[n,d,y] = sum_c z[d,c,n] V[d,c,y] + b_out[y]  for each d     dx[n,c,x] = sum_d dz[d,c,n] U[d,c,x]  for each c
 //            dU[d,c,x] = sum_n dz[d,c,n] x[n,c,x]  for each c              dV[d,c,y] = sum_n z[d,c,n] g[n,d,y]  for each d
@@ -98,32 +98,32 @@ struct Arrays {
   ProductWork z(const float* bias_in, const Tensor& to) const {  // for each c: d, n from x
     return product_work<Together::depth, Together::depth>({s.C, s.D, s.N, s.X}, {u.data, u.stride1, u.stride0, u.stride2},
                                                           {x.data, x.stride1, x.stride0, x.stride2},
-                                                          {to.mutable_data_ptr<float>(), s.N, s.C * s.N, 1}, bias_in);
+                                                          {to.mutable_data_ptr<float>(), s.N, s.C * s.N}, bias_in);
   }
   ProductWork dz(const View3<float>& g, const Tensor& to) const {  // for each d: c, n from y
     return product_work<Together::depth, Together::depth>({s.D, s.C, s.N, s.Y}, {v.data, v.stride0, v.stride1, v.stride2},
                                                           {g.data, g.stride1, g.stride0, g.stride2},
-                                                          {to.mutable_data_ptr<float>(), s.C * s.N, s.N, 1});
+                                                          {to.mutable_data_ptr<float>(), s.C * s.N, s.N});
   }
   ProductWork y(const Tensor& z, const float* bias_out, const Tensor& to) const {  // for each d: n, y from c
     return product_work<Together::lines, Together::lines>({s.D, s.N, s.Y, s.C}, {z.const_data_ptr<float>(), s.C * s.N, 1, s.N},
                                                           {v.data, v.stride0, v.stride2, v.stride1},
-                                                          {to.mutable_data_ptr<float>(), s.Y, s.D * s.Y, 1}, nullptr, bias_out);
+                                                          {to.mutable_data_ptr<float>(), s.Y, s.D * s.Y}, nullptr, bias_out);
   }
   ProductWork dx(const Tensor& dz, const Tensor& to) const {  // for each c: n, x from d
     return product_work<Together::lines, Together::lines>({s.C, s.N, s.X, s.D}, {dz.const_data_ptr<float>(), s.N, 1, s.C * s.N},
                                                           {u.data, u.stride1, u.stride2, u.stride0},
-                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X, 1});
+                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X});
   }
   ProductWork d_weight_in(const Tensor& dz, const Tensor& to) const {  // for each c: d, x from n
     return product_work<Together::depth, Together::lines>({s.C, s.D, s.X, s.N}, {dz.const_data_ptr<float>(), s.N, s.C * s.N, 1},
                                                           {x.data, x.stride1, x.stride2, x.stride0},
-                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X, 1});
+                                                          {to.mutable_data_ptr<float>(), s.X, s.C * s.X});
   }
   ProductWork d_weight_out(const Tensor& z, const View3<float>& g, const Tensor& to) const {  // for each d: c, y from n
     return product_work<Together::depth, Together::lines>({s.D, s.C, s.Y, s.N}, {z.const_data_ptr<float>(), s.C * s.N, s.N, 1},
                                                           {g.data, g.stride1, g.stride2, g.stride0},
-                                                          {to.mutable_data_ptr<float>(), s.C * s.Y, s.Y, 1});
+                                                          {to.mutable_data_ptr<float>(), s.C * s.Y, s.Y});
   }
 
   const FactoredLinearSizes s;

@@ -64,7 +64,7 @@ struct SplitFragment {
   }
 };
 
-// A lane's results of 32 x 32, as mma_tf32 has them: [16 rows][8 columns][]; in_row and in_column say where they lie.
+// A lane's results of 32 x 32, as mma_tf32 has them: [16 rows][8 columns][]; result_row and result_column say where they lie.
 using Results = float[2][4][4];
 
 // chain += a b over 16 rows of TF32 values laid out as by read_fragment.

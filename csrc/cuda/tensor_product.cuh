@@ -202,12 +202,16 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
 
 // ---- on the host ----
 
-// Element (p, line, k) of an operand, or (p, i, j) of a result with step 1, lies at data + p * batch + line * stride + k *
-// step.
-template <class T>
-struct ProductArray {
-  T* data;
+// Element (p, line, k) lies at data + p * batch + line * stride + k * step.
+struct ProductSource {
+  const float* data;
   int64_t batch, stride, step;
+};
+
+// Element (p, i, j) lies at data + p * batch + i * row + j.
+struct ProductTarget {
+  float* data;
+  int64_t batch, row;
 };
 
 // Whether four at a time may be read, or written, along one axis: every such vector lies inside and on a 16-byte boundary.
@@ -218,7 +222,7 @@ inline bool product_vectors(const float* data, int64_t count, int64_t stride, st
 }
 
 template <Together TOGETHER>
-ProductOperand product_operand(const ProductArray<const float>& a, int64_t lines, int64_t depth) {
+ProductOperand product_operand(const ProductSource& a, int64_t lines, int64_t depth) {
   const bool vectors = TOGETHER == Together::depth ? product_vectors(a.data, depth, a.step, {a.batch, a.stride})
                                                    : product_vectors(a.data, lines, a.stride, {a.batch, a.step});
   return {a.data, a.batch, a.stride, a.step, vectors};
@@ -230,8 +234,8 @@ struct ProductSizes {
 
 // A work with its blocks, none where there is no result.
 template <Together A, Together B>
-ProductWork product_work(const ProductSizes& s, const ProductArray<const float>& a, const ProductArray<const float>& b,
-                         const ProductArray<float>& out, const float* row_bias = nullptr, const float* column_bias = nullptr) {
+ProductWork product_work(const ProductSizes& s, const ProductSource& a, const ProductSource& b, const ProductTarget& out,
+                         const float* row_bias = nullptr, const float* column_bias = nullptr) {
   constexpr int64_t kSide = ProductTile::kSide;
   return {product_operand<A>(a, s.rows, s.depth),
           product_operand<B>(b, s.columns, s.depth),
@@ -239,12 +243,12 @@ ProductWork product_work(const ProductSizes& s, const ProductArray<const float>&
           column_bias,
           out.data,
           out.batch,
-          out.stride,
+          out.row,
           static_cast<int>(s.batches),
           static_cast<int>(s.rows),
           static_cast<int>(s.columns),
           static_cast<int>(s.depth),
-          product_vectors(out.data, s.columns, out.step, {out.batch, out.stride}),
+          product_vectors(out.data, s.columns, 1, {out.batch, out.row}),
           {0, s.batches * ceil_div(s.rows, kSide) * ceil_div(s.columns, kSide), s.depth}};
 }
 

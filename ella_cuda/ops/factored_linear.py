@@ -23,8 +23,8 @@ from ella_cuda.ops._operator import (
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-# Numbers of the intermediate from which weights are multiplied out where that saves operations (the CPU's op has the same number
-# in csrc/cpu/factored_linear_one_output.h): below, the dozen torch calls of forward and backward take as long as the op.
+# Numbers of the intermediate from which weights are multiplied out where that saves operations: below, the dozen torch calls of
+# forward and backward take as long as the op. The CPU's op changes over at the same size (csrc/cpu/factored_linear_one_output.h).
 MULTIPLIED_OUT_FROM = 1 << 19
 
 
@@ -160,9 +160,11 @@ class _MultipliedOut(torch.autograd.Function):
             if wanted[1] or wanted[2]:
                 weight = flat.t() @ x.flatten(1)  # (D Y, C X)
                 weight = weight.view(d, c, x_size) if y_size == 1 else weight.view(d, y_size, c).transpose(1, 2)
-                weight_in_grad = (weight * weight_out).sum_to_size(weight_in.shape)
-                weight_out_grad = (weight * weight_in).sum_to_size(weight_out.shape)
-                if bias_in is not None:
+                if wanted[1]:
+                    weight_in_grad = (weight * weight_out).sum_to_size(weight_in.shape)
+                if wanted[2]:
+                    weight_out_grad = (weight * weight_in).sum_to_size(weight_out.shape)
+                if wanted[2] and bias_in is not None:
                     weight_out_grad = weight_out_grad + (bias_in[:, None] * sums)[:, None]
             if wanted[3]:
                 bias_in_grad = (weight_out.sum(1) * sums).sum(1)

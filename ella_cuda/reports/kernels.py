@@ -108,7 +108,7 @@ def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], C
         def call(*inputs: Tensor) -> Tensors:
             leaves = [t.requires_grad_() for t in inputs]
             y = function(*leaves)
-            weight = (
+            weight = (  # not symmetric: the gradients of biases would vanish
                 torch.linspace(-1, 2, y.numel(), dtype=torch.float64).to(y).view_as(y)
                 if y.dim()
                 else torch.ones_like(y)

@@ -238,10 +238,23 @@ def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
-def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
+def calls(call, *names: str) -> dict[str, int]:
+    """How often ops of these names run during a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    return sum(e.name == f"ella_cuda::{name}" for e in profile.events())
+    return {name: sum(e.name == name for e in profile.events()) for name in names}
+
+
+def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
+    name = f"ella_cuda::{name}"
+    return calls(call, name)[name]
+
+
+def test_the_middle_is_kept(device):
+    args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), device, torch.float32)]
+    names = "ella_cuda::factored_linear_keeping", "ella_cuda::factored_linear_backward_keeping"
+    found = calls(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
+    assert list(found.values()) == [1, 1]
 
 
 def test_who_reads_what_was_kept():
@@ -402,13 +415,6 @@ def test_threads_do_not_write_each_others_sums():
 ONE_POSITION = [(3, 2, 4, 1, 5), (3, 2, 4, 5, 1), (2, 3, 2, 1, 1)]
 
 
-def calls(call, *names: str) -> dict[str, int]:
-    """How often ops of these names run during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call()
-    return {name: sum(e.name == name for e in profile.events()) for name in names}
-
-
 def products(call) -> tuple[int, bool]:
     """Matrix products by torch during a call, and whether an op of ours runs."""
     found = calls(call, "aten::addmm", "aten::mm", *(f"ella_cuda::{op}" for op in OURS))
@@ -429,7 +435,7 @@ def multiplied_out_by_torch(shape: tuple[int, ...], device: torch.device) -> boo
 
 @pytest.mark.parametrize("shape", [(140, 60, 70, 1, 4), (140, 60, 70, 4, 1), (120, 60, 70, 1, 4), (140, 60, 70, 2, 4)])
 def test_what_is_multiplied_out(shape, device):
-    """From 2^19 numbers of the middle on, by three products in all; where a compiler or a tracer sees sizes, the op runs."""
+    """From 2^19 numbers of the middle on, by three products in all; batched gradients and those with a graph are the op's."""
     args = [a.requires_grad_() for a in arguments(shape, device, torch.float32)]
     n, c, d, *_ = shape
     out = multiplied_out_by_torch(shape, device) and n * c * d >= 1 << 19
@@ -439,9 +445,9 @@ def test_what_is_multiplied_out(shape, device):
     with torch.no_grad():
         assert products(lambda: ops.factored_linear(*args)) == ((1, False) if out else (0, True))
     y = ops.factored_linear(*args)
-    for options in ({"create_graph": True}, {"is_grads_batched": True}):
-        grad = torch.ones(2, *y.shape, device=device) if "is_grads_batched" in options else torch.ones_like(y)
-        assert products(lambda: torch.autograd.grad(y, args, grad, retain_graph=True, **options))[1]  # noqa: B023
+    assert products(lambda: torch.autograd.grad(y, args, torch.ones_like(y), create_graph=True))[1]
+    columns = torch.ones(2, *y.shape, device=device)
+    assert products(lambda: torch.autograd.grad(y, args, columns, is_grads_batched=True))[1]
 
 
 @pytest.mark.parametrize("shape", ONE_POSITION)

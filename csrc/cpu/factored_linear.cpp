@@ -1,4 +1,4 @@
-// F-FC, forward.
+// F-FC, forward. z[d][c][image] exists for one block of images and some channels at a time, small enough for the cache.
 #include "factored_linear.h"
 
 #include <tuple>
@@ -7,6 +7,26 @@
 
 namespace ella {
 namespace {
+
+// Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
+template <class T>
+int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {
+  constexpr int64_t kTileBytes = 256 * 1024;  // a quarter of a second-level cache of 1 MiB
+  const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(in_channels * k.width, 1);
+  return std::min(channels, std::max(fit / k.rows, int64_t(1)) * k.rows);
+}
+
+// out[image * out_row + position] = init[position] + sum_k a[k * a_k + image] weight[k * weight_row + position] for n images
+// and whole vectors of positions; `add` adds to out instead. `panel` is room for k rows of the weight.
+template <class T>
+void positions_in_lanes(const Kernels<T>& k, int64_t n, int64_t positions, int64_t count, const T* a, int64_t a_k,
+                        const T* weight, int64_t weight_row, const T* init, T* out, int64_t out_row, bool add, T* panel) {
+  for (int64_t j = 0; j < positions; j += k.width) {
+    const int64_t lanes = std::min(k.width, positions - j);
+    k.pack(lanes, count, weight + j, 1, weight_row, panel);
+    k.product(n, lanes, count, a, 1, a_k, panel, k.width, init ? init + j : nullptr, 0, 1, out + j, out_row, add, false);
+  }
+}
 
 template <class T>
 class Forward {

@@ -1,10 +1,9 @@
 // What F-FC's forward and backward on the CPU share: how they read their arguments, and the middle z.
 //
-// z[d][c][image] and dz[d][c][image] exist for one block of images and some channels at a time, small enough for the cache. A
-// sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
+// A sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
 // positions can be taken along the rows as they lie in memory, lanes being added at the end (`row_products`), or be a product
-// with a panel, the rows transposed. The first costs three operations for each of its results, the second one for each number
-// of the panel.
+// with a panel, the rows transposed. The first costs three operations for each of its results, the second about one for each
+// number of the panel.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +31,8 @@ struct Array1 {
   int64_t stride;
 };
 
-// Input channels in a tile of z that does not hold all: more would leave too few output channels to share a panel of x.
+// Input channels whose z is there at a time, where it cannot be all: more would leave too few output channels to share a panel
+// of x.
 constexpr int64_t kTileChannels = 20;
 
 // Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where they are
@@ -41,14 +41,6 @@ template <class T>
 int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
   const int64_t lanes = ceil_divide(s.N, k.width) * k.width;
   return lanes * s.D <= s.N * s.X ? lanes * s.D * s.C : 0;
-}
-
-// Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
-template <class T>
-int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {
-  constexpr int64_t kTileBytes = 256 * 1024;  // of z, and as much of dz: together half of a second-level cache of 1 MiB
-  const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(in_channels * k.width, 1);
-  return std::min(channels, std::max(fit / k.rows, int64_t(1)) * k.rows);
 }
 
 // Whether vectors can run along the last axis of an array of `size` positions.
@@ -67,7 +59,7 @@ bool in_lanes(const Kernels<T>& k, int64_t size, const Array3<T>& weight) {
 // rows.
 template <class T>
 bool along_rows(const Kernels<T>& k, int64_t size, int64_t results, const Array3<T>& left, const Array3<T>& right) {
-  return whole_vectors(k, size, left) && whole_vectors(k, size, right) && size > 2 * results;
+  return whole_vectors(k, size, left) && whole_vectors(k, size, right) && size > 4 * results;
 }
 
 // Zeros in the lanes from n on up to a whole vector, which sums over lanes take in.
@@ -117,17 +109,5 @@ class Middle {
   const Array1<T> bias_;
   const bool rows_;
 };
-
-// out[image * out_row + position] = init[position] + sum_k a[k * a_k + image] weight[k * weight_row + position] for n images
-// and whole vectors of positions; `add` adds to out instead. `panel` is room for k rows of the weight.
-template <class T>
-void positions_in_lanes(const Kernels<T>& k, int64_t n, int64_t positions, int64_t count, const T* a, int64_t a_k,
-                        const T* weight, int64_t weight_row, const T* init, T* out, int64_t out_row, bool add, T* panel) {
-  for (int64_t j = 0; j < positions; j += k.width) {
-    const int64_t lanes = std::min(k.width, positions - j);
-    k.pack(lanes, count, weight + j, 1, weight_row, panel);
-    k.product(n, lanes, count, a, 1, a_k, panel, k.width, init ? init + j : nullptr, 0, 1, out + j, out_row, add, false);
-  }
-}
 
 }  // namespace ella

@@ -1,6 +1,8 @@
-// F-FC, backward: all five gradients, dz and, unless the forward kept it, z computed block by block.
+// F-FC, backward: all five gradients.
 #include <algorithm>
+#include <optional>
 #include <tuple>
+#include <utility>
 
 #include "factored_linear.h"
 #include "factored_linear_one_output.h"
@@ -8,25 +10,13 @@
 namespace ella {
 namespace {
 
-// How the work is cut, by the sizes alone, so that no result depends on the number of threads. Input channels are shared out
-// first: the gradients of x and of the weights that belong to one are nobody else's. Where they are few, the images are cut
-// into chunks too, each of which sums the gradients of the weights by itself; those sums are added in the order of the chunks.
-// Where images are many, they are cut whatever the number of channels, to bound rounding.
-struct Shares {
-  static constexpr int64_t kLeast = 5;  // channels of a group: fewer leave too much of a register tile empty
-  static constexpr int64_t kTasks = 8;
-  static constexpr int64_t kBlocks = 16;  // of images, whose sums are added one after the other
-
-  Shares(int64_t C, int64_t image_blocks) {
-    while (groups < kTasks && C / (2 * groups) >= kLeast) groups *= 2;
-    chunks = std::min(image_blocks, image_blocks > kBlocks ? kTasks : kTasks / groups);
-    if (groups == kTasks) groups *= ceil_divide(C, kTasks * kTileChannels);
-    channels = ceil_divide(C, groups);
-  }
-
-  int64_t groups = 1, channels, chunks;
-};
-
+// z and dz exist for some output channels at a time: first every input channel makes its z, then every output channel its dz
+// and dV, then every input channel its dU and dx. What a task writes is nobody else's and no sum is cut between tasks, so that
+// no result depends on the number of threads.
+//
+// All threads take these steps together, so that g is read once for all input channels. With few positions there is little to
+// read and little to compute for each number of z and dz, which are better where they were written: there a thread takes all
+// steps for some input channels, and their z and dz stay in its second-level cache.
 template <class T>
 class Backward {
  public:
@@ -36,97 +26,132 @@ class Backward {
         s_(s),
         wanted_(wanted),
         blocks_(ceil_divide(s.N, k_.width)),
-        shares_(s.C, blocks_),
-        z_row_(shares_.channels * k_.width),
-        rows_(channel_block(k_, shares_.channels, s.D)),
+        apart_(s.X + s.Y <= kFewPositions && s.C >= kManyChannels),
+        groups_(apart_ ? std::max(ceil_divide(s.C, kTileChannels), kManyChannels / kLeast) : 1),
+        chunk_(outputs_at_once()),
+        parts_(apart_ ? 1 : std::min(ceil_divide(kTasks, chunk_), std::max(s.C / kLeast, int64_t(1)))),
         like_(x),
         middle_(s, x, weight_in, bias_in),
         g_(grad),
         x_(x),
         u_(weight_in),
         v_(weight_out),
-        along_g_(along_rows(k_, s.Y, shares_.channels, v_, g_)),
-        shared_(middle_gradient() && !along_g_ && shares_.groups > 1 && 2 * s.N >= k_.width),
+        along_g_(along_rows(k_, s.Y, s.C, v_, g_)),
         dx_lanes_(in_lanes(k_, s.X, u_)),
         kept_(kept),
-        g_panels_(x, shared_ ? blocks_ * s.D * s.Y * k_.width : 0) {}
+        dx_panels_(x, wanted.x && !dx_lanes_ && chunk_ < s.D ? blocks_ * s.C * s.X * k_.width : 0),
+        in_sums_(x, groups_ * parts_ * s.D),
+        out_sums_(x, s.D * s.Y) {}
 
   void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
-    if (shared_) pack_gradient();
-    const int64_t tasks = shares_.groups * shares_.chunks;
-    const int64_t size_u = wanted_.weight_in ? s_.D * s_.C * s_.X : 0, size_v = wanted_.weight_out ? s_.D * s_.C * s_.Y : 0;
-    const Buffer<T> partial(like_, (shares_.chunks - 1) * (size_u + size_v));
-    const Buffer<double> bias(like_, tasks * s_.D + shares_.chunks * s_.Y);
-    bias.zero(0, tasks * s_.D + shares_.chunks * s_.Y);
-    double* const bias_out = bias.data() + tasks * s_.D;
-    const auto chunk_u = [&](int64_t i) { return i == 0 ? du.mutable_data_ptr<T>() : partial.data() + (i - 1) * size_u; };
-    const auto chunk_v = [&](int64_t i) {
-      return i == 0 ? dv.mutable_data_ptr<T>() : partial.data() + (shares_.chunks - 1) * size_u + (i - 1) * size_v;
-    };
-    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-      Scratch scratch(*this);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t chunk = i % shares_.chunks, group = i / shares_.chunks, c0 = s_.C * group / shares_.groups;
-        Target target{c0,
-                      s_.C * (group + 1) / shares_.groups - c0,
-                      dx.mutable_data_ptr<T>(),
-                      chunk_u(chunk),
-                      chunk_v(chunk),
-                      bias.data() + i * s_.D,
-                      wanted_.bias_out && group == 0 ? bias_out + chunk * s_.Y : nullptr};
-        const int64_t first = blocks_ * chunk / shares_.chunks;
-        for (int64_t b = first; b < blocks_ * (chunk + 1) / shares_.chunks; ++b) image_block(b, b > first, scratch, target);
-      }
-    });
-    add_chunks(size_u, chunk_u);
-    add_chunks(size_v, chunk_v);
-    if (wanted_.bias_in) add_sums(tasks, s_.D, bias.data(), dbias_in);
-    if (wanted_.bias_out) add_sums(shares_.chunks, s_.Y, bias_out, dbias_out);
+    in_sums_.zero(0, groups_ * parts_ * s_.D);
+    out_sums_.zero(0, s_.D * s_.Y);
+    const Outputs out{dx.mutable_data_ptr<T>(), du.mutable_data_ptr<T>(), dv.mutable_data_ptr<T>()};
+    if (apart_) {
+      torch::stable::parallel_for(0, groups_, 1, [&](int64_t begin, int64_t end) {
+        const Middles room(*this, ceil_divide(s_.C, groups_));
+        Scratch scratch(like_);
+        for (int64_t group = begin; group < end; ++group) {
+          const int64_t c0 = s_.C * group / groups_;
+          const Group own{group, c0, s_.C * (group + 1) / groups_ - c0, room.z.data(), room.dz.data(), room.x_panels.data()};
+          steps(own, out, [&](int64_t tasks, const auto& f) {
+            for (int64_t i = 0; i < tasks; ++i) f(i, scratch);
+          });
+        }
+      });
+    } else {
+      const Middles room(*this, s_.C);
+      steps(Group{0, 0, s_.C, room.z.data(), room.dz.data(), nullptr}, out, [&](int64_t tasks, const auto& f) {
+        torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+          Scratch scratch(like_);
+          for (int64_t i = begin; i < end; ++i) f(i, scratch);
+        });
+      });
+    }
+    if (wanted_.bias_in) add_sums(groups_ * parts_, s_.D, in_sums_.data(), dbias_in);
+    if (wanted_.bias_out) add_sums(s_.D, s_.Y, out_sums_.data(), dbias_out);
   }
 
  private:
-  struct Target {
-    int64_t c0, channels;
+  static constexpr int64_t kTasks = 16;         // at least, where the sizes allow it
+  static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
+  static constexpr int64_t kFewPositions = 40;  // of x and y together
+  static constexpr int64_t kManyChannels = 8 * kLeast;
+  static constexpr int64_t kBlocks = 16;  // of images, whose sums are added one after the other: to bound rounding
+
+  struct Outputs {
     T *dx, *du, *dv;
-    double *dbias_in, *dbias_out;  // the second for one group of channels only, since it belongs to none
   };
 
-  struct Scratch {
-    explicit Scratch(const Backward& op)
-        : once(op.rows_ >= op.s_.D),
-          x_panel(op.middle_.panel_size()),
-          x_panels(op.like_, op.computes_z() ? (once ? 1 : op.shares_.channels) * x_panel : 0),
-          g_panel(op.like_, op.shared_ ? 0 : (op.along_g_ ? 1 : op.s_.Y) * op.k_.width),
-          z(op.like_, op.computes_z() ? op.rows_ * op.z_row_ : 0),
-          dz(op.like_, op.middle_gradient() ? op.rows_ * op.z_row_ : 0),
-          dx_panels(op.like_, !op.wanted_.x  ? 0
-                              : op.dx_lanes_ ? op.rows_ * op.k_.width
-                                             : (once ? 1 : op.shares_.channels) * op.s_.X * op.k_.width),
-          rows(op.like_, op.k_.width * op.k_.width) {}
-    bool once;  // one block holds all output channels: a channel's panels are done with after its turn
-    int64_t x_panel;
-    Buffer<T> x_panels, g_panel, z, dz, dx_panels, rows;
+  // Some input channels, and where their middles are: those of one channel, or of one output channel, an odd number of panel's
+  // rows apart, since at many even distances they would share a few lines of the first-level cache.
+  struct Group {
+    int64_t index, c0, channels;
+    T* z;         // [block][output channel of the chunk][input channel][lane]
+    T* dz;        // [block][input channel][output channel of the chunk][lane]
+    T* x_panels;  // [block][input channel][position][lane], for all chunks; or null
   };
 
-  void pack_gradient() const {
-    torch::stable::parallel_for(0, blocks_ * s_.D, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t block = i / s_.D, d = i % s_.D;
-        k_.pack(images(block), s_.Y, g_.at(block * k_.width, d), g_.s0, g_.s2, shared_panel(block, d));
+  struct Middles {
+    Middles(const Backward& op, int64_t channels)
+        : z(op.like_, op.computes_z() ? op.blocks_ * op.chunk_ * (channels | 1) * op.k_.width : 0),
+          dz(op.like_, op.middle_gradient() ? op.blocks_ * channels * (op.chunk_ | 1) * op.k_.width : 0),
+          x_panels(op.like_, op.apart_ && op.computes_z() ? op.blocks_ * channels * op.middle_.panel_size() : 0) {}
+    Buffer<T> z, dz, x_panels;
+  };
+
+  // Room of a task, from one task of a thread to its next.
+  class Scratch {
+   public:
+    explicit Scratch(const Tensor& like) : like_(like) {}
+    T* panel(int64_t size) { return room(panel_, size); }  // of x, g or U
+    T* rows(int64_t size) { return room(rows_, size); }    // of a weight's gradient
+    T* sums(int64_t size) { return room(sums_, size); }    // of the images after the first kBlocks blocks
+
+   private:
+    T* room(std::optional<std::pair<Buffer<T>, int64_t>>& buffer, int64_t size) {
+      if (!buffer || buffer->second < size) buffer.emplace(Buffer<T>(like_, size), size);
+      return buffer->first.data();
+    }
+
+    const Tensor& like_;
+    std::optional<std::pair<Buffer<T>, int64_t>> panel_, rows_, sums_;
+  };
+
+  // `each` calls a function of the task and a scratch for so many tasks.
+  template <class Each>
+  void steps(const Group& group, const Outputs& out, const Each& each) const {
+    // Few input channels: their work is shared out too, dU by output channels and dx by images.
+    const int64_t pieces = apart_ ? 1 : ceil_divide(kTasks, std::max(s_.C, int64_t(1)));
+    for (int64_t d0 = 0; d0 < s_.D; d0 += chunk_) {
+      const int64_t rows = std::min(chunk_, s_.D - d0), of_u = std::min(pieces, ceil_divide(rows, k_.rows)),
+                    of_x = std::min(pieces, blocks_), both = of_u + of_x;
+      if (computes_z()) {
+        each(blocks_ * group.channels, [&](int64_t task, Scratch& scratch) {
+          middle(group, d0, rows, task / group.channels, task % group.channels, scratch);
+        });
       }
-    });
+      each(rows * parts_,
+           [&](int64_t task, Scratch& scratch) { outer_gradients(group, d0, task / parts_, task % parts_, out.dv, scratch); });
+      if (!wanted_.x && !wanted_.weight_in) continue;
+      each(group.channels * both, [&](int64_t task, Scratch& scratch) {
+        const int64_t c = task / both, i = task % both, j = i - of_u;
+        if (i < of_u && wanted_.weight_in) {
+          inner_weight(group, d0, rows * i / of_u, rows * (i + 1) / of_u, c, out.du, scratch);
+        } else if (i >= of_u && wanted_.x) {
+          input(group, d0, rows, c, blocks_ * j / of_x, blocks_ * (j + 1) / of_x, out.dx, scratch);
+        }
+      });
+    }
   }
 
-  template <class F>
-  void add_chunks(int64_t size, const F& chunk) const {
-    if (shares_.chunks < 2 || size == 0) return;
-    torch::stable::parallel_for(0, size, 16384, [&](int64_t begin, int64_t end) {
-      T* total = chunk(0);
-      for (int64_t i = 1; i < shares_.chunks; ++i) {
-        const T* part = chunk(i);
-        for (int64_t j = begin; j < end; ++j) total[j] += part[j];
-      }
-    });
+  // Output channels whose dz, and z, is there at a time: what fits in the cache, or as much as twice the larger one of x and g,
+  // or 4 MiB of floats.
+  int64_t outputs_at_once() const {
+    constexpr int64_t kTile = 1 << 16, kLittle = 1 << 20;
+    const int64_t room = apart_ ? kTile : std::max({kLittle, 2 * s_.N * s_.C * s_.X, 2 * s_.N * s_.D * s_.Y});
+    const int64_t one = blocks_ * k_.width * ceil_divide(s_.C, groups_);
+    return balanced_group(s_.D, std::max(room / std::max(one, int64_t(1)) / k_.rows * k_.rows, k_.rows));
   }
 
   static void add_sums(int64_t parts, int64_t count, const double* sums, const Tensor& out) {
@@ -141,59 +166,58 @@ class Backward {
   bool middle_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in; }
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
-  T* shared_panel(int64_t block, int64_t d) const { return g_panels_.data() + (block * s_.D + d) * s_.Y * k_.width; }
-
-  void image_block(int64_t block, bool add, Scratch& scratch, const Target& target) const {
-    const int64_t W = k_.width, n0 = block * W, n = images(block);
-    for (int64_t d0 = 0; d0 < s_.D; d0 += rows_) {
-      const int64_t rows = std::min(rows_, s_.D - d0);
-      const T* const z = kept_ ? kept_ + ((block * s_.D + d0) * s_.C + target.c0) * W : scratch.z.data();
-      const int64_t z_row = kept_ ? s_.C * W : z_row_;
-      for (int64_t i = 0; i < target.channels && computes_z(); ++i) {
-        middle_.compute(n0, n, d0, rows, target.c0 + i, d0 == 0,
-                        scratch.x_panels.data() + (scratch.once ? 0 : i * scratch.x_panel), scratch.z.data() + i * W, z_row_);
-      }
-      // What reads g of one output channel stands together: all of g is read for every group of channels.
-      for (int64_t d = d0; d < d0 + rows; ++d) {
-        const T* panel = outer_gradient(block, d, scratch.dz.data() + (d - d0) * z_row_, scratch, target);
-        if (wanted_.weight_out) {
-          weight_gradient(target.channels, n, s_.Y, z + (d - d0) * z_row, W, g_.at(n0, d), g_.s0, g_.s2, panel,
-                          target.dv + (d * s_.C + target.c0) * s_.Y, s_.Y, add, scratch);
-        }
-      }
-      for (int64_t i = 0; i < target.channels; ++i) {
-        const int64_t c = target.c0 + i;
-        const T* dz = scratch.dz.data() + i * W;
-        if (wanted_.weight_in) {
-          weight_gradient(rows, n, s_.X, dz, z_row_, x_.at(n0, c), x_.s0, x_.s2, nullptr, target.du + (d0 * s_.C + c) * s_.X,
-                          s_.C * s_.X, add, scratch);
-        }
-        if (wanted_.x) input_gradient(n0, n, d0, rows, c, i, dz, scratch, target);
-      }
-    }
+  // z of a block of images, for output channel d0 + i from a group's channel c on: kept for all, or this chunk's.
+  const T* z(const Group& group, int64_t block, int64_t d0, int64_t i, int64_t c) const {
+    const int64_t W = k_.width;
+    return kept_ ? kept_ + ((block * s_.D + d0 + i) * s_.C + group.c0 + c) * W
+                 : group.z + ((block * chunk_ + i) * (group.channels | 1) + c) * W;
   }
 
-  // dz[d] of the target's channels and the biases' sums; gives the panel of g[d], if there is one.
-  const T* outer_gradient(int64_t block, int64_t d, T* dz, Scratch& scratch, const Target& target) const {
-    const int64_t W = k_.width, n0 = block * W, n = images(block);
-    T* panel = nullptr;
-    if (along_g_) {
-      if (target.dbias_out) image_sums(n, g_.at(n0, d), scratch.g_panel.data(), target.dbias_out);
-    } else if (middle_gradient() || target.dbias_out) {
-      panel = shared_ ? shared_panel(block, d) : scratch.g_panel.data();
-      if (!shared_) k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
-      if (target.dbias_out) k_.lane_sums(s_.Y, n, panel, W, target.dbias_out, 1);
+  T* dz(const Group& group, int64_t block, int64_t c, int64_t i) const {
+    return group.dz + ((block * group.channels + c) * (chunk_ | 1) + i) * k_.width;
+  }
+
+  // z of a chunk of output channels and one input channel
+  void middle(const Group& group, int64_t d0, int64_t rows, int64_t block, int64_t c, Scratch& scratch) const {
+    const int64_t size = middle_.panel_size();
+    T* const panel = group.x_panels ? group.x_panels + (block * group.channels + c) * size : scratch.panel(size);
+    middle_.compute(block * k_.width, images(block), d0, rows, group.c0 + c, group.x_panels == nullptr || d0 == 0, panel,
+                    group.z + (block * chunk_ * (group.channels | 1) + c) * k_.width, (group.channels | 1) * k_.width);
+  }
+
+  // dz, dV and the biases' sums of output channel d0 + i and one part of the group's channels
+  void outer_gradients(const Group& group, int64_t d0, int64_t i, int64_t part, T* dv, Scratch& scratch) const {
+    const int64_t W = k_.width, d = d0 + i, first = group.channels * part / parts_, c0 = group.c0 + first,
+                  channels = group.channels * (part + 1) / parts_ - first;
+    double* const in_sum = in_sums_.data() + (group.index * parts_ + part) * s_.D + d;
+    double* const out_sums = wanted_.bias_out && group.index + part == 0 ? out_sums_.data() + d * s_.Y : nullptr;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const int64_t n0 = block * W, n = images(block);
+      T* panel = nullptr;
+      if (along_g_) {
+        if (out_sums) image_sums(n, g_.at(n0, d), scratch.panel(W), out_sums);
+      } else if (middle_gradient() || out_sums) {
+        panel = scratch.panel(s_.Y * W);
+        k_.pack(n, s_.Y, g_.at(n0, d), g_.s0, g_.s2, panel);
+        if (out_sums) k_.lane_sums(s_.Y, n, panel, W, out_sums, 1);
+      }
+      if (middle_gradient()) {
+        T* const target = dz(group, block, first, i);
+        const int64_t dz_row = (chunk_ | 1) * W;
+        if (along_g_) {
+          fill_rows(k_, channels, n, static_cast<const T*>(nullptr), 0, target, dz_row);
+          k_.row_products(channels, n, s_.Y, v_.at(d, c0), v_.s1, g_.at(n0, d), g_.s0, target, dz_row);
+        } else {
+          k_.product(channels, n, s_.Y, v_.at(d, c0), v_.s1, v_.s2, panel, W, nullptr, 0, 0, target, dz_row, false, false);
+          clear_lanes(k_, channels, n, target, dz_row);
+        }
+        if (wanted_.bias_in) k_.lane_sums(channels, n, target, dz_row, in_sum, 0);
+      }
+      if (wanted_.weight_out) {
+        weight_gradient(channels, block, s_.Y, z(group, block, d0, i, first), W, g_.at(n0, d), g_.s0, g_.s2, panel,
+                        dv + (d * s_.C + c0) * s_.Y, s_.Y, scratch);
+      }
     }
-    if (!middle_gradient()) return panel;
-    if (along_g_) {
-      fill_rows(k_, target.channels, n, static_cast<const T*>(nullptr), 0, dz, W);
-      k_.row_products(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, g_.at(n0, d), g_.s0, dz, W);
-    } else {
-      k_.product(target.channels, n, s_.Y, v_.at(d, target.c0), v_.s1, v_.s2, panel, W, nullptr, 0, 0, dz, W, false, false);
-      clear_lanes(k_, target.channels, n, dz, W);
-    }
-    if (wanted_.bias_in) k_.lane_sums(target.channels, n, dz, W, target.dbias_in + d, 0);
-    return panel;
   }
 
   // sums[y] += sum_image g[image, y]
@@ -206,53 +230,77 @@ class Backward {
     }
   }
 
-  // dx[n, c, :], of which output channels from d0 on are a part; c is the i-th channel of its group
-  void input_gradient(int64_t n0, int64_t n, int64_t d0, int64_t rows, int64_t c, int64_t i, const T* dz, Scratch& scratch,
-                      const Target& target) const {
-    const int64_t W = k_.width;
-    T *dx = target.dx + (n0 * s_.C + c) * s_.X, *panel = scratch.dx_panels.data();
-    if (dx_lanes_) {
-      positions_in_lanes(k_, n, s_.X, rows, dz, z_row_, u_.at(d0, c), u_.s0, static_cast<const T*>(nullptr), dx, s_.C * s_.X,
-                         d0 > 0, panel);
-      return;
+  // dU[d, c, :] of output channels d0 + begin .. d0 + end and the group's channel c
+  void inner_weight(const Group& group, int64_t d0, int64_t begin, int64_t end, int64_t c, T* du, Scratch& scratch) const {
+    const int64_t channel = group.c0 + c;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      weight_gradient(end - begin, block, s_.X, dz(group, block, c, begin), k_.width, x_.at(block * k_.width, channel), x_.s0,
+                      x_.s2, nullptr, du + ((d0 + begin) * s_.C + channel) * s_.X, s_.C * s_.X, scratch);
     }
-    panel += scratch.once ? 0 : i * s_.X * W;
-    k_.product(s_.X, n, rows, u_.at(d0, c), u_.s2, u_.s0, dz, z_row_, nullptr, 0, 0, panel, W, d0 > 0, false);
-    if (d0 + rows == s_.D) k_.unpack(n, s_.X, panel, dx, s_.C * s_.X);
   }
 
-  // out[i, j] = sum_image a[i][image] source[image, j], j < columns, or added to out. Few columns are dot products over the
+  // dx of some blocks of images and the group's channel c, of which `rows` output channels from d0 on are a part
+  void input(const Group& group, int64_t d0, int64_t rows, int64_t c, int64_t begin, int64_t end, T* dx,
+             Scratch& scratch) const {
+    const int64_t W = k_.width, channel = group.c0 + c;
+    const auto target = [&](int64_t block) { return dx + (block * W * s_.C + channel) * s_.X; };
+    for (int64_t j = 0; j < s_.X && dx_lanes_; j += W) {
+      const int64_t lanes = std::min(W, s_.X - j);
+      T* const panel = scratch.panel(rows * W);
+      k_.pack(lanes, rows, u_.at(d0, channel) + j, 1, u_.s0, panel);
+      for (int64_t block = begin; block < end; ++block) {
+        k_.product(images(block), lanes, rows, dz(group, block, c, 0), 1, W, panel, W, nullptr, 0, 0, target(block) + j,
+                   s_.C * s_.X, d0 > 0, false);
+      }
+    }
+    for (int64_t block = begin; block < end && !dx_lanes_; ++block) {
+      T* const panel = chunk_ < s_.D ? dx_panels_.data() + (block * s_.C + channel) * s_.X * W : scratch.panel(s_.X * W);
+      k_.product(s_.X, images(block), rows, u_.at(d0, channel), u_.s2, u_.s0, dz(group, block, c, 0), W, nullptr, 0, 0, panel,
+                 W, d0 > 0, false);
+      if (d0 + rows == s_.D) k_.unpack(images(block), s_.X, panel, target(block), s_.C * s_.X);
+    }
+  }
+
+  // A block's part of out[i, j] = sum_image a[i][image] source[image, j], j < columns. Few columns are dot products over the
   // images, which need them as a panel (`packed`, if there is one already); many are a product over the images with the columns
   // in the lanes.
-  void weight_gradient(int64_t rows, int64_t n, int64_t columns, const T* a, int64_t a_row, const T* source,
-                       int64_t image_stride, int64_t column_stride, const T* packed, T* out, int64_t out_row, bool add,
+  void weight_gradient(int64_t rows, int64_t block, int64_t columns, const T* a, int64_t a_row, const T* source,
+                       int64_t image_stride, int64_t column_stride, const T* packed, T* out, int64_t out_row,
                        Scratch& scratch) const {
-    const int64_t W = k_.width;
+    const int64_t W = k_.width, n = images(block);
+    const bool direct = block < kBlocks, add = block % kBlocks != 0;
+    T* const sums = direct ? out : scratch.sums(rows * columns);
+    const int64_t sums_row = direct ? out_row : columns;
     if (columns * 4 <= k_.vector) {
       if (packed == nullptr) {
-        k_.pack(n, columns, source, image_stride, column_stride, scratch.rows.data());
-        packed = scratch.rows.data();
+        T* const panel = scratch.rows(columns * W);
+        k_.pack(n, columns, source, image_stride, column_stride, panel);
+        packed = panel;
       }
-      for (int64_t i = 0; i < rows && !add; ++i) std::fill_n(out + i * out_row, columns, T(0));
+      for (int64_t i = 0; i < rows && !add; ++i) std::fill_n(sums + i * sums_row, columns, T(0));
       const int64_t count = ceil_divide(n, k_.vector) * k_.vector;
-      if (columns == 1 && out_row == 1) {
-        k_.row_products(1, rows, count, packed, W, a, a_row, out, 0);
+      if (columns == 1 && sums_row == 1) {
+        k_.row_products(1, rows, count, packed, W, a, a_row, sums, 0);
       } else {
-        k_.row_products(rows, columns, count, a, a_row, packed, W, out, out_row);
+        k_.row_products(rows, columns, count, a, a_row, packed, W, sums, sums_row);
       }
-      return;
+    } else {
+      for (int64_t j = 0; j < columns; j += W) {
+        const int64_t lanes = std::min(W, columns - j);
+        const T* b = source + j * column_stride;
+        int64_t b_row = image_stride;
+        // Rows of many register tiles share the panel; as they lie in memory, its rows often share a few lines of the cache.
+        if (column_stride != 1 || lanes % k_.vector != 0 || rows >= kPacking * k_.rows) {
+          T* const panel = scratch.rows(n * W);
+          k_.pack(lanes, n, b, column_stride, image_stride, panel);
+          b = panel;
+          b_row = W;
+        }
+        k_.product(rows, lanes, n, a, a_row, 1, b, b_row, nullptr, 0, 0, sums + j, sums_row, add, true);
+      }
     }
-    for (int64_t j = 0; j < columns; j += W) {
-      const int64_t lanes = std::min(W, columns - j);
-      const T* b = source + j * column_stride;
-      int64_t b_row = image_stride;
-      // Rows of many register tiles share the panel; as they lie in memory, its rows often share a few lines of the cache.
-      if (column_stride != 1 || lanes % k_.vector != 0 || rows >= kPacking * k_.rows) {
-        k_.pack(lanes, n, b, column_stride, image_stride, scratch.rows.data());
-        b = scratch.rows.data();
-        b_row = W;
-      }
-      k_.product(rows, lanes, n, a, a_row, 1, b, b_row, nullptr, 0, 0, out + j, out_row, add, true);
+    if (!direct && (block % kBlocks == kBlocks - 1 || block == blocks_ - 1)) {
+      k_.add_rows(rows, columns, 1, sums, columns, out, out_row);
     }
   }
 
@@ -262,17 +310,18 @@ class Backward {
   const FactoredLinearSizes s_;
   const FactoredLinearWanted wanted_;
   const int64_t blocks_;  // of images
-  const Shares shares_;
-  const int64_t z_row_;  // from one output channel's dz, and z, to the next one's
-  const int64_t rows_;   // output channels whose dz, and z, is there at a time
+  const bool apart_;      // a thread takes all steps for a group of input channels
+  const int64_t groups_;  // of these; one otherwise
+  const int64_t chunk_;   // output channels whose dz, and z, is there at a time
+  const int64_t parts_;   // of a group's channels, where output channels are few
   const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> g_, x_, u_, v_;
-  const bool along_g_;        // the sums over positions of g are taken along its rows
-  const bool shared_;         // g is packed once for all groups of channels, images being enough to fill half of a panel
-  const bool dx_lanes_;       // lanes of dx are positions
-  const T* const kept_;       // z of all images, or null
-  const Buffer<T> g_panels_;  // of all images and output channels, if shared: at most twice as large as g
+  const bool along_g_;         // the sums over positions of g are taken along its rows
+  const bool dx_lanes_;        // lanes of dx are positions
+  const T* const kept_;        // z of all images, or null
+  const Buffer<T> dx_panels_;  // [block][input channel][position][lane], where it is a sum over chunks
+  const Buffer<double> in_sums_, out_sums_;
 };
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;

@@ -131,19 +131,44 @@ void add_large_blocks(const Rows<T>& r, const Tensor& like) {
                   });
 }
 
+template <class T>
+void add_blocks(const Rows<T>& r, const Tensor& like) {
+  if (r.value == 1 && r.d <= kSmall) {
+    add_small_blocks(r, like);
+  } else if (r.d <= kMedium / 2 && r.G > 1) {
+    add_medium_blocks(r, like);
+  } else {
+    add_large_blocks(r, like);
+  }
+}
+
+// Parts of the rows of one block, which has too few tiles to share out: by the sizes alone, so that no result depends on the
+// number of threads.
+int64_t row_parts(const KronAccumulateSizes& s) {
+  constexpr int64_t kParts = 8, kSide = 192;  // 192: six tiles of 64 columns
+  constexpr int64_t kLeast = 1 << 21;         // multiply-adds of a part, as if both triangles were computed: some 20 us
+  return s.G == 1 && s.d <= kSide ? std::clamp(s.N * s.d * s.d / kLeast, int64_t(1), std::min(kParts, s.N)) : 1;
+}
+
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
   const KronAccumulateSizes s = check_kron_accumulate(factor, rows);
   if (factor.numel() == 0 || s.N == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
-    const Rows<scalar_t> r{rows.const_data_ptr<scalar_t>(),     s.N,  s.G, s.d, rows.stride(0), rows.stride(1), rows.stride(2),
-                           factor.mutable_data_ptr<scalar_t>(), alpha};
-    if (r.value == 1 && r.d <= kSmall) {
-      add_small_blocks(r, factor);
-    } else if (r.d <= kMedium / 2 && r.G > 1) {
-      add_medium_blocks(r, factor);
-    } else {
-      add_large_blocks(r, factor);
+    const scalar_t* data = rows.const_data_ptr<scalar_t>();
+    scalar_t* const total = factor.mutable_data_ptr<scalar_t>();
+    const int64_t row = rows.stride(0), block = rows.stride(1), value = rows.stride(2), parts = row_parts(s),
+                  each = s.N / parts;
+    int64_t rest = s.N;
+    if (parts > 1) {
+      const int64_t size = s.d * s.d;
+      const Buffer<scalar_t> sums(factor, parts * size);
+      sums.zero(0, parts * size);
+      add_blocks(Rows<scalar_t>{data, each, parts, s.d, row, each * row, value, sums.data(), alpha}, factor);
+      for (int64_t i = 0; i < parts; ++i) kernels<scalar_t>().add_rows(1, size, 1, sums.data() + i * size, size, total, size);
+      data += parts * each * row;
+      rest -= parts * each;
     }
+    if (rest > 0) add_blocks(Rows<scalar_t>{data, rest, s.G, s.d, row, block, value, total, alpha}, factor);
   });
 }
 

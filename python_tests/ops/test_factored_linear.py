@@ -34,11 +34,14 @@ SHAPES = [
     (67, 110, 8, 32, 224),  # and several blocks of images and of output channels
     (67, 110, 8, 33, 5),  # several blocks of output channels, packed positions
     (5, 2, 9, 300, 3),  # sums longer than those of one pass
-    (1030, 2, 3, 7, 6),  # several blocks of images in a chunk
-    (150, 41, 3, 6, 2),  # channels shared out, the last of them fewer
+    (1030, 2, 3, 7, 6),  # more blocks of images than are summed one after the other
+    (150, 41, 3, 6, 2),  # few positions: a thread takes some input channels, not all of them equally many
     (3, 330, 4, 3, 2),  # and in more groups than there are threads
-    (35, 80, 110, 33, 5),  # and several blocks of output channels, packed positions
-    (35, 80, 110, 32, 32),  # and whole vectors of positions
+    (67, 41, 100, 6, 2),  # and several chunks of output channels
+    (1030, 41, 3, 3, 5),  # and many blocks of images
+    (150, 3, 40, 70, 9),  # few input channels: one's work is shared out
+    (35, 110, 160, 33, 8),  # several chunks of output channels, packed positions
+    (35, 110, 160, 32, 16),  # and whole vectors of positions
     (140, 60, 70, 1, 4),  # multiplied out
     (140, 60, 70, 4, 1),
     (131, 67, 61, 7, 1),  # panels of channels that are not full
@@ -213,8 +216,15 @@ def test_only_what_is_asked_for_is_computed(shape, device):
         checks.assert_same(parts[i], everything[i])
 
 
-# Kept: one block of images, a part of one, several and several chunks; several groups of channels, positions in the lanes or not.
-KEPT = [(64, 2, 3, 40, 5), (10, 3, 1, 64, 7), (150, 12, 5, 33, 2), (1030, 2, 3, 17, 6), (70, 41, 30, 96, 48)]
+# Kept: one block of images, a part of one, several and many; positions in the lanes or not; several chunks of output channels.
+KEPT = [
+    (64, 2, 3, 40, 5),
+    (10, 3, 1, 64, 7),
+    (150, 12, 5, 33, 2),
+    (1030, 2, 3, 17, 6),
+    (70, 41, 30, 96, 48),
+    (1030, 41, 20, 30, 3),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

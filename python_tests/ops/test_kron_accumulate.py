@@ -28,6 +28,11 @@ SHAPES += [
     (7000, 1, 300),
     (400, 17, 300),
 ]  # several groups of panels, passes, factors at once
+SHAPES += [
+    (4501, 1, 37),
+    (70_001, 1, 8),
+    (500, 1, 130),
+]  # one block, whose rows are shared out, and a row or none that is left
 
 
 def outer_products(factor: Tensor, rows: Tensor, alpha: float) -> Tensor:
@@ -53,7 +58,9 @@ def test_equals_the_sum_of_outer_products(shape, dtype, device):
     assert torch.equal(ours, ours.mT)
 
 
-@pytest.mark.parametrize("shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37), (6, 2, 70), (300, 3, 130), (5, 2, 300)])
+@pytest.mark.parametrize(
+    "shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37), (6, 2, 70), (300, 3, 130), (5, 2, 300), (4501, 1, 37)]
+)
 def test_every_layout(shape, device):
     factor, rows = tensors(shape, device)
     for _, laid_out in checks.layouts(rows):
@@ -76,7 +83,7 @@ def test_sums_over_many_rows_are_short(shape, strided):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
-@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300)])
+@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300), (4501, 1, 37)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_past_the_end_is_read(shape, dtype):
     factor, rows = tensors(shape, torch.device("cpu"), dtype)
@@ -108,7 +115,7 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16), (600, 3, 70), (300, 1, 300), (50, 3, 300)]
+    "shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16), (600, 3, 70), (300, 1, 300), (50, 3, 300), (4501, 1, 37)]
 )
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
     factor, rows = tensors(shape, torch.device("cpu"), torch.float32)

@@ -10,9 +10,9 @@
 namespace ella {
 namespace {
 
-// z and dz exist for some output channels at a time: first every input channel makes its z, then every output channel its dz
-// and dV, then every input channel its dU and dx. What a task writes is nobody else's and no sum is cut between tasks, so that
-// no result depends on the number of threads.
+// z and dz exist for some images and output channels at a time: first every input channel makes its z, then every output
+// channel its dz and dV, then every input channel its dU and dx. What a task writes is nobody else's and no sum is cut between
+// tasks, so that no result depends on the number of threads.
 //
 // All threads take these steps together, so that g is read once for all input channels. With few positions there is little to
 // read and little to compute for each number of z and dz, which are better where they were written: there a thread takes all
@@ -39,7 +39,7 @@ class Backward {
         along_g_(along_rows(k_, s.Y, s.C, v_, g_)),
         dx_lanes_(in_lanes(k_, s.X, u_)),
         kept_(kept),
-        dx_panels_(x, wanted.x && !dx_lanes_ && chunk_ < s.D ? blocks_ * s.C * s.X * k_.width : 0),
+        dx_panels_(x, wanted.x && !dx_lanes_ && chunk_ < s.D ? most_blocks() * s.C * s.X * k_.width : 0),
         in_sums_(x, groups_ * parts_ * s.D),
         out_sums_(x, s.D * s.Y) {}
 
@@ -53,15 +53,13 @@ class Backward {
         Scratch scratch(like_);
         for (int64_t group = begin; group < end; ++group) {
           const int64_t c0 = s_.C * group / groups_;
-          const Group own{group, c0, s_.C * (group + 1) / groups_ - c0, room.z.data(), room.dz.data(), room.x_panels.data()};
-          steps(own, out, [&](int64_t tasks, const auto& f) {
+          all_images(group, c0, s_.C * (group + 1) / groups_ - c0, room, out, [&](int64_t tasks, const auto& f) {
             for (int64_t i = 0; i < tasks; ++i) f(i, scratch);
           });
         }
       });
     } else {
-      const Middles room(*this, s_.C);
-      steps(Group{0, 0, s_.C, room.z.data(), room.dz.data(), nullptr}, out, [&](int64_t tasks, const auto& f) {
+      all_images(0, 0, s_.C, Middles(*this, s_.C), out, [&](int64_t tasks, const auto& f) {
         torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
           Scratch scratch(like_);
           for (int64_t i = begin; i < end; ++i) f(i, scratch);
@@ -77,16 +75,16 @@ class Backward {
   static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
   static constexpr int64_t kFewPositions = 40;  // of x and y together
   static constexpr int64_t kManyChannels = 8 * kLeast;
-  static constexpr int64_t kBlocks = 16;  // of images, whose sums are added one after the other: to bound rounding
+  static constexpr int64_t kBlocks = 16;  // of images at a time, whose sums are added one after the other: to bound rounding
 
   struct Outputs {
     T *dx, *du, *dv;
   };
 
-  // Some input channels, and where their middles are: those of one channel, or of one output channel, an odd number of panel's
-  // rows apart, since at many even distances they would share a few lines of the first-level cache.
+  // Some input channels, some blocks of images, and where their middles are: those of one channel, or of one output channel, an
+  // odd number of panel's rows apart, since at many even distances they would share a few lines of the first-level cache.
   struct Group {
-    int64_t index, c0, channels;
+    int64_t index, c0, channels, first, blocks;
     T* z;         // [block][output channel of the chunk][input channel][lane]
     T* dz;        // [block][input channel][output channel of the chunk][lane]
     T* x_panels;  // [block][input channel][position][lane], for all chunks; or null
@@ -94,9 +92,9 @@ class Backward {
 
   struct Middles {
     Middles(const Backward& op, int64_t channels)
-        : z(op.like_, op.computes_z() ? op.blocks_ * op.chunk_ * (channels | 1) * op.k_.width : 0),
-          dz(op.like_, op.middle_gradient() ? op.blocks_ * channels * (op.chunk_ | 1) * op.k_.width : 0),
-          x_panels(op.like_, op.apart_ && op.computes_z() ? op.blocks_ * channels * op.middle_.panel_size() : 0) {}
+        : z(op.like_, op.computes_z() ? op.most_blocks() * op.chunk_ * (channels | 1) * op.k_.width : 0),
+          dz(op.like_, op.middle_gradient() ? op.most_blocks() * channels * (op.chunk_ | 1) * op.k_.width : 0),
+          x_panels(op.like_, op.apart_ && op.computes_z() ? op.most_blocks() * channels * op.middle_.panel_size() : 0) {}
     Buffer<T> z, dz, x_panels;
   };
 
@@ -120,15 +118,25 @@ class Backward {
 
   // `each` calls a function of the task and a scratch for so many tasks.
   template <class Each>
+  void all_images(int64_t index, int64_t c0, int64_t channels, const Middles& room, const Outputs& out,
+                  const Each& each) const {
+    for (int64_t first = 0; first < blocks_; first += kBlocks) {
+      const int64_t blocks = std::min(kBlocks, blocks_ - first);
+      steps({index, c0, channels, first, blocks, room.z.data(), room.dz.data(), apart_ ? room.x_panels.data() : nullptr}, out,
+            each);
+    }
+  }
+
+  template <class Each>
   void steps(const Group& group, const Outputs& out, const Each& each) const {
     // Few input channels: their work is shared out too, dU by output channels and dx by images.
     const int64_t pieces = apart_ ? 1 : ceil_divide(kTasks, std::max(s_.C, int64_t(1)));
     for (int64_t d0 = 0; d0 < s_.D; d0 += chunk_) {
       const int64_t rows = std::min(chunk_, s_.D - d0), of_u = std::min(pieces, ceil_divide(rows, k_.rows)),
-                    of_x = std::min(pieces, blocks_), both = of_u + of_x;
+                    of_x = std::min(pieces, group.blocks), both = of_u + of_x;
       if (computes_z()) {
-        each(blocks_ * group.channels, [&](int64_t task, Scratch& scratch) {
-          middle(group, d0, rows, task / group.channels, task % group.channels, scratch);
+        each(group.blocks * group.channels, [&](int64_t task, Scratch& scratch) {
+          middle(group, d0, rows, group.first + task / group.channels, task % group.channels, scratch);
         });
       }
       each(rows * parts_,
@@ -139,7 +147,7 @@ class Backward {
         if (i < of_u && wanted_.weight_in) {
           inner_weight(group, d0, rows * i / of_u, rows * (i + 1) / of_u, c, out.du, scratch);
         } else if (i >= of_u && wanted_.x) {
-          input(group, d0, rows, c, blocks_ * j / of_x, blocks_ * (j + 1) / of_x, out.dx, scratch);
+          input(group, d0, rows, c, group.blocks * j / of_x, group.blocks * (j + 1) / of_x, out.dx, scratch);
         }
       });
     }
@@ -149,8 +157,8 @@ class Backward {
   // or 4 MiB of floats.
   int64_t outputs_at_once() const {
     constexpr int64_t kTile = 1 << 16, kLittle = 1 << 20;
-    const int64_t room = apart_ ? kTile : std::max({kLittle, 2 * s_.N * s_.C * s_.X, 2 * s_.N * s_.D * s_.Y});
-    const int64_t one = blocks_ * k_.width * ceil_divide(s_.C, groups_);
+    const int64_t n = std::min(s_.N, kBlocks * k_.width), one = most_blocks() * k_.width * ceil_divide(s_.C, groups_);
+    const int64_t room = apart_ ? kTile : std::max({kLittle, 2 * n * s_.C * s_.X, 2 * n * s_.D * s_.Y});
     return balanced_group(s_.D, std::max(room / std::max(one, int64_t(1)) / k_.rows * k_.rows, k_.rows));
   }
 
@@ -165,24 +173,27 @@ class Backward {
 
   bool middle_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in; }
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
+  int64_t most_blocks() const { return std::min(kBlocks, blocks_); }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
   // z of a block of images, for output channel d0 + i from a group's channel c on: kept for all, or this chunk's.
   const T* z(const Group& group, int64_t block, int64_t d0, int64_t i, int64_t c) const {
     const int64_t W = k_.width;
     return kept_ ? kept_ + ((block * s_.D + d0 + i) * s_.C + group.c0 + c) * W
-                 : group.z + ((block * chunk_ + i) * (group.channels | 1) + c) * W;
+                 : group.z + (((block - group.first) * chunk_ + i) * (group.channels | 1) + c) * W;
   }
 
   T* dz(const Group& group, int64_t block, int64_t c, int64_t i) const {
-    return group.dz + ((block * group.channels + c) * (chunk_ | 1) + i) * k_.width;
+    return group.dz + (((block - group.first) * group.channels + c) * (chunk_ | 1) + i) * k_.width;
   }
 
   // z of a chunk of output channels and one input channel
   void middle(const Group& group, int64_t d0, int64_t rows, int64_t block, int64_t c, Scratch& scratch) const {
     const int64_t size = middle_.panel_size();
-    T* const panel = group.x_panels ? group.x_panels + (block * group.channels + c) * size : scratch.panel(size);
+    T* const panel =
+        group.x_panels ? group.x_panels + ((block - group.first) * group.channels + c) * size : scratch.panel(size);
     middle_.compute(block * k_.width, images(block), d0, rows, group.c0 + c, group.x_panels == nullptr || d0 == 0, panel,
-                    group.z + (block * chunk_ * (group.channels | 1) + c) * k_.width, (group.channels | 1) * k_.width);
+                    group.z + ((block - group.first) * chunk_ * (group.channels | 1) + c) * k_.width,
+                    (group.channels | 1) * k_.width);
   }
 
   // dz, dV and the biases' sums of output channel d0 + i and one part of the group's channels
@@ -191,7 +202,7 @@ class Backward {
                   channels = group.channels * (part + 1) / parts_ - first;
     double* const in_sum = in_sums_.data() + (group.index * parts_ + part) * s_.D + d;
     double* const out_sums = wanted_.bias_out && group.index + part == 0 ? out_sums_.data() + d * s_.Y : nullptr;
-    for (int64_t block = 0; block < blocks_; ++block) {
+    for (int64_t block = group.first; block < group.first + group.blocks; ++block) {
       const int64_t n0 = block * W, n = images(block);
       T* panel = nullptr;
       if (along_g_) {
@@ -233,7 +244,7 @@ class Backward {
   // dU[d, c, :] of output channels d0 + begin .. d0 + end and the group's channel c
   void inner_weight(const Group& group, int64_t d0, int64_t begin, int64_t end, int64_t c, T* du, Scratch& scratch) const {
     const int64_t channel = group.c0 + c;
-    for (int64_t block = 0; block < blocks_; ++block) {
+    for (int64_t block = group.first; block < group.first + group.blocks; ++block) {
       weight_gradient(end - begin, block, s_.X, dz(group, block, c, begin), k_.width, x_.at(block * k_.width, channel), x_.s0,
                       x_.s2, nullptr, du + ((d0 + begin) * s_.C + channel) * s_.X, s_.C * s_.X, scratch);
     }
@@ -248,13 +259,14 @@ class Backward {
       const int64_t lanes = std::min(W, s_.X - j);
       T* const panel = scratch.panel(rows * W);
       k_.pack(lanes, rows, u_.at(d0, channel) + j, 1, u_.s0, panel);
-      for (int64_t block = begin; block < end; ++block) {
+      for (int64_t block = group.first + begin; block < group.first + end; ++block) {
         k_.product(images(block), lanes, rows, dz(group, block, c, 0), 1, W, panel, W, nullptr, 0, 0, target(block) + j,
                    s_.C * s_.X, d0 > 0, false);
       }
     }
-    for (int64_t block = begin; block < end && !dx_lanes_; ++block) {
-      T* const panel = chunk_ < s_.D ? dx_panels_.data() + (block * s_.C + channel) * s_.X * W : scratch.panel(s_.X * W);
+    for (int64_t block = group.first + begin; block < group.first + end && !dx_lanes_; ++block) {
+      T* const panel =
+          chunk_ < s_.D ? dx_panels_.data() + ((block - group.first) * s_.C + channel) * s_.X * W : scratch.panel(s_.X * W);
       k_.product(s_.X, images(block), rows, u_.at(d0, channel), u_.s2, u_.s0, dz(group, block, c, 0), W, nullptr, 0, 0, panel,
                  W, d0 > 0, false);
       if (d0 + rows == s_.D) k_.unpack(images(block), s_.X, panel, target(block), s_.C * s_.X);
@@ -320,7 +332,7 @@ class Backward {
   const bool along_g_;         // the sums over positions of g are taken along its rows
   const bool dx_lanes_;        // lanes of dx are positions
   const T* const kept_;        // z of all images, or null
-  const Buffer<T> dx_panels_;  // [block][input channel][position][lane], where it is a sum over chunks
+  const Buffer<T> dx_panels_;  // [block][input channel][position][lane], where dx is a sum over chunks
   const Buffer<double> in_sums_, out_sums_;
 };
 

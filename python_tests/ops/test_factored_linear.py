@@ -42,6 +42,9 @@ SHAPES = [
     (150, 3, 40, 70, 9),  # few input channels: one's work is shared out
     (35, 110, 160, 33, 8),  # several chunks of output channels, packed positions
     (35, 110, 160, 32, 16),  # and whole vectors of positions
+    (2100, 3, 7, 2, 3),  # images in several parts
+    (1100, 41, 7, 32, 8),  # and few positions, read along the rows
+    (7, 1, 2, 64, 96),  # the gradient too
     (140, 60, 70, 1, 4),  # multiplied out
     (140, 60, 70, 4, 1),
     (131, 67, 61, 7, 1),  # panels of channels that are not full
@@ -393,7 +396,17 @@ def test_compile(device):
     checks.check_compile(ops.factored_linear, arguments((2, 2, 3, 3, 2), device))
 
 
-@pytest.mark.parametrize("shape", [(64, 8, 16, 40, 24), (150, 8, 6, 40, 24), (150, 41, 6, 5, 33), *ONE_OUTPUT])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (64, 8, 16, 40, 24),
+        (150, 8, 6, 40, 24),
+        (150, 41, 6, 5, 33),
+        (67, 110, 8, 32, 224),
+        (35, 110, 160, 33, 8),
+        *ONE_OUTPUT,
+    ],
+)
 def test_same_numbers_for_any_number_of_threads(shape):
     args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
     results = []

@@ -115,7 +115,17 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1000, 2, 40), (1000, 40, 3), (1000, 3, 16), (600, 3, 70), (300, 1, 300), (50, 3, 300), (4501, 1, 37)]
+    "shape",
+    [
+        (1000, 2, 40),
+        (1000, 40, 3),
+        (1000, 3, 16),
+        (600, 3, 70),
+        (300, 1, 300),
+        (50, 3, 300),
+        (4501, 1, 37),
+        (12501, 1, 37),
+    ],
 )
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):
     factor, rows = tensors(shape, torch.device("cpu"), torch.float32)

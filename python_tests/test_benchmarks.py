@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +14,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
-
-
-def load(name: str):
-    """A module of the benchmarks by its path: the checkout need not be importable."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
+from python_tests.benchmark_files import load
 
 compare, counting, dense = load("compare"), load("counting"), load("dense_formulation")
 

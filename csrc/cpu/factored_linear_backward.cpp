@@ -75,6 +75,7 @@ class Backward {
   static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
   static constexpr int64_t kFewPositions = 40;  // of x and y together
   static constexpr int64_t kManyChannels = 8 * kLeast;
+  static constexpr int64_t kPacking = 8;  // register tiles whose rows share a panel, from which on it is packed
   static constexpr int64_t kBlocks = 16;  // of images at a time, whose sums are added one after the other: to bound rounding
 
   struct Outputs {
@@ -98,7 +99,7 @@ class Backward {
     Buffer<T> z, dz, x_panels;
   };
 
-  // Room of a task, from one task of a thread to its next.
+  // Room that a thread's tasks use one after the other.
   class Scratch {
    public:
     explicit Scratch(const Tensor& like) : like_(like) {}
@@ -175,6 +176,7 @@ class Backward {
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t most_blocks() const { return std::min(kBlocks, blocks_); }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
+
   // z of a block of images, for output channel d0 + i from a group's channel c on: kept for all, or this chunk's.
   const T* z(const Group& group, int64_t block, int64_t d0, int64_t i, int64_t c) const {
     const int64_t W = k_.width;
@@ -280,7 +282,7 @@ class Backward {
                        int64_t image_stride, int64_t column_stride, const T* packed, T* out, int64_t out_row,
                        Scratch& scratch) const {
     const int64_t W = k_.width, n = images(block);
-    const bool direct = block < kBlocks, add = block % kBlocks != 0;
+    const bool direct = block < kBlocks, add = block % kBlocks != 0;  // all_images begins anew every kBlocks
     T* const sums = direct ? out : scratch.sums(rows * columns);
     const int64_t sums_row = direct ? out_row : columns;
     if (columns * 4 <= k_.vector) {
@@ -315,8 +317,6 @@ class Backward {
       k_.add_rows(rows, columns, 1, sums, columns, out, out_row);
     }
   }
-
-  static constexpr int64_t kPacking = 8;
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;

@@ -146,7 +146,7 @@ void add_blocks(const Rows<T>& r, const Tensor& like) {
 // number of threads.
 int64_t row_parts(const KronAccumulateSizes& s) {
   constexpr int64_t kParts = 8, kSide = 192;  // 192: six tiles of 64 columns
-  constexpr int64_t kLeast = 1 << 21;         // multiply-adds of a part, as if both triangles were computed: some 20 us
+  constexpr int64_t kLeast = 1 << 21;         // multiply-adds of a part, as if both triangles were computed: some 30 us
   return s.G == 1 && s.d <= kSide ? std::clamp(s.N * s.d * s.d / kLeast, int64_t(1), kParts) : 1;
 }
 

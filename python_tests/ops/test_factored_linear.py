@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ella_cuda import ops
 from ella_cuda.ops.factored_linear import _backward
+from python_tests.benchmark_files import load
 from python_tests.ops import checks
 
 factored_linear_module = importlib.import_module(
@@ -39,6 +40,7 @@ SHAPES = [
     (3, 330, 4, 3, 2),  # and in more groups than there are threads
     (67, 41, 100, 6, 2),  # and several chunks of output channels
     (1030, 41, 3, 3, 5),  # and many blocks of images
+    (1030, 41, 20, 30, 3),  # and both
     (150, 3, 40, 70, 9),  # few input channels: one's work is shared out
     (35, 110, 160, 33, 8),  # several chunks of output channels, packed positions
     (35, 110, 160, 32, 16),  # and whole vectors of positions
@@ -420,6 +422,17 @@ def test_same_numbers_for_any_number_of_threads(shape):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels
+def test_memory_of_the_backward_has_a_bound(channels):
+    """Beside the gradients, with many images: the middle would take six times as much as x."""
+    x, u, v, *_ = arguments((60_000, channels, 6, 1, 2), torch.device("cpu"), torch.float32)
+    grad = torch.randn(60_000, 6, 2)
+    peak = load("memory").peak_bytes(lambda: _backward(grad, x, u, v, None, *[True] * 3, False, False), x.device)
+    if peak is None:
+        pytest.skip("the system does not tell a peak")
+    assert x.nbytes <= peak < 2 * x.nbytes + (8 << 20)
 
 
 def test_threads_do_not_write_each_others_sums():

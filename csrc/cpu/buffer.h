@@ -1,27 +1,35 @@
-// Scratch memory of a CPU op, from torch's allocator.
+// Scratch memory of a CPU op.
 #pragma once
 
-#include <type_traits>
+#include <memory>
+#include <new>
 
 #include "../common/stable.h"
 
 namespace ella {
 
+// `count` numbers, uninitialised, from the system: asking torch takes a call of its dispatcher, of a few microseconds.
 template <class T>
 class Buffer {
  public:
-  Buffer(const Tensor& like, int64_t count)
-      : tensor_(empty_of(like, {count}, std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float)),
-        data_(tensor_.template mutable_data_ptr<T>()) {}
+  explicit Buffer(int64_t count) : data_(static_cast<T*>(::operator new(bytes(count), kLine, std::nothrow))) {
+    STD_TORCH_CHECK(data_, "ella_cuda: the system has no ", bytes(count),
+                    " bytes of scratch memory left; free some, or use smaller batches");
+  }
 
-  T* data() const { return data_; }
+  T* data() const { return data_.get(); }
   void zero(int64_t begin, int64_t end) const {
-    for (int64_t i = begin; i < end; ++i) data_[i] = T(0);
+    for (int64_t i = begin; i < end; ++i) data_.get()[i] = T(0);
   }
 
  private:
-  Tensor tensor_;
-  T* data_;
+  static constexpr std::align_val_t kLine{64};  // of the cache
+  static size_t bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(T); }
+  struct Free {
+    void operator()(T* data) const { ::operator delete(data, kLine); }
+  };
+
+  std::unique_ptr<T, Free> data_;
 };
 
 inline int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }

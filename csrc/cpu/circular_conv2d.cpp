@@ -39,12 +39,12 @@ std::vector<T> contiguous(const Tensor& bias) {
 template <class T>
 void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const T* bias, T* result) {
   const Torus<T> torus(s);
-  const Buffer<T> packed(x, s.D * s.C * torus.tap_count());
+  const Buffer<T> packed(s.D * s.C * torus.tap_count());
   pack_weight(torus, s, weight, packed.data());
   const Images<T> source(x);
   const int64_t lanes = torus.lanes, positions = torus.positions();
   parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
-    const Buffer<T> scratch(x, s.C * torus.plane + (lanes == 1 ? 0 : s.D * positions * lanes));
+    const Buffer<T> scratch(s.C * torus.plane + (lanes == 1 ? 0 : s.D * positions * lanes));
     T *const image = scratch.data(), *const room = image + s.C * torus.plane;
     for (int64_t unit = begin; unit < end; ++unit) {
       const int64_t count = torus.images_of(unit);
@@ -86,7 +86,7 @@ void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& 
   const Torus<T> torus(quarter);
   std::vector<Seen<T>> seen;
   for (int64_t i = 0; i < 4; ++i) seen.emplace_back(torus, s, quarter, i / 2, i % 2);
-  const Buffer<T> packed(x, s.D * s.C * s.kernel_h * s.kernel_w);
+  const Buffer<T> packed(s.D * s.C * s.kernel_h * s.kernel_w);
   const Images<T> w(weight), source(x);
   const int64_t group = balanced_group(s.D, torus.k.rows);
   std::vector<const T*> weights;
@@ -106,7 +106,7 @@ void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& 
   const int64_t lanes = torus.lanes, positions = torus.positions(), part = s.D * positions;
   parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
     const int64_t room_size = positions * lanes;
-    const Buffer<T> scratch(x, s.C * torus.plane + 2 * room_size + (lanes == 1 ? 1 : 2) * 4 * part * lanes);
+    const Buffer<T> scratch(s.C * torus.plane + 2 * room_size + (lanes == 1 ? 1 : 2) * 4 * part * lanes);
     T *const image = scratch.data(), *const room = image + s.C * torus.plane, *const own = room + room_size;
     T *const out = own + room_size, *const by_image = lanes == 1 ? out : out + 4 * part * lanes;
     for (int64_t unit = begin; unit < end; ++unit) {

@@ -48,12 +48,12 @@ struct Entry {
 // where it lies instead.
 template <class T, class PackImage, class PackGradient, class Done>
 void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const InPlace<T>& lies, int64_t planes,
-                     const std::vector<Entry>& entries, bool upper, const Tensor& like, const PackImage& pack_image,
+                     const std::vector<Entry>& entries, bool upper, const PackImage& pack_image,
                      const PackGradient& pack_gradient, const Done& done) {
   const int64_t count = static_cast<int64_t>(entries.size());
   const GradientPlan<T> plan(torus, s, planes, count);
   const int64_t L = torus.k.vector, vectors = torus.vectors(), room_size = torus.positions() * torus.lanes;
-  const Buffer<double> partial(like, plan.chunks * plan.sums);
+  const Buffer<double> partial(plan.chunks * plan.sums);
   std::vector<int64_t> in, at;
   for (int64_t unit = 0; unit < plan.block; ++unit) {
     for (int64_t v = 0; v < vectors; ++v) {
@@ -65,7 +65,7 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const In
   const int64_t packed_channel = (plan.block * vectors + 1) * L;  // odd, for channels must not share the sets of a cache
   parallel_tasks(plan.chunks, [&](int64_t begin, int64_t end) {
     const int64_t packed_image = lies.x ? 0 : s.C * planes * plane, packed = lies.grad ? 0 : s.D * packed_channel;
-    const Buffer<T> scratch(like, packed_image + packed + 2 * room_size);
+    const Buffer<T> scratch(packed_image + packed + 2 * room_size);
     T *const image = scratch.data(), *const gradient = image + packed_image, *const room = gradient + packed;
     std::vector<const T*> columns;
     for (int64_t c = 0; c < s.C; ++c) {
@@ -108,15 +108,14 @@ void unfold(const Torus<T>& torus, const double* sums, int64_t rows, U* target) 
 }
 
 template <class T, class U>
-void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, const Images<T>& source, bool upper,
-                    const Tensor& like, U* target) {
+void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, const Images<T>& source, bool upper, U* target) {
   const Torus<T> torus(s);
   std::vector<Entry> entries;
   for (const int64_t tap : torus.taps) entries.push_back({0, tap});
   const bool x_in_place = torus.tap_count() == 1 && torus.reads_in_place(source);
   weight_gradient(
       s, torus, InPlace<T>{x_in_place ? &source : nullptr, torus.reads_in_place(gradients) ? &gradients : nullptr}, 1, entries,
-      upper, like,
+      upper,
       [&](int64_t unit, int64_t c, int64_t, T* to, T* room) {
         torus.pack(torus.plane_of(source, unit, c), torus.images_of(unit), to, room);
       },
@@ -152,7 +151,7 @@ void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& 
   };
   const int64_t room_size = torus.positions() * torus.lanes;
   weight_gradient(
-      s, torus, InPlace<T>{}, 4, entries, false, x,
+      s, torus, InPlace<T>{}, 4, entries, false,
       [&](int64_t unit, int64_t c, int64_t plane, T* to, T* room) {
         torus.pack(gather(source, unit, c, plane / 2, plane % 2, room + room_size), torus.images_of(unit), to, room);
       },
@@ -173,7 +172,7 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
     if (const auto component = only_components<scalar_t>(grad, s, s.D, s.C)) {
       component_gradient(s, *component, grad, x, target);
     } else {
-      dense_gradient(s, Images<scalar_t>(grad), Images<scalar_t>(x), false, x, target);
+      dense_gradient(s, Images<scalar_t>(grad), Images<scalar_t>(x), false, target);
     }
   });
   return out;
@@ -194,7 +193,7 @@ std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, in
       s.H = 1;
       images.down = s.W;
     }
-    dense_gradient(s, images, images, true, x, lags.data());
+    dense_gradient(s, images, images, true, lags.data());
   });
   return lags;
 }

@@ -10,13 +10,13 @@ template <class T>
 class Patches {
  public:
   Patches(const Tensor& x, const ConvGeometry& g)
-      : x_(x), data_(x.const_data_ptr<T>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
+      : data_(x.const_data_ptr<T>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
 
   // Columns first..first+n of rows k0..k0+count as a panel: some rows of it column by column, which reads along the image, then
   // transposed.
   void pack(int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) const {
     constexpr int64_t kRows = 256;
-    const Buffer<T> columns(x_, n * kRows);
+    const Buffer<T> columns(n * kRows);
     const Kernels<T>& k = kernels<T>();
     for (int64_t done = 0; done < count; done += kRows) {
       const int64_t rows = std::min(kRows, count - done);
@@ -72,7 +72,6 @@ class Patches {
   // Padding is at most the image, so one turn is enough.
   static int64_t wrapped(int64_t at, int64_t size) { return at < 0 ? at + size : at >= size ? at - size : at; }
 
-  const Tensor& x_;
   const T* data_;
   const int64_t s0_, s1_, s2_, s3_;
   const ConvGeometry& g_;
@@ -86,8 +85,8 @@ void accumulate_pixels(const Tensor& x, T alpha, T* factor) {
   const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
   const Kernels<T>& k = kernels<T>();
   const bool lines = down == width * right;
-  Gram<T>(x, C, count)
-      .accumulate(factor, 1, count, alpha, [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
+  Gram<T>(C, count).accumulate(
+      factor, 1, count, alpha, [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
         while (rows > 0) {
           // As many positions as lie at one distance.
           const int64_t at = k0 % positions, h = at / width, w = at % width;
@@ -144,7 +143,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
       return;
     }
     const Patches<scalar_t> patches(x, g);
-    Gram<scalar_t>(factor, g.patch(), g.positions())
+    Gram<scalar_t>(g.patch(), g.positions())
         .accumulate(factor.mutable_data_ptr<scalar_t>(), 1, g.positions(), static_cast<scalar_t>(alpha),
                     [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
                       patches.pack(first, n, k0, count, panel);

@@ -37,7 +37,6 @@ class Forward {
         s_(s),
         channels_(channels_at_once(k_, s.C, s.D)),
         z_row_((kept ? s.C : channels_) * k_.width),
-        like_(x),
         middle_(s, x, weight_in, bias_in),
         v_(weight_out),
         bias_out_(bias_out),
@@ -55,8 +54,8 @@ class Forward {
       const int64_t block = channel_block(k_, channels_, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
       const int64_t x_panel = middle_.panel_size(), y_panel = s_.Y * k_.width;
-      Buffer<T> panels(like_, (once ? 1 : s_.C) * x_panel), tile(like_, kept_ ? 0 : block * z_row_),
-          out(like_, lanes_ ? channels_ * k_.width : (channels_ < s_.C ? block : 1) * y_panel);
+      Buffer<T> panels((once ? 1 : s_.C) * x_panel), tile(kept_ ? 0 : block * z_row_),
+          out(lanes_ ? channels_ * k_.width : (channels_ < s_.C ? block : 1) * y_panel);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * k_.width, n = std::min(k_.width, s_.N - n0);
         const int64_t first = task % groups * group, last = std::min(first + group, s_.D);
@@ -104,7 +103,6 @@ class Forward {
   const FactoredLinearSizes s_;
   const int64_t channels_;  // input channels whose z is there at a time
   const int64_t z_row_;     // from one output channel's z to the next one's
-  const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> v_;
   const Array1<T> bias_out_;

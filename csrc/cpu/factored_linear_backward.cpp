@@ -30,7 +30,6 @@ class Backward {
         groups_(apart_ ? std::max(ceil_divide(s.C, kTileChannels), kManyChannels / kLeast) : 1),
         chunk_(outputs_at_once()),
         parts_(apart_ ? 1 : std::min(ceil_divide(kTasks, chunk_), std::max(s.C / kLeast, int64_t(1)))),
-        like_(x),
         middle_(s, x, weight_in, bias_in),
         g_(grad),
         x_(x),
@@ -39,9 +38,9 @@ class Backward {
         along_g_(along_rows(k_, s.Y, s.C, v_, g_)),
         dx_lanes_(in_lanes(k_, s.X, u_)),
         kept_(kept),
-        dx_panels_(x, wanted.x && !dx_lanes_ && chunk_ < s.D ? most_blocks() * s.C * s.X * k_.width : 0),
-        in_sums_(x, groups_ * parts_ * s.D),
-        out_sums_(x, s.D * s.Y) {}
+        dx_panels_(wanted.x && !dx_lanes_ && chunk_ < s.D ? most_blocks() * s.C * s.X * k_.width : 0),
+        in_sums_(groups_ * parts_ * s.D),
+        out_sums_(s.D * s.Y) {}
 
   void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
     in_sums_.zero(0, groups_ * parts_ * s_.D);
@@ -50,7 +49,7 @@ class Backward {
     if (apart_) {
       torch::stable::parallel_for(0, groups_, 1, [&](int64_t begin, int64_t end) {
         const Middles room(*this, ceil_divide(s_.C, groups_));
-        Scratch scratch(like_);
+        Scratch scratch;
         for (int64_t group = begin; group < end; ++group) {
           const int64_t c0 = s_.C * group / groups_;
           all_images(group, c0, s_.C * (group + 1) / groups_ - c0, room, out, [&](int64_t tasks, const auto& f) {
@@ -61,7 +60,7 @@ class Backward {
     } else {
       all_images(0, 0, s_.C, Middles(*this, s_.C), out, [&](int64_t tasks, const auto& f) {
         torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-          Scratch scratch(like_);
+          Scratch scratch;
           for (int64_t i = begin; i < end; ++i) f(i, scratch);
         });
       });
@@ -93,27 +92,24 @@ class Backward {
 
   struct Middles {
     Middles(const Backward& op, int64_t channels)
-        : z(op.like_, op.computes_z() ? op.most_blocks() * op.chunk_ * (channels | 1) * op.k_.width : 0),
-          dz(op.like_, op.middle_gradient() ? op.most_blocks() * channels * (op.chunk_ | 1) * op.k_.width : 0),
-          x_panels(op.like_, op.apart_ && op.computes_z() ? op.most_blocks() * channels * op.middle_.panel_size() : 0) {}
+        : z(op.computes_z() ? op.most_blocks() * op.chunk_ * (channels | 1) * op.k_.width : 0),
+          dz(op.middle_gradient() ? op.most_blocks() * channels * (op.chunk_ | 1) * op.k_.width : 0),
+          x_panels(op.apart_ && op.computes_z() ? op.most_blocks() * channels * op.middle_.panel_size() : 0) {}
     Buffer<T> z, dz, x_panels;
   };
 
   // Room that a thread's tasks use one after the other.
   class Scratch {
    public:
-    explicit Scratch(const Tensor& like) : like_(like) {}
     T* panel(int64_t size) { return room(panel_, size); }  // of x, g or U
     T* rows(int64_t size) { return room(rows_, size); }    // of a weight's gradient
     T* sums(int64_t size) { return room(sums_, size); }    // of the images after the first kBlocks blocks
 
    private:
     T* room(std::optional<std::pair<Buffer<T>, int64_t>>& buffer, int64_t size) {
-      if (!buffer || buffer->second < size) buffer.emplace(Buffer<T>(like_, size), size);
+      if (!buffer || buffer->second < size) buffer.emplace(size, size);
       return buffer->first.data();
     }
-
-    const Tensor& like_;
     std::optional<std::pair<Buffer<T>, int64_t>> panel_, rows_, sums_;
   };
 
@@ -326,7 +322,6 @@ class Backward {
   const int64_t groups_;  // of these; one otherwise
   const int64_t chunk_;   // output channels whose dz, and z, is there at a time
   const int64_t parts_;   // of a group's channels, where output channels are few
-  const Tensor& like_;
   const Middle<T> middle_;
   const Array3<T> g_, x_, u_, v_;
   const bool along_g_;         // the sums over positions of g are taken along its rows

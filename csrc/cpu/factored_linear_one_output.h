@@ -21,7 +21,7 @@ class OneOutput {
  public:
   OneOutput(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
             const std::optional<Tensor>& bias_in)
-      : k_(kernels<T>()), s_(s), columns_(s.C * s.X), like_(x), x_(x), u_(weight_in), v_(weight_out), bias_in_(bias_in) {}
+      : k_(kernels<T>()), s_(s), columns_(s.C * s.X), x_(x), u_(weight_in), v_(weight_out), bias_in_(bias_in) {}
 
   // out (N, D, 1) is contiguous.
   void forward(const std::optional<Tensor>& bias_out, const Tensor& out) const {
@@ -32,8 +32,7 @@ class OneOutput {
     const Array1<T> last(bias_out);
     torch::stable::parallel_for(0, parts * groups, 1, [&](int64_t begin, int64_t end) {
       const int64_t most = ceil_divide(s_.D, groups), blocks_most = std::min(kImageBlocks, ceil_divide(s_.N, W));
-      const Buffer<T> panels(like_, blocks_most * panel), weights(like_, kRows * channels * s_.X), shift(like_, most),
-          sums(like_, blocks_most * most * W);
+      const Buffer<T> panels(blocks_most * panel), weights(kRows * channels * s_.X), shift(most), sums(blocks_most * most * W);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * at_once, images = std::min(at_once, s_.N - n0), blocks = ceil_divide(images, W);
         const int64_t first = s_.D * (task % groups) / groups, rows = s_.D * (task % groups + 1) / groups - first;
@@ -67,7 +66,7 @@ class OneOutput {
   void backward(const FactoredLinearWanted& wanted, const Tensor& grad, const Tensor& dx, const Tensor& du, const Tensor& dv,
                 const Tensor& dbias_in, const Tensor& dbias_out) const {
     const Array3<T> g(grad);
-    const Buffer<double> sums(like_, s_.D);  // over images
+    const Buffer<double> sums(s_.D);  // over images
     if (wanted.bias_in || wanted.bias_out || (wanted.weight_out && bias_in_.data)) sum_images(g, sums.data());
     if (wanted.bias_in) {
       for (int64_t d = 0; d < s_.D; ++d) dbias_in.mutable_data_ptr<T>()[d] = static_cast<T>(sum_of_weights(d) * sums.data()[d]);
@@ -82,7 +81,7 @@ class OneOutput {
     const int64_t W = k_.width, channels = std::clamp(W / s_.X, int64_t(1), s_.C), groups = ceil_divide(s_.C, channels);
     torch::stable::parallel_for(0, kHalves * groups, 1, [&](int64_t begin, int64_t end) {
       const int64_t most = ceil_divide(s_.D, kHalves);
-      const Buffer<T> panel(like_, std::max(wanted.x ? s_.D : 0, kImages) * W), sum(like_, most * W);
+      const Buffer<T> panel(std::max(wanted.x ? s_.D : 0, kImages) * W), sum(most * W);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t half = task % kHalves, c0 = s_.C * (task / kHalves) / groups,
                       here = s_.C * (task / kHalves + 1) / groups - c0;
@@ -189,7 +188,6 @@ class OneOutput {
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
   const int64_t columns_;  // of x and weight_in, those of all channels
-  const Tensor& like_;
   const Array3<T> x_, u_, v_;
   const Array1<T> bias_in_;
 };

@@ -23,7 +23,7 @@ class Coordinates {
   Coordinates(const Tensor& points, const std::optional<Tensor>& directions)
       : row_(ceil_divide(points.size(0), kernels<T>().width) * kernels<T>().width),
         axes_(points.size(1)),
-        values_(points, (directions ? 4 : 2) * axes_ * row_),
+        values_((directions ? 4 : 2) * axes_ * row_),
         moving_(directions.has_value()) {
     split(points, 0);
     if (directions) split(*directions, 2);
@@ -72,7 +72,7 @@ class Project {
     const int64_t group = balanced_group(panels, std::max<int64_t>(kTileBytes / (kDepth * W * int64_t(sizeof(T))), 1));
     const int64_t rows = balanced_group(s_.M, 1024), groups = ceil_divide(panels, group);
     parallel_tasks(groups * ceil_divide(s_.M, rows), [&](int64_t begin, int64_t end) {
-      const Buffer<T> tiles(x_, group * kDepth * W);
+      const Buffer<T> tiles(group * kDepth * W);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t panel = task % groups * group, row = task / groups * rows;
         block(panel, std::min(panel + group, panels), row, std::min(row + rows, s_.M), tiles.data());
@@ -85,11 +85,11 @@ class Project {
   // Anchors that would fill half a vector at most: the lanes are rows of x instead.
   void run_few() const {
     const int64_t W = k_.width, s0 = x_.stride(0), s1 = x_.stride(1);
-    const Buffer<T> tile(x_, kDepth * W);
+    const Buffer<T> tile(kDepth * W);
     k_.gaussian_panel(s_.A, s_.X, s_.P, v_.from(0), u_.from(0), tangent_, tile.data());
     const int64_t rows = balanced_group(s_.M, 4096);
     parallel_tasks(ceil_divide(s_.M, rows), [&](int64_t begin, int64_t end) {
-      const Buffer<T> scratch(x_, (s_.X + s_.A) * W);
+      const Buffer<T> scratch((s_.X + s_.A) * W);
       T *in = scratch.data(), *out = in + s_.X * W;
       for (int64_t i = begin * rows; i < std::min(end * rows, s_.M); i += W) {
         const int64_t n = std::min(W, s_.M - i);
@@ -152,7 +152,7 @@ class Derivative {
     const int64_t rows = balanced_group(s_.M, 2048), shares = ceil_divide(s_.M, rows);
     const int64_t wide = panels_ * k_.width, across = ceil_divide(s_.X, wide), down = ceil_divide(s_.A, columns_);
     const int64_t tasks = shares * down * across, size = s_.P * (wide + columns_);
-    const Buffer<double> sums(u, tasks * size);
+    const Buffer<double> sums(tasks * size);
     parallel_tasks(tasks, [&](int64_t begin, int64_t end) {
       const Scratch scratch(*this);
       for (int64_t task = begin; task < end; ++task) {
@@ -177,10 +177,10 @@ class Derivative {
 
   struct Scratch {
     explicit Scratch(const Derivative& d)
-        : tile(d.x_, d.panels_ * d.columns_ * d.k_.width),
-          x(d.x_, kDepth * d.k_.width),
-          grad(d.x_, kDepth * d.columns_),
-          lanes(d.x_, d.s_.P * d.k_.width) {}
+        : tile(d.panels_ * d.columns_ * d.k_.width),
+          x(kDepth * d.k_.width),
+          grad(kDepth * d.columns_),
+          lanes(d.s_.P * d.k_.width) {}
     const Buffer<T> tile, x, grad, lanes;
   };
 

@@ -137,14 +137,13 @@ class Tiles {
 template <class T>
 class Gram {
  public:
-  Gram(const Tensor& like, int64_t d, int64_t count, int64_t factors = 1)
-      : like_(like),
-        k_(kernels<T>()),
+  Gram(int64_t d, int64_t count, int64_t factors = 1)
+      : k_(kernels<T>()),
         d_(d),
         tiles_(d),
         rows_(std::min({count, kLongest, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep)})),
         factors_(std::min(factors, std::max(kPacked / (tiles_.panels() * k_.width * rows_), int64_t(1)))),
-        packed_(like, factors_ * tiles_.panels() * k_.width * rows_) {}
+        packed_(factors_ * tiles_.panels() * k_.width * rows_) {}
 
   // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   template <class Pack>
@@ -177,7 +176,7 @@ class Gram {
       // Few rows: the target is most of the traffic, and a tile is added right after its products, for which it was fetched.
       const bool few = rows <= Tiles<T>::kRows;
       const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
-      const Buffer<T> sums(like_, (most + 1) * size);
+      const Buffer<T> sums((most + 1) * size);
       while (begin < end) {
         const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;
         const int64_t stop = few ? first + 1 : tiles_.group_end(first, std::min(left, count));
@@ -190,7 +189,6 @@ class Gram {
     });
   }
 
-  const Tensor& like_;
   const Kernels<T>& k_;
   const int64_t d_;
   const Tiles<T> tiles_;

@@ -33,7 +33,7 @@ constexpr int64_t kSmall = 40;    // the largest block of which rows are gathere
 // Small blocks. Rows are gathered a few at a time, as they lie in memory, at a distance of an odd number of vectors: that of
 // the rows themselves is often a power of two, and then the rows of a block share a few lines of the first-level cache.
 template <class T>
-void add_small_blocks(const Rows<T>& r, const Tensor& like) {
+void add_small_blocks(const Rows<T>& r) {
   const Kernels<T>& k = kernels<T>();
   const bool lags = 2 * r.d <= k.vector;
   parallel_tasks(r.G, [&](int64_t begin, int64_t end) {
@@ -41,8 +41,8 @@ void add_small_blocks(const Rows<T>& r, const Tensor& like) {
     const int64_t vectors = ceil_divide(columns, k.vector), row = ((vectors + 1) | 1) * k.vector;
     const int64_t lanes = (lags ? vectors : ceil_divide(r.d, k.vector)) * k.vector,
                   sums = lags ? r.d * lanes : blocks * r.d * lanes;
-    const Buffer<T> gathered(like, kSum * row);
-    const Buffer<T> total(like, sums);
+    const Buffer<T> gathered(kSum * row);
+    const Buffer<T> total(sums);
     gathered.zero(0, kSum * row);
     for (int64_t g0 = begin; g0 < end; g0 += blocks) {
       const int64_t here = std::min(blocks, end - g0);
@@ -83,7 +83,7 @@ void add_small_blocks(const Rows<T>& r, const Tensor& like) {
 // Blocks of a few panels, several at a time: their rows are packed as they lie in memory, a few rows of all of them, and their
 // sums stay in the second-level cache until the end.
 template <class T>
-void add_medium_blocks(const Rows<T>& r, const Tensor& like) {
+void add_medium_blocks(const Rows<T>& r) {
   constexpr int64_t kChunk = Tiles<T>::kRows, kAtOnce = 16;
   static_assert(kSums % kChunk == 0, "sums join the factor at the end of a chunk");
   const Kernels<T>& k = kernels<T>();
@@ -92,8 +92,8 @@ void add_medium_blocks(const Rows<T>& r, const Tensor& like) {
                 sums_size = tiles.count() * tiles.tile_size();
   parallel_tasks(r.G, [&](int64_t begin, int64_t end) {
     const int64_t blocks = std::min(end - begin, std::max(kMedium / (tiles.panels() * W), int64_t(1)));
-    const Buffer<T> packed(like, blocks * packed_size);
-    const Buffer<T> sums(like, blocks * sums_size + tiles.tile_size());
+    const Buffer<T> packed(blocks * packed_size);
+    const Buffer<T> sums(blocks * sums_size + tiles.tile_size());
     for (int64_t g0 = begin; g0 < end; g0 += blocks) {
       const int64_t here = std::min(blocks, end - g0);
       for (int64_t n0 = 0; n0 < r.N; n0 += kChunk) {
@@ -122,9 +122,9 @@ void add_medium_blocks(const Rows<T>& r, const Tensor& like) {
 }
 
 template <class T>
-void add_large_blocks(const Rows<T>& r, const Tensor& like) {
+void add_large_blocks(const Rows<T>& r) {
   const Kernels<T>& k = kernels<T>();
-  Gram<T>(like, r.d, r.N, r.G)
+  Gram<T>(r.d, r.N, r.G)
       .accumulate(r.factor, r.G, r.N, static_cast<T>(r.alpha),
                   [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
                     k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
@@ -132,13 +132,13 @@ void add_large_blocks(const Rows<T>& r, const Tensor& like) {
 }
 
 template <class T>
-void add_blocks(const Rows<T>& r, const Tensor& like) {
+void add_blocks(const Rows<T>& r) {
   if (r.value == 1 && r.d <= kSmall) {
-    add_small_blocks(r, like);
+    add_small_blocks(r);
   } else if (r.d <= kMedium / 2 && r.G > 1) {
-    add_medium_blocks(r, like);
+    add_medium_blocks(r);
   } else {
-    add_large_blocks(r, like);
+    add_large_blocks(r);
   }
 }
 
@@ -161,14 +161,14 @@ void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
     int64_t rest = s.N;
     if (parts > 1) {
       const int64_t size = s.d * s.d;
-      const Buffer<scalar_t> sums(factor, parts * size);
+      const Buffer<scalar_t> sums(parts * size);
       sums.zero(0, parts * size);
-      add_blocks(Rows<scalar_t>{data, each, parts, s.d, row, each * row, value, sums.data(), alpha}, factor);
+      add_blocks(Rows<scalar_t>{data, each, parts, s.d, row, each * row, value, sums.data(), alpha});
       for (int64_t i = 0; i < parts; ++i) kernels<scalar_t>().add_rows(1, size, 1, sums.data() + i * size, size, total, size);
       data += parts * each * row;
       rest -= parts * each;
     }
-    if (rest > 0) add_blocks(Rows<scalar_t>{data, rest, s.G, s.d, row, block, value, total, alpha}, factor);
+    if (rest > 0) add_blocks(Rows<scalar_t>{data, rest, s.G, s.d, row, block, value, total, alpha});
   });
 }
 

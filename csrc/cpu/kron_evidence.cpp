@@ -115,7 +115,7 @@ std::tuple<Tensor, Tensor, Tensor> evidence(const KronEvidenceSizes& s, const Te
                                             const Tensor& log_scale) {
   const Tiles tiles("kron_evidence", s, eigenvalues, tiles_, starts);
   const Vector<T> values(eigenvalues), norms(square_norms), u(log_precision), scale(log_scale);
-  const Buffer<double> sums(eigenvalues, 2 * s.tiles);
+  const Buffer<double> sums(2 * s.tiles);
   sums.zero(0, 2 * s.tiles);
   torch::stable::parallel_for(0, s.tiles, 1, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) sum_tile(values, tiles[t], scale[0] - u[tiles[t].tensor], sums.data() + 2 * t);
@@ -162,7 +162,7 @@ Tensor kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles_,
   const KronEvidenceSizes s = check_kron_evidence_derivative(eigenvalues, tiles_, starts, log_ratio, order, kMaxSoftplusOrder);
   const Tiles tiles(op, s, eigenvalues, tiles_, starts);
   const SoftplusPolynomial polynomial = softplus_polynomial(order);
-  const Buffer<double> sums(eigenvalues, s.tiles);
+  const Buffer<double> sums(s.tiles);
   const Tensor out = empty_of(eigenvalues, {s.tensors});
   ELLA_DISPATCH_FLOATING(eigenvalues.scalar_type(), op, [&] {
     const Vector<scalar_t> values(eigenvalues), z(log_ratio);

@@ -14,7 +14,7 @@ namespace {
 // A matrix of eigenvalues (or of a direction), as doubles.
 class Doubles {
  public:
-  explicit Doubles(const Tensor& t) : columns_(t.size(1)), buffer_(t, t.size(0) * t.size(1)) {
+  explicit Doubles(const Tensor& t) : columns_(t.size(1)), buffer_(t.size(0) * t.size(1)) {
     ELLA_DISPATCH_FLOATING(t.scalar_type(), "kron_logdet", [&] {
       const scalar_t* data = t.const_data_ptr<scalar_t>();
       const int64_t s0 = t.stride(0), s1 = t.stride(1);
@@ -95,7 +95,7 @@ Tensor kron_logdet(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out, 
   const Table table(check_kron_logdet("kron_logdet", eigenvalues_in, eigenvalues_out, precision));
   const Doubles in(eigenvalues_in), out(eigenvalues_out);
   const double *l = table.along_rows(in, out).data(), *m = table.along_columns(in, out).data(), p = scalar(precision);
-  const Buffer<double> sums(eigenvalues_in, table.tasks);
+  const Buffer<double> sums(table.tasks);
   torch::stable::parallel_for(0, table.tasks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const double* columns = m + table.column_at(task);
@@ -124,8 +124,8 @@ Tensor kron_logdet(const Tensor& eigenvalues_in, const Tensor& eigenvalues_out, 
 // sums[0], the row's share, and sums[1], the scalar's.
 template <class Row>
 std::tuple<Tensor, Tensor, Tensor> sum_rows(const KronLogdetSizes& s, const Table& table, const Tensor& like, const Row& row) {
-  const Buffer<double> by_row(like, table.blocks * table.rows), by_column(like, table.blocks * table.columns),
-      partial(like, table.tasks * table.rows), totals(like, table.tasks);
+  const Buffer<double> by_row(table.blocks * table.rows), by_column(table.blocks * table.columns),
+      partial(table.tasks * table.rows), totals(table.tasks);
   by_row.zero(0, table.blocks * table.rows);
   by_column.zero(0, table.blocks * table.columns);
   torch::stable::parallel_for(0, table.tasks, 1, [&](int64_t begin, int64_t end) {

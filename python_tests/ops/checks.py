@@ -9,9 +9,12 @@ import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from python_tests.benchmark_files import load
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
@@ -69,6 +72,14 @@ def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
     error, allowed = (actual.double() - exact).abs().max(), (twin.double() - exact).abs().max()
     floor = 4 * torch.finfo(actual.dtype).eps * exact.abs().max()
     assert error <= max(2 * allowed, floor), f"error {error:.3e}, torch's {allowed:.3e}"
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """What a call on the CPU needs at a time, its scratch memory included; skips the test where the system does not tell."""
+    peak = load("memory").peak_bytes(call, torch.device("cpu"))
+    if peak is None:
+        pytest.skip("the system does not tell a peak")
+    return peak
 
 
 def check_derivatives(function: Callable[..., Any], args: tuple[Tensor, ...]) -> None:

@@ -1,9 +1,12 @@
 """Print what ``pytest benchmarks --benchmark-json FILE`` measured: ratios, floors, peak memory.
 
     python -m benchmarks.compare FILE [FILE ...]
+    python -m benchmarks.compare --least FILE FILE [...]
 
 One line for each work and candidate: the median's ratio to ours (above 1: slower than ours), to the counted floor, and
-the peak memory above what was there before. Of several files, the later one's lines come after the earlier one's.
+the peak memory above what was there before. Of several files, the later one's lines come after the earlier one's; with
+``--least`` they are repetitions, on a machine that has other work too, and every candidate's least median counts, against the
+highest of the machine's peaks.
 
 What was run on a smaller problem and extrapolated says so at the end of its line. Where a work's parts were run one by one,
 their sum has a line beside the whole. Below the table, for works of several sizes, the exponents of growth.
@@ -80,6 +83,32 @@ def growth(rows: Sequence[Row]) -> list[str]:
     return out
 
 
+def least(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several of the same benchmarks, machine and commit: for each entry the run with the least median, with
+    the least floor and the largest peak memory of all runs."""
+    where = [(r["machine_info"].get("ella_cuda"), r.get("commit_info", {}).get("id")) for r in reports]
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in (entry for report in reports for entry in report["benchmarks"]):
+        runs[entry["fullname"]].append(entry)
+    if any(each != where[0] for each in where) or any(len(entries) != len(reports) for entries in runs.values()):
+        raise ValueError(
+            "--least expects runs of the same benchmarks on the same machine and commit; give files of different ones without it"
+        )
+    out = []
+    for entries in runs.values():
+        best = min(entries, key=lambda e: e["stats"]["median"])
+        infos = [e["extra_info"] for e in entries]
+        if "work" in infos[0]:
+            peaks = [info["peak_bytes"] for info in infos]
+            over_all = {
+                "floor_seconds": min(info["floor_seconds"] for info in infos),
+                "peak_bytes": None if None in peaks else max(peaks),
+            }
+            best = {**best, "extra_info": {**best["extra_info"], **over_all}}
+        out.append(best)
+    return {**reports[0], "benchmarks": out}
+
+
 def lines(report: dict[str, Any]) -> list[str]:
     """The table of one pytest-benchmark report."""
     rows = [row(entry) for entry in report["benchmarks"] if "work" in entry.get("extra_info", {})]
@@ -110,13 +139,22 @@ def lines(report: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    for path in parser.parse_args().files:
-        report = json.loads(path.read_text(encoding="utf-8"))
+    parser.add_argument(
+        "--least", action="store_true", help="the files are repetitions: print one table of the least medians"
+    )
+    args = parser.parse_args()
+    reports = [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in args.files]
+    if args.least:
+        try:
+            reports = [(f"least of {len(reports)} runs", least([report for _, report in reports]))]
+        except ValueError as error:
+            parser.error(str(error))
+    for name, report in reports:
         machine = report["machine_info"].get("ella_cuda", {})
         commit = report.get("commit_info", {})
         state = f"commit {commit.get('id', '?')[:7]}{', changed' if commit.get('dirty') else ''}"
         where = f"{machine.get('device', '?')}, {machine.get('cpu', '?')}, {machine.get('threads', '?')} threads"
-        print(f"{path.name}: {where}, torch {machine.get('torch', '?')}, {state}")
+        print(f"{name}: {where}, torch {machine.get('torch', '?')}, {state}")
         print("\n".join(lines(report)))
 
 

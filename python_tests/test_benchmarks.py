@@ -106,7 +106,7 @@ def entry(work: str, who: str, seconds: float, megabytes: float | None, **info) 
     peak = None if megabytes is None else megabytes * 1e6
     return {
         "stats": {"median": seconds},
-        "extra_info": {"work": work, "who": who, "floor_seconds": 0.5, "peak_bytes": peak, **info},
+        "extra_info": {"work": work, "who": who, "floor_seconds": 0.5, "peak_bytes": peak} | info,
     }
 
 
@@ -146,3 +146,22 @@ def test_table_prints_growth():
     last = table(series(40, 8, 3), series(10, 2, 2), series(20, 4, 2))[-1]
     assert last == "fit, ella_cuda, from 10 to 40 images: time grows with exponent 1.00, peak memory 0.29, 1.50 times"
     assert "time grows" not in table(series(10, 2, 2))[-1]
+
+
+def test_least_of_several_runs():
+    def run(commit: str, *seconds: float, peak: float | None = 1, floor: float = 1) -> dict:
+        entries = [
+            entry("w", who, s, peak, floor_seconds=floor) for who, s in zip(("ella_cuda", "bmm"), seconds, strict=True)
+        ]
+        named = [{**e, "fullname": e["extra_info"]["who"]} for e in entries]
+        other = {"fullname": "no work", "stats": {"median": 1.0}, "extra_info": {}}
+        return {"machine_info": {"ella_cuda": {}}, "commit_info": {"id": commit}, "benchmarks": [*named, other]}
+
+    runs = [run("a", 4, 8, floor=2), run("a", 5, 6, peak=3), run("a", 2, 9, floor=3)]
+    ours, theirs = compare.lines(compare.least(runs))[1:]
+    assert ours.split() == ["w", "ella_cuda", "1.00", "2.00", "3.0"]
+    assert theirs.split() == ["w", "bmm", "3.00", "6.00", "3.0"]
+    assert compare.lines(compare.least([runs[0], run("a", 1, 1, peak=None)]))[1].split()[-1] == "-"
+    for other in (run("b", 4, 8), {**runs[0], "benchmarks": runs[0]["benchmarks"][1:]}):
+        with pytest.raises(ValueError, match="same benchmarks on the same machine and commit"):
+            compare.least([runs[0], other])

@@ -78,13 +78,16 @@ struct Kernels {
   // rest in double.
   void (*lane_sums)(int64_t m, int64_t n, const T* a, int64_t a_row, double* sums, int64_t stride);
 
-  // sums[lag * sums_row + lane] += sum_k x[k * x_row + lane] x[k * x_row + lane + lag], k < count, lag < lags <= vector / 2,
-  // for `vectors` whole vectors of lanes; reads vectors * vector + lags - 1 numbers of every row.
-  void (*lag_products)(int64_t lags, int64_t vectors, int64_t count, const T* x, int64_t x_row, T* sums, int64_t sums_row);
+  // Blocks of size <= vector, B = vector / size of them side by side in every vector, the v-th of which lies at x + v * B *
+  // size: sums[(v * (size / 2 + 1) + turn) * vector + lane] += sum_k x[k * x_row + lane] x'[k * x_row + lane], k < count, where
+  // x' is the number that lies `turn` <= size / 2 lanes further in the same block, around its end. Reads whole vectors.
+  void (*block_products)(int64_t size, int64_t vectors, int64_t count, const T* x, int64_t x_row, T* sums);
 
   // sums[i * sums_row + j] += sum_k x[k * x_row + i] x[k * x_row + j], k < count, for i <= j < size; what is added to the sums
-  // below the diagonal and, up to whole vectors, beyond `size` is of no use. Reads and writes whole vectors.
-  void (*self_products)(int64_t size, int64_t count, const T* x, int64_t x_row, T* sums, int64_t sums_row);
+  // below the diagonal and, up to whole vectors, beyond `size` is of no use. Reads and writes whole vectors. Unless `copy` is
+  // null, x is read once, into rows at copy + k * copy_row, and as much at `next`, in rows like those of x, is asked for.
+  void (*self_products)(int64_t size, int64_t count, const T* x, int64_t x_row, const T* next, T* copy, int64_t copy_row,
+                        T* sums, int64_t sums_row);
 
   // panel[k * width + lane] = source[lane * lane_stride + k * k_stride], lane < n, k < count; zeros up to a whole vector.
   void (*pack)(int64_t n, int64_t count, const T* source, int64_t lane_stride, int64_t k_stride, T* panel);
@@ -97,6 +100,9 @@ struct Kernels {
 
   // target[i * target_row + j] += alpha source[i * source_row + j], i < m, j < n.
   void (*add_rows)(int64_t m, int64_t n, T alpha, const T* source, int64_t source_row, T* target, int64_t target_row);
+
+  // target[i * target_row + j] += alpha sums[i * sums_row + j] for i <= j < size, and the same to target[j * target_row + i].
+  void (*add_mirrored)(int64_t size, T alpha, const T* sums, int64_t sums_row, T* target, int64_t target_row);
 
   // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same
   // for `rows` rows, those of the target one after the other.

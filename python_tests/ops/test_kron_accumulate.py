@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -14,14 +15,9 @@ from python_tests.ops import checks
 SHAPES = [(5, 2, 3), (1, 1, 1), (1, 4, 7), (300, 1, 5), (3, 2, 65), (70, 3, 33)]  # N, G, d
 SHAPES += [(300, 40, 2), (600, 21, 4), (40, 7, 15), (9, 30, 1), (2, 5, 13)]  # side by side in a vector
 SHAPES += [(300, 3, 16), (5, 2, 32), (40, 2, 128), (7, 1, 144)]  # whole vectors
-SHAPES += [
-    (70, 60, 20),
-    (10, 300, 4),
-    (65, 27, 40),
-    (3, 2, 41),
-]  # more numbers in a row than are gathered, or larger blocks
+SHAPES += [(70, 60, 20), (10, 300, 4), (65, 27, 40), (3, 2, 41)]  # more numbers in a row than are summed at once
 SHAPES += [(4097, 2, 16), (8200, 3, 4), (4200, 3, 44)]  # more rows than are summed before the factor is touched
-SHAPES += [(300, 5, 130), (20, 3, 256)]  # several panels, and more blocks than are packed at once
+SHAPES += [(300, 5, 130), (70, 3, 256), (70, 3, 257)]  # the largest that are not packed, and larger
 SHAPES += [
     (30, 2, 300),
     (300, 1, 330),
@@ -59,14 +55,43 @@ def test_equals_the_sum_of_outer_products(shape, dtype, device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(6, 3, 5), (6, 2, 16), (5, 1, 37), (6, 2, 70), (300, 3, 130), (5, 2, 300), (4501, 1, 37)]
+    "shape",
+    [
+        (6, 3, 5),
+        (6, 2, 16),
+        (5, 1, 37),
+        (6, 2, 70),
+        (130, 9, 3),
+        (70, 37, 20),
+        (300, 3, 130),
+        (5, 2, 300),
+        (4501, 1, 37),
+        (70_001, 1, 8),
+    ],
 )
 def test_every_layout(shape, device):
     factor, rows = tensors(shape, device)
+    innermost = rows.permute(2, 0, 1).contiguous().permute(1, 2, 0)  # the blocks, as the z of factored layers has them
+    checks.assert_same(ops.kron_accumulate_(factor.clone(), innermost, 2.0), outer_products(factor, rows, 2.0))
     for _, laid_out in checks.layouts(rows):
         checks.assert_same(ops.kron_accumulate_(factor.clone(), laid_out, 2.0), outer_products(factor, laid_out, 2.0))
     middle = rows[:, :1].expand_as(rows)  # stride 0 over blocks
     checks.assert_same(ops.kron_accumulate_(factor.clone(), middle), outer_products(factor, middle, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", range(1, 35))
+def test_every_size_around_a_vector(d, dtype, device):
+    """Blocks side by side and apart, their number filling vectors and not, one batch of rows and part of the next."""
+    for n, g, apart in itertools.product((64, 70), (1, 5, 48), (0, 1)):
+        factor, wide = tensors((n, g, d + apart), device, dtype)
+        factor, rows = factor[:, :d, :d].contiguous(), wide[..., :d]
+        ours = ops.kron_accumulate_(factor.clone(), rows, 0.5)
+        exact = outer_products(factor, rows, 0.5)
+        torch.testing.assert_close(
+            ours.double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps * exact.abs().max().item()
+        )
+        assert torch.equal(ours, ours.mT)
 
 
 @pytest.mark.parametrize("shape", [(200_000, 2, 44), (300_000, 1, 5), (100_000, 1, 41), (200_000, 4, 4)])
@@ -83,7 +108,9 @@ def test_sums_over_many_rows_are_short(shape, strided):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
-@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300), (4501, 1, 37)])
+@pytest.mark.parametrize(
+    "shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300), (4501, 1, 37), (70, 30, 3), (70, 7, 4)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_past_the_end_is_read(shape, dtype):
     factor, rows = tensors(shape, torch.device("cpu"), dtype)
@@ -125,6 +152,8 @@ def test_what_lies_around_the_rows_does_not_matter(shape, dtype, device):
         (50, 3, 300),
         (4501, 1, 37),
         (12501, 1, 37),
+        (300, 7, 200),
+        (70_001, 1, 8),
     ],
 )
 def test_rows_beyond_one_tile_add_up_in_a_fixed_order(shape):

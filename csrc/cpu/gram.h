@@ -51,9 +51,9 @@ class Tiles {
     return std::min(*std::upper_bound(group_ends_.begin(), group_ends_.end(), begin), end);
   }
 
-  // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows, added to what is there if
-  // `add`. Panels lie `panel` numbers apart.
-  void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* sums, bool add) const {
+  // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows. Panels lie `panel` numbers
+  // apart.
+  void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* sums) const {
     const int64_t W = k_.width;
     for (int64_t k0 = 0; k0 < rows; k0 += kRows) {
       const int64_t count = std::min(kRows, rows - k0);
@@ -62,9 +62,9 @@ class Tiles {
         const T *a = packed + left * panel + k0 * W, *b = packed + right * panel + k0 * W;
         T* sum = sums + (tile - begin) * tile_size();
         if (left == right) {
-          triangle(columns(left), count, a, sum, add || k0 > 0);
+          triangle(columns(left), count, a, sum, k0 > 0);
         } else {
-          k_.product(columns(left), columns(right), count, a, 1, W, b, W, nullptr, 0, 0, sum, W, add || k0 > 0, false);
+          k_.product(columns(left), columns(right), count, a, 1, W, b, W, nullptr, 0, 0, sum, W, k0 > 0, false);
         }
       }
     }
@@ -86,22 +86,15 @@ class Tiles {
   }
 
   // Adds alpha times the sums of tiles begin..end to the target and, transposed, to their mirror images.
-  void add(int64_t begin, int64_t end, T alpha, const T* sums, T* mirror, T* target) const {
+  void add(int64_t begin, int64_t end, T alpha, const T* sums, T* target) const {
     const int64_t W = k_.width;
     for (int64_t tile = begin; tile < end; ++tile, sums += tile_size()) {
       const auto [left, right] = tiles_[tile];
-      const int64_t m = columns(left), n = columns(right);
       T* upper = target + left * W * d_ + right * W;
-      T* lower = target + right * W * d_ + left * W;
-      k_.unpack(n, m, sums, mirror, W);  // mirror[j, i] = sums[i, j]
       if (left == right) {
-        for (int64_t i = 0; i < m; ++i) {
-          k_.add_rows(1, i, alpha, mirror + i * W, W, upper + i * d_, d_);
-          k_.add_rows(1, n - i, alpha, sums + i * W + i, W, upper + i * d_ + i, d_);
-        }
+        k_.add_mirrored(columns(left), alpha, sums, W, upper, d_);
       } else {
-        k_.add_rows(m, n, alpha, sums, W, upper, d_);
-        k_.add_rows(n, m, alpha, mirror, W, lower, d_);
+        k_.add_both(columns(left), columns(right), alpha, sums, W, upper, target + right * W * d_ + left * W, d_);
       }
     }
   }
@@ -176,14 +169,14 @@ class Gram {
       // Few rows: the target is most of the traffic, and a tile is added right after its products, for which it was fetched.
       const bool few = rows <= Tiles<T>::kRows;
       const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
-      const Buffer<T> sums((most + 1) * size);
+      const Buffer<T> sums(most * size);
       while (begin < end) {
         const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;
         const int64_t stop = few ? first + 1 : tiles_.group_end(first, std::min(left, count));
         T* to = target + factor * d_ * d_;
         if (few) tiles_.prefetch(first, to);
-        tiles_.products(first, stop, rows, packed_.data() + factor * panels * panel, panel, sums.data(), false);
-        tiles_.add(first, stop, alpha, sums.data(), sums.data() + most * size, to);
+        tiles_.products(first, stop, rows, packed_.data() + factor * panels * panel, panel, sums.data());
+        tiles_.add(first, stop, alpha, sums.data(), to);
         begin += stop - first;
       }
     });

@@ -101,7 +101,11 @@ struct Kernels {
   // target[i * target_row + j] += alpha source[i * source_row + j], i < m, j < n.
   void (*add_rows)(int64_t m, int64_t n, T alpha, const T* source, int64_t source_row, T* target, int64_t target_row);
 
-  // target[i * target_row + j] += alpha sums[i * sums_row + j] for i <= j < size, and the same to target[j * target_row + i].
+  // upper[i * target_row + j] += alpha sums[i * sums_row + j], and the same to lower[j * target_row + i], i < m, j < n. Fastest
+  // where m is a multiple of `vector` and n not below it.
+  void (*add_both)(int64_t m, int64_t n, T alpha, const T* sums, int64_t sums_row, T* upper, T* lower, int64_t target_row);
+
+  // The same with upper = lower = target and m = n = size, for i <= j; sums below the diagonal are not looked at.
   void (*add_mirrored)(int64_t size, T alpha, const T* sums, int64_t sums_row, T* target, int64_t target_row);
 
   // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same

@@ -42,7 +42,8 @@ CIFAR = Recipe(
     augment="flips-shifts",
 )
 
-# One recipe for all rows of a table, to be chosen on held-out training data (`--holdout`); README.md says how the digits one was.
+# One recipe for all rows of a table, to be chosen on held-out training data (`--holdout`);
+# benchmarks/results/README.md says how the digits one was.
 RECIPES: dict[str, Recipe] = {
     "digits": Recipe(
         tasks=("digit", "quadrant"),

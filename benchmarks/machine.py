@@ -49,7 +49,7 @@ def measure_peaks(device: torch.device) -> Peaks:
     out = torch.empty_like(a)
     flops = 2 * size**3 / _best_seconds(lambda: torch.mm(a, b, out=out), device)
     if device.type == "cpu":
-        # The product is MKL's, which leaves half of an AMD processor's rate unused; the convolution is oneDNN's, which does not.
+        # The product is MKL's, which leaves more than half of an AMD processor's rate unused; the convolution is oneDNN's, which does not.
         x = torch.randn(4, 256, 66, 66).to(memory_format=torch.channels_last)
         weight = torch.randn(256, 256, 3, 3).to(memory_format=torch.channels_last)
         operations = 2 * 4 * 64**2 * weight.numel()

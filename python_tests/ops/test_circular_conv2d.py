@@ -213,7 +213,7 @@ def test_every_set_of_instructions(capability, beside_the_tests):
 import json, torch, ella_cuda
 from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
 from python_tests.ops.test_one_component import COMPONENT_SHAPES, one_component
-worst = 0.0
+errors = []
 for dtype in (torch.float32, torch.float64):
     cases = [(shape, lambda t: t) for shape in SHAPES] + [(shape, one_component) for shape in COMPONENT_SHAPES]
     for shape, made in cases:
@@ -222,10 +222,15 @@ for dtype in (torch.float32, torch.float64):
         wide = weight.double().requires_grad_()
         exact = rolled(x, wide, bias)
         (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
+        # Rounding is in proportion to what is added up, whatever cancels.
+        summed = rolled(x.abs(), positive := wide.detach().abs().requires_grad_(), bias.abs())
+        (summed_grad,) = torch.autograd.grad(summed, positive, grad.double().abs())
         ours = torch.ops.ella_cuda.circular_conv2d_weight_grad(grad, x, *shape[5:])
-        for a, e in ((ella_cuda.ops.circular_conv2d(x, weight, bias), exact.detach()), (ours, exact_grad)):
-            worst = max(worst, ((a.double() - e).abs().max() / e.abs().max()).item() / torch.finfo(dtype).eps)
-print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
+        y = ella_cuda.ops.circular_conv2d(x, weight, bias)
+        for a, e, size in ((y, exact.detach(), summed.detach()), (ours, exact_grad, summed_grad)):
+            error = (a.double() - e).abs()
+            errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
+print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max().item()]))
 """
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
     done = subprocess.run(
@@ -233,7 +238,7 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
     )
     assert done.returncode == 0, done.stderr
     name, worst = json.loads(done.stdout.splitlines()[-1])
-    assert worst < 30, (name, worst)
+    assert worst < 8, (name, worst)  # NaN fails too
     if capability == "default":
         assert name == "baseline"
 

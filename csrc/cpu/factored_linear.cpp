@@ -1,4 +1,5 @@
-// F-FC, forward. z[d][c][image] exists for one block of images and some channels at a time, small enough for the cache.
+// F-FC, forward. z[d][c][image] exists for one block of images at a time: for some channels, small enough for the cache, or for
+// all where there is so little of it that it may be kept for the backward.
 #include "factored_linear.h"
 
 #include <tuple>
@@ -11,7 +12,7 @@ namespace {
 // Output channels whose tile of z fits, a multiple of the register tile's rows if there are several blocks.
 template <class T>
 int64_t channel_block(const Kernels<T>& k, int64_t in_channels, int64_t channels) {
-  constexpr int64_t kTileBytes = 256 * 1024;  // a quarter of a second-level cache of 1 MiB
+  constexpr int64_t kTileBytes = 512 * 1024;  // half of a second-level cache of 1 MiB
   const int64_t fit = kTileBytes / static_cast<int64_t>(sizeof(T)) / std::max<int64_t>(in_channels * k.width, 1);
   return std::min(channels, std::max(fit / k.rows, int64_t(1)) * k.rows);
 }
@@ -35,8 +36,9 @@ class Forward {
           const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, const Tensor& out, T* kept)
       : k_(kernels<T>()),
         s_(s),
-        channels_(channels_at_once(k_, s.C, s.D)),
-        z_row_((kept ? s.C : channels_) * k_.width),
+        whole_(kept_middle(k_, s) > 0),
+        channels_(whole_ ? s.C : channels_at_once(k_, s.C, s.D)),
+        z_row_(middle_row(k_, channels_)),
         middle_(s, x, weight_in, bias_in),
         v_(weight_out),
         bias_out_(bias_out),
@@ -51,7 +53,7 @@ class Forward {
     const int64_t groups = std::min(ceil_divide(threads, blocks), ceil_divide(s_.D, k_.rows));
     const int64_t group = ceil_divide(s_.D, groups);
     torch::stable::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t block = channel_block(k_, channels_, group);
+      const int64_t block = whole_ ? group : channel_block(k_, channels_, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
       const int64_t x_panel = middle_.panel_size(), y_panel = s_.Y * k_.width;
       Buffer<T> panels((once ? 1 : s_.C) * x_panel), tile(kept_ ? 0 : block * z_row_),
@@ -63,7 +65,7 @@ class Forward {
           const int64_t rows = std::min(block, last - d0);
           for (int64_t c0 = 0; c0 < std::max(s_.C, int64_t(1)); c0 += channels_) {
             const int64_t count = std::min(channels_, s_.C - c0);
-            T* const z = kept_ ? kept_ + ((task / groups * s_.D + d0) * s_.C + c0) * k_.width : tile.data();
+            T* const z = kept_ ? kept_ + (task / groups * s_.D + d0) * z_row_ : tile.data();
             for (int64_t c = c0; c < c0 + count; ++c) {
               middle_.compute(n0, n, d0, rows, c, d0 == first, panels.data() + (once ? 0 : c * x_panel),
                               z + (c - c0) * k_.width, z_row_);
@@ -79,10 +81,11 @@ class Forward {
   }
 
  private:
-  // Input channels whose z is there at a time: all, unless that leaves too few output channels for a panel of x.
+  // Input channels whose z is there at a time: all, unless that leaves too few output channels for a panel of x. Every group of
+  // them reads and writes y, or the panels that become y, again.
   static int64_t channels_at_once(const Kernels<T>& k, int64_t C, int64_t D) {
-    constexpr int64_t kEnough = 32;
-    const int64_t most = channel_block(k, C, D) >= std::min(kEnough, D) ? C : std::min(C, kTileChannels);
+    constexpr int64_t kEnough = 24, kMost = 80;
+    const int64_t most = channel_block(k, C, D) >= std::min(kEnough, D) ? C : std::min(C, kMost);
     return std::max(balanced_group(C, std::max(most, int64_t(1))), int64_t(1));
   }
 
@@ -101,6 +104,7 @@ class Forward {
 
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
+  const bool whole_;        // z of all channels of a block is there at a time, so that y is the same whether z is kept or not
   const int64_t channels_;  // input channels whose z is there at a time
   const int64_t z_row_;     // from one output channel's z to the next one's
   const Middle<T> middle_;

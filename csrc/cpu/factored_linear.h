@@ -31,16 +31,19 @@ struct Array1 {
   int64_t stride;
 };
 
-// Input channels whose z is there at a time, where it cannot be all: more would leave too few output channels to share a panel
-// of x.
-constexpr int64_t kTileChannels = 20;
+// From one output channel's z, of so many input channels, to the next one's, and from one input channel's dz to the next one's:
+// an odd number of panel's rows, since at many even distances they would share a few lines of the first-level cache.
+template <class T>
+int64_t middle_row(const Kernels<T>& k, int64_t channels) {
+  return (channels | 1) * k.width;
+}
 
 // Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where they are
 // more than those of x: there z is computed again.
 template <class T>
 int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
-  const int64_t lanes = ceil_divide(s.N, k.width) * k.width;
-  return lanes * s.D <= s.N * s.X ? lanes * s.D * s.C : 0;
+  const int64_t blocks = ceil_divide(s.N, k.width);
+  return blocks * k.width * s.D <= s.N * s.X ? blocks * s.D * middle_row(k, s.C) : 0;
 }
 
 // Whether vectors can run along the last axis of an array of `size` positions.

@@ -70,6 +70,7 @@ class Backward {
   }
 
  private:
+  static constexpr int64_t kTileChannels = 20;  // input channels of a thread that takes all steps for them
   static constexpr int64_t kTasks = 16;         // at least, where the sizes allow it
   static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
   static constexpr int64_t kFewPositions = 40;  // of x and y together
@@ -81,8 +82,7 @@ class Backward {
     T *dx, *du, *dv;
   };
 
-  // Some input channels, some blocks of images, and where their middles are: those of one channel, or of one output channel, an
-  // odd number of panel's rows apart, since at many even distances they would share a few lines of the first-level cache.
+  // Some input channels, some blocks of images, and where their middles are, in rows of `middle_row`.
   struct Group {
     int64_t index, c0, channels, first, blocks;
     T* z;         // [block][output channel of the chunk][input channel][lane]
@@ -92,8 +92,8 @@ class Backward {
 
   struct Middles {
     Middles(const Backward& op, int64_t channels)
-        : z(op.computes_z() ? op.most_blocks() * op.chunk_ * (channels | 1) * op.k_.width : 0),
-          dz(op.middle_gradient() ? op.most_blocks() * channels * (op.chunk_ | 1) * op.k_.width : 0),
+        : z(op.computes_z() ? op.most_blocks() * op.chunk_ * middle_row(op.k_, channels) : 0),
+          dz(op.middle_gradient() ? op.most_blocks() * channels * middle_row(op.k_, op.chunk_) : 0),
           x_panels(op.apart_ && op.computes_z() ? op.most_blocks() * channels * op.middle_.panel_size() : 0) {}
     Buffer<T> z, dz, x_panels;
   };
@@ -175,23 +175,21 @@ class Backward {
 
   // z of a block of images, for output channel d0 + i from a group's channel c on: kept for all, or this chunk's.
   const T* z(const Group& group, int64_t block, int64_t d0, int64_t i, int64_t c) const {
-    const int64_t W = k_.width;
-    return kept_ ? kept_ + ((block * s_.D + d0 + i) * s_.C + group.c0 + c) * W
-                 : group.z + (((block - group.first) * chunk_ + i) * (group.channels | 1) + c) * W;
+    return kept_ ? kept_ + (block * s_.D + d0 + i) * middle_row(k_, s_.C) + (group.c0 + c) * k_.width
+                 : group.z + ((block - group.first) * chunk_ + i) * middle_row(k_, group.channels) + c * k_.width;
   }
 
   T* dz(const Group& group, int64_t block, int64_t c, int64_t i) const {
-    return group.dz + (((block - group.first) * group.channels + c) * (chunk_ | 1) + i) * k_.width;
+    return group.dz + ((block - group.first) * group.channels + c) * middle_row(k_, chunk_) + i * k_.width;
   }
 
   // z of a chunk of output channels and one input channel
   void middle(const Group& group, int64_t d0, int64_t rows, int64_t block, int64_t c, Scratch& scratch) const {
-    const int64_t size = middle_.panel_size();
+    const int64_t size = middle_.panel_size(), z_row = middle_row(k_, group.channels);
     T* const panel =
         group.x_panels ? group.x_panels + ((block - group.first) * group.channels + c) * size : scratch.panel(size);
     middle_.compute(block * k_.width, images(block), d0, rows, group.c0 + c, group.x_panels == nullptr || d0 == 0, panel,
-                    group.z + ((block - group.first) * chunk_ * (group.channels | 1) + c) * k_.width,
-                    (group.channels | 1) * k_.width);
+                    group.z + (block - group.first) * chunk_ * z_row + c * k_.width, z_row);
   }
 
   // dz, dV and the biases' sums of output channel d0 + i and one part of the group's channels
@@ -212,7 +210,7 @@ class Backward {
       }
       if (middle_gradient()) {
         T* const target = dz(group, block, first, i);
-        const int64_t dz_row = (chunk_ | 1) * W;
+        const int64_t dz_row = middle_row(k_, chunk_);
         if (along_g_) {
           fill_rows(k_, channels, n, static_cast<const T*>(nullptr), 0, target, dz_row);
           k_.row_products(channels, n, s_.Y, v_.at(d, c0), v_.s1, g_.at(n0, d), g_.s0, target, dz_row);

@@ -220,7 +220,8 @@ def test_only_what_is_asked_for_is_computed(shape, device):
         checks.assert_same(parts[i], everything[i])
 
 
-# Kept: one block of images, a part of one, several and many; positions in the lanes or not; several chunks of output channels.
+# Kept: one block of images, a part of one, several and many; positions in the lanes or not; several chunks of output channels;
+# input channels that would not all be there at a time, were their middle not kept.
 KEPT = [
     (64, 2, 3, 40, 5),
     (10, 3, 1, 64, 7),
@@ -228,6 +229,7 @@ KEPT = [
     (1030, 2, 3, 17, 6),
     (70, 41, 30, 96, 48),
     (1030, 41, 20, 30, 3),
+    (70, 90, 30, 64, 3),
 ]
 
 

@@ -169,7 +169,7 @@ for dtype in (torch.float32, torch.float64):
         gradients = ops.factored_linear_backward(g, x, u, v, None, True, True, True, False, False)
         for ours, reference in zip(gradients, torch.autograd.grad(y, leaves, g.double())):
             check("backward", ours, reference)
-    for blocks, d in ((2, 77), (5, 250), *((37, d) for d in range(1, 35))):
+    for blocks, d in ((1, 77), (2, 77), (5, 250), (2, 300), *((37, d) for d in range(1, 35))):
         rows = torch.randn(130, blocks, d + d % 2, dtype=dtype)[..., :d]  # odd ones lie apart
         factor = torch.zeros(blocks, d, d, dtype=dtype)
         ops.kron_accumulate_(factor, rows, 1.0)

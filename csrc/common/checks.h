@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -49,6 +50,13 @@ class ArgumentCheck {
     STD_TORCH_CHECK(value.scalar_type() == ScalarType::Double, op_, ": ", name, " must be float64 whatever the dtype of ",
                     name_, ", got ", torch::headeronly::toString(value.scalar_type()));
     device(name, value);
+  }
+
+  void number(const char* name, double value) const {
+    const bool single = reference_.scalar_type() == ScalarType::Float;
+    const double most = single ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
+    STD_TORCH_CHECK(std::abs(value) <= most, op_, ": ", name, " must be a finite number in the dtype of ", name_, " (",
+                    torch::headeronly::toString(reference_.scalar_type()), "), got ", value);
   }
 
   void dimensions(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
@@ -152,13 +160,14 @@ struct KronAccumulateSizes {
   int64_t N, G, d;
 };
 
-inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Tensor& rows) {
+inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Tensor& rows, double alpha) {
   const ArgumentCheck check("kron_accumulate_", "factor", factor);
   check.tensor("factor", factor, {-1, -1, -1}, "(G, d, d)");
   const int64_t G = factor.size(0), d = factor.size(1);
   check.tensor("factor", factor, {G, d, d}, "(G, d, d)");
   check.tensor("rows", rows, {-1, G, d}, "(N, G, d)");
   STD_TORCH_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
+  check.number("alpha", alpha);
   return {rows.size(0), G, d};
 }
 
@@ -177,10 +186,11 @@ struct ConvGeometry {
 
 inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
                                                const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                                               const std::vector<int64_t>& dilation, bool circular) {
+                                               const std::vector<int64_t>& dilation, bool circular, double alpha) {
   const char* op = "conv_kron_accumulate_";
   const ArgumentCheck check(op, "factor", factor);
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  check.number("alpha", alpha);
   const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t least) {
     STD_TORCH_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
     STD_TORCH_CHECK(value[0] >= least && value[1] >= least, op, ": ", name, " must be at least ", least, ", got (", value[0],

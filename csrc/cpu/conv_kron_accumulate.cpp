@@ -130,7 +130,7 @@ void add_lags(const ConvGeometry& g, const std::vector<double>& lags, double alp
 
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
                            std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
-  const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
+  const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (g.patch() == 0 || g.positions() == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
     if (same_on_torus(g)) {

@@ -36,7 +36,7 @@ int64_t row_parts(const KronAccumulateSizes& s) {
 }
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
-  const KronAccumulateSizes s = check_kron_accumulate(factor, rows);
+  const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (factor.numel() == 0 || s.N == 0) return;
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
     const scalar_t* data = rows.const_data_ptr<scalar_t>();

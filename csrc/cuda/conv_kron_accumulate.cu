@@ -75,7 +75,7 @@ struct Patches {
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                            const std::vector<int64_t>& dilation, bool circular, double alpha) {
-  const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular);
+  const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (geometry.positions() == 0 || factor.numel() == 0) return;
   STD_TORCH_CHECK(std::max(geometry.H + 2 * geometry.padding_h, geometry.W + 2 * geometry.padding_w) <= kMaxSide,
                   "conv_kron_accumulate_: a padded image may have at most ", kMaxSide, " rows and columns, got (", geometry.H,

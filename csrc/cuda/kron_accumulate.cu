@@ -27,7 +27,7 @@ struct StridedRows {
 };
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
-  const KronAccumulateSizes s = check_kron_accumulate(factor, rows);
+  const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (s.N == 0 || factor.numel() == 0) return;
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {

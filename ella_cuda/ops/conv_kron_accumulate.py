@@ -33,7 +33,7 @@ def conv_kron_accumulate_(
         x: ``(N, C, H, W)``, the convolution's input.
         kernel_size: ``k`` or ``(kh, kw)``.
         padding_mode: "circular" (positions wrap) or "zeros".
-        alpha: weight of the sum.
+        alpha: weight of the sum, finite in the factor's dtype. What is not finite in ``x`` shows even at 0.
         stride: of the convolution.
         padding: per side; None is ``dilation * (kernel_size - 1) // 2``, which keeps the size for odd kernels.
         dilation: of the convolution.

@@ -20,7 +20,7 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
     Args:
         factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.
         rows: ``(N, G, d)``, any strides.
-        alpha: weight of the sum.
+        alpha: weight of the sum, finite in the factor's dtype. What is not finite in the rows shows even at 0.
 
     Returns:
         ``factor``.

@@ -94,28 +94,86 @@ def test_every_size_around_a_vector(d, dtype, device):
         assert torch.equal(ours, ours.mT)
 
 
-@pytest.mark.parametrize("shape", [(200_000, 2, 44), (300_000, 1, 5), (100_000, 1, 41), (200_000, 4, 4)])
+@pytest.mark.parametrize(
+    "shape", [(200_000, 2, 44), (300_000, 1, 5), (100_000, 1, 41), (200_000, 4, 4), (50_000, 2, 260)]
+)
 @pytest.mark.parametrize("strided", [False, True])
 def test_sums_over_many_rows_are_short(shape, strided):
     """Numbers of one sign, whose sums grow: partial sums of few terms lose less of them."""
     n, g, d = shape
     rows = torch.rand(d, g, n).permute(2, 1, 0) if strided else torch.rand(n, g, d)
-    factor = torch.zeros(g, d, d)
-    ours, twin = factor.clone(), factor.clone()
-    ops.kron_accumulate_(ours, rows)
-    ops.kron_accumulate_torch_(twin, rows)
-    checks.error_at_most_twice(ours, twin, outer_products(factor, rows, 1.0))
+    ours = ops.kron_accumulate_(torch.zeros(g, d, d), rows)
+    exact = outer_products(torch.zeros(g, d, d), rows, 1.0)
+    torch.testing.assert_close(
+        ours.double(), exact, rtol=0, atol=4 * torch.finfo(torch.float32).eps * exact.max().item()
+    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
 @pytest.mark.parametrize(
-    "shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 300), (4501, 1, 37), (70, 30, 3), (70, 7, 4)]
+    "shape",
+    [
+        (5, 3, 5),
+        (70, 2, 41),
+        (300, 3, 70),
+        (30, 1, 300),
+        (30, 1, 301),
+        (4501, 1, 37),
+        (70, 30, 3),
+        (70, 7, 4),
+        (70, 27, 40),
+    ],
 )
+@pytest.mark.parametrize("block", ["adjacent", "apart", "overlapping", "the same"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nothing_past_the_end_is_read(shape, dtype):
-    factor, rows = tensors(shape, torch.device("cpu"), dtype)
-    guarded = checks.before_a_guard_page(rows)
-    assert torch.equal(ops.kron_accumulate_(factor.clone(), guarded), ops.kron_accumulate_(factor.clone(), rows))
+def test_nothing_past_the_end_is_read_or_written(shape, block, dtype):
+    n, g, d = shape
+    step = {"adjacent": d, "apart": d + 3, "overlapping": d // 2, "the same": 0}[block]
+    row = (g - 1) * step + d
+    factor, memory = tensors((n, g, d), torch.device("cpu"), dtype)[0], torch.randn(n * row, dtype=dtype)
+    expected = ops.kron_accumulate_(factor.clone(), memory.as_strided(shape, (row, step, 1)))
+    guarded, written = checks.before_a_guard_page(memory), checks.before_a_guard_page(factor)
+    assert torch.equal(ops.kron_accumulate_(written, guarded.as_strided(shape, (row, step, 1))), expected)
+
+
+# Side by side in a vector, in place, joined to the factor in squares, one that is shared out, packed.
+EVERY_WAY = [(40, 7, 5), (40, 7, 16), (70, 27, 40), (70, 3, 130), (4501, 1, 37), (70, 2, 300)]
+
+
+@pytest.mark.parametrize("shape", EVERY_WAY)
+@pytest.mark.parametrize("alpha", [-1.5, 0.0])
+def test_weights_that_are_not_positive(shape, alpha, device):
+    factor, rows = tensors(shape, device)
+    checks.assert_same(ops.kron_accumulate_(factor.clone(), rows, alpha), outer_products(factor, rows, alpha))
+
+
+@pytest.mark.parametrize("shape", [s for s in EVERY_WAY if s[1] > 1])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_stays_in_its_block(shape, value, dtype, device):
+    factor, rows = tensors(shape, device, dtype)
+    before = ops.kron_accumulate_(factor.clone(), rows)
+    rows[3, 1, 2] = value
+    after = ops.kron_accumulate_(factor.clone(), rows)
+    others = torch.arange(shape[1], device=device) != 1
+    assert torch.equal(after[others], before[others])
+    assert not after[1, 2].isfinite().any() and torch.equal(after.isfinite(), after.mT.isfinite())
+
+
+@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), 1e39])
+def test_a_weight_that_is_not_finite_in_the_dtype_is_refused(alpha, device):
+    factor, rows = tensors((4, 2, 3), device, torch.float32)
+    before = factor.clone()
+    with pytest.raises(RuntimeError, match="alpha must be a finite number"):
+        ops.kron_accumulate_(factor, rows, alpha)
+    assert torch.equal(factor, before)
+    with pytest.raises(RuntimeError, match="alpha must be a finite number"):
+        ops.conv_kron_accumulate_(
+            torch.zeros(9, 9, device=device), torch.ones(1, 1, 4, 4, device=device), 3, alpha=alpha
+        )
+    if alpha == 1e39:
+        doubles = ops.kron_accumulate_(factor.double(), rows.double(), alpha)
+        checks.assert_same(doubles, outer_products(factor, rows, alpha))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)])

@@ -112,7 +112,8 @@ def marglik_training(
 
     Returns:
         ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not
-        fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch.
+        fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch,
+        the prior's term included.
         Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
 
     Raises:
@@ -242,6 +243,7 @@ def marglik_training(
                 evidence = effective = None
                 lengthscales = shape.inverse_lengthscales()
                 if objective == "evidence" and epoch > n_epochs_burnin:
+                    bar.set_postfix(shown | {"-log q/N": "..."})  # it takes as long as some epochs
                     random_at_fit = random_state(loaders)
                     la = None  # before the next one is made, or the factors of both are in memory
                     with shape.differentiable():

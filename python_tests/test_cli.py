@@ -51,6 +51,16 @@ def run(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*args), capture_output=True, text=True, cwd=cwd, env=environment(), timeout=300)
 
 
+def test_a_reader_that_leaves_early_is_no_complaint(tmp_path, asked):
+    assert cli.main(["train", "--task", "digit", "--layer", "conv", "--out", "dir"]) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+    call, buffered = command("inspect", str(tmp_path / "dir")), {**environment(), "PYTHONUNBUFFERED": ""}
+    with os.fdopen(writing, "wb") as left:
+        done = subprocess.run(call, stdout=left, stderr=subprocess.PIPE, text=True, env=buffered, timeout=300)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def rows_of(folder: Path) -> list[dict]:
     rows = json.loads((folder / "summary.json").read_text())
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -18,13 +18,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 def test_every_block_runs(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     loading = next(b for b in BLOCKS if "load_run" in b)
-    training, groups, hyperparameters = (b for b in BLOCKS if b != loading)
+    training, own, groups, hyperparameters = (b for b in BLOCKS if b != loading)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
     assert small.count("subsample") == 1 and "n_epochs=2" in small
     exec(compile(small, "README.md", "exec"), names)
     assert isinstance(names["la"], laplace.KronLaplace) and names["precision"].grad.isfinite().all()
+    exec(compile(own, "README.md", "exec"), names)
+    assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
     exec(compile(groups, "README.md", "exec"), names)
     exec(compile(hyperparameters, "README.md", "exec"), names)
     with pytest.raises(RuntimeError, match="call fit again"):

@@ -8,9 +8,11 @@ import warnings
 import pytest
 
 from ella_cuda import cli
+from ella_cuda.cli import train
 from ella_cuda.experiments import RECIPES, configure
 from ella_cuda.experiments.grid import _run_quietly
 from python_tests.data.test_sources import write_mnist
+from python_tests.reports.rows import row
 
 
 @pytest.mark.parametrize("command", ["train", "reproduce"])
@@ -54,6 +56,15 @@ def test_train_says_what_it_left_out_after_the_table(options, said, asked, capsy
         line for line in capsys.readouterr().out.partition("no finished run\n")[2].splitlines() if "not run" in line
     ]
     assert lines == ([said] if said else [])
+
+
+def test_train_says_why_an_evidence_was_not_computed(asked, capsys, monkeypatch):
+    without = {"neg_log_marginal_likelihood": None, "neg_log_marginal_likelihood_reason": "its factors need 2 MB"}
+    monkeypatch.setattr(train, "do_runs", lambda *_: [row(), row(layer="fc", objective="map", **without)])
+    monkeypatch.setattr(train, "say_written", lambda *_: None)
+    assert cli.main(["train"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no -log q/N")]
+    assert said == ["no -log q/N for digits-digit-fc-map-seed0: its factors need 2 MB."]
 
 
 def test_help_of_all_says_what_else_is_enough(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 import traceback
 import warnings
@@ -36,14 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
-            return int(args.command(args))
+            code = int(args.command(args))
+        sys.stdout.flush()  # here, where it may fail
+        return code
     except UsageError as error:
         return _fail(args, "wrong usage", error, USAGE)
     except KeyboardInterrupt:
         print("ella-cuda: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left
-        sys.stderr.close()
+    except BrokenPipeError:  # whoever read our output has left; what is still to be written goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
         return _fail(args, "failed", error, FAILED)

@@ -82,6 +82,9 @@ def _train(args: argparse.Namespace) -> int:
     print(results_table(rows))
     if missing := _left_out(configs, options):
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
+    for row in rows:
+        if reason := row.get("neg_log_marginal_likelihood_reason"):
+            print(f"\nno -log q/N for {row['run']}: {reason}.")
     if learned(rows):
         print()
         print(layer_table(learned(rows)))

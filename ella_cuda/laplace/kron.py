@@ -527,7 +527,10 @@ def _fingerprint(model: nn.Module) -> Tensor:
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-        raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {type(batch).__name__}.")
+        got = type(batch).__name__
+        if isinstance(batch, (tuple, list)):
+            got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
+        raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {got}.")
     return batch[0], batch[1]
 
 

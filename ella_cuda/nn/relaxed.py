@@ -17,6 +17,7 @@ class RelaxedEquivariance(nn.Module):
         paths: name -> module; every module maps the layer's input to outputs of one shape.
 
     Raises:
+        TypeError: paths are not named.
         ValueError: no path. In forward: two paths give outputs of different shapes (the message names them).
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.4; their released code divides the sum by the number of paths.
@@ -24,6 +25,11 @@ class RelaxedEquivariance(nn.Module):
 
     def __init__(self, paths: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        if not hasattr(paths, "items"):
+            raise TypeError(
+                "RelaxedEquivariance: paths must be a mapping of names to modules, such as {'conv': CircularConv2d(1, 8), "
+                f"'f_fc': FactoredLinear2d(1, 8, 16, 16)}}, got {type(paths).__name__}."
+            )
         if not paths:
             raise ValueError("RelaxedEquivariance: paths must name at least one module, got an empty mapping.")
         self.path_names = tuple(paths)

@@ -67,6 +67,8 @@ def test_an_empty_loader(model, loader):
 def test_a_loader_that_yields_no_pairs(model, data):
     with pytest.raises(TypeError, match=r"pairs of tensors \(x, y\), got dict"):
         KronLaplace(model).fit([dict(x=data[0], y=data[1])])
+    with pytest.raises(TypeError, match="got tuple of ndarray, Tensor"):
+        KronLaplace(model).fit([(data[0].numpy(), data[1])])
     with pytest.raises(TypeError, match="got Tensor"):
         KronLaplace(model).fit(data[0])
 

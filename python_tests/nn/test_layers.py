@@ -51,6 +51,12 @@ def test_relaxed_layer_is_the_mean_of_its_paths(device):
     assert {name.split(".")[0] for name, _ in layer.named_parameters()} == set(paths)
 
 
+def test_paths_without_names_are_refused():
+    with pytest.raises(TypeError, match=r"a mapping of names to modules, .* got list"):
+        RelaxedEquivariance([nn.Identity()])
+    RelaxedEquivariance(nn.ModuleDict({"conv": nn.Identity()}))  # no Mapping, but as good
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ella_cuda import __version__, build_info
+from ella_cuda.experiments.device import device_name
 
 
 @dataclass(frozen=True)
@@ -60,23 +59,14 @@ def measure_peaks(device: torch.device) -> Peaks:
     return Peaks(flops, bandwidth)
 
 
-def _cpu_name() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def describe(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on and with."""
     return {
         "ella_cuda": __version__,
         "build": {key: str(value) for key, value in build_info().items()},
         "torch": torch.__version__,
-        "cpu": _cpu_name(),
+        "cpu": device_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": device_name(device) if device.type == "cuda" else "cpu",
     }

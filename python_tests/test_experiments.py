@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import math
+import platform
 from pathlib import Path
 
 import pytest
@@ -447,6 +448,8 @@ def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
     assert len(sessions) == 2
     assert sessions[0]["torch"] == torch.__version__
     assert sessions[0]["device"] == "cpu"
+    known = Path("/proc/cpuinfo")
+    assert sessions[0]["device_name"] in (known.read_text() if known.exists() else platform.uname())
 
 
 def test_a_grid_refuses_another_grids_folder(tmp_path):

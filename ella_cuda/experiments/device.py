@@ -1,6 +1,9 @@
-"""Which device a run is on."""
+"""Which device a run is on, and what it is called."""
 
 from __future__ import annotations
+
+import platform
+from pathlib import Path
 
 import torch
 
@@ -34,3 +37,15 @@ def resolve_device(name: str) -> torch.device:
                 f"install .)."
             )
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the GPU or of the processor, or the processor's architecture where the system does not tell more."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

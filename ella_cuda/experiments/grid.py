@@ -20,6 +20,7 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
 from ella_cuda.experiments.config import DENSE_PATH, RunConfig
+from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
 from ella_cuda.experiments.folder import read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
@@ -159,7 +160,6 @@ def _note_environment(out_dir: Path, device: str) -> None:
         sessions = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):  # a damaged note is no reason to refuse a resume
         sessions = []
-    cuda = torch.device(device).type == "cuda"
     sessions.append(
         {
             "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -172,7 +172,7 @@ def _note_environment(out_dir: Path, device: str) -> None:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "device": device,
-            "device_name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+            "device_name": device_name(torch.device(device)),
             "threads": torch.get_num_threads(),
             "command": sys.argv,
         }

@@ -136,7 +136,7 @@ def _cifar_source(
             missing = [str(root / folder / f) for f in names if not (root / folder / f).is_file()]
             raise FileNotFoundError(
                 f"{title}: {root / archive} not found, nor {', '.join(missing)}. Name the folder that holds {archive} "
-                f"(the python version) or {folder}/ (what is in it) with --data-dir, or let --download fetch it."
+                f"(the python version) or {folder}/ (what is in it) as root (--data-dir), or let download=True (--download) fetch it."
             )
         train, test = ([parse_cifar_batch(read[f][1], read[f][0], label_key) for f in part] for part in files)
         compare(name, [(where, f, md5(raw)) for f, (where, raw) in read.items()])
@@ -175,7 +175,11 @@ def _download(torchvision_name: str, root: Path) -> None:
 SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
     "digits": _digits,
     "mnist": _idx_source(
-        "mnist", "MNIST", "MNIST", (), "Name the folder that holds them with --data-dir, or let --download fetch them."
+        "mnist",
+        "MNIST",
+        "MNIST",
+        (),
+        "Name the folder that holds them as root (--data-dir), or let download=True (--download) fetch them.",
     ),
     "fashion-mnist": _idx_source(
         "fashion-mnist",
@@ -183,7 +187,7 @@ SOURCES: dict[str, Callable[[Path, bool], Dataset]] = {
         "FashionMNIST",
         (DEBIAN_FASHION_MNIST,),
         "Install them on Debian or Ubuntu with `apt-get install dataset-fashion-mnist`, name the folder that holds "
-        "them with --data-dir, or let --download fetch them.",
+        "them as root (--data-dir), or let download=True (--download) fetch them.",
     ),
     "cifar10": _cifar_source(
         "cifar10",

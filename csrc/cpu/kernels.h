@@ -50,6 +50,9 @@ struct Points {
   int64_t row;
 };
 
+// The norm of a column: the sum of its numbers' sizes, the sum of their squares, or the largest size.
+enum class Norm { one, two, most };
+
 // The smallest size at which `count` things make no more groups than groups of `most` would.
 inline int64_t balanced_group(int64_t count, int64_t most) {
   const int64_t groups = (count + most - 1) / most;
@@ -123,6 +126,10 @@ struct Kernels {
   // must be zero.
   void (*gaussian_terms)(int64_t n, int64_t rows, int64_t coordinates, const Points<T>& lanes, const Points<T>& points,
                          bool hessian, const T* s, T* lane_sums, double* row_sums, int64_t row_sums_row);
+
+  // sums[j] becomes the norm of x[i * row + j] over i < count and of what sums[j] stands for already, j < columns; a largest
+  // size is NaN once one was.
+  void (*column_norms)(Norm norm, int64_t count, int64_t columns, const T* x, int64_t row, double* sums);
 
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);

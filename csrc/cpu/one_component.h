@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "short_rows.h"
 #include "torus.h"
 
 namespace ella {
@@ -115,26 +116,6 @@ std::optional<std::vector<int64_t>> only_components(const Tensor& tensor, const 
 inline CircularConvSizes quarter_of(const CircularConvSizes& s) {
   const auto reach = [](int64_t kernel) { return 2 * ((kernel / 2 + 1) / 2) + 1; };
   return {s.N, s.C, s.H / 2, s.W / 2, s.D, reach(s.kernel_h), reach(s.kernel_w)};
-}
-
-// Calls f with half the width of the images, as a constant where it is a small power of two: rows are short then, and loops of
-// unknown length cost more than what they do.
-template <class F>
-void with_half_width(int64_t half, const F& f) {
-  switch (half) {
-    case 1:
-      return f(std::integral_constant<int64_t, 1>());
-    case 2:
-      return f(std::integral_constant<int64_t, 2>());
-    case 4:
-      return f(std::integral_constant<int64_t, 4>());
-    case 8:
-      return f(std::integral_constant<int64_t, 8>());
-    case 16:
-      return f(std::integral_constant<int64_t, 16>());
-    default:
-      return f(half);
-  }
 }
 
 // Rows (2p + row) and columns (2q + column) of an image, both on the torus, one after the other.

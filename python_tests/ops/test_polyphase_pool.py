@@ -37,14 +37,28 @@ def test_chooses_per_image(norm, dtype, device):
 @pytest.mark.parametrize("norm", [1, 2, math.inf])
 @pytest.mark.parametrize("width", [14, 16, 18, 30, 32, 46])
 def test_every_column_counts(width, norm, device):
-    """Whole vectors of a row and what is left after them: one large number, wherever it is, decides."""
-    x = torch.rand(4 * width, 1, 4, width, device=device)
-    image, place = torch.arange(4 * width), torch.arange(4 * width)
-    x[image, 0, place // width, place % width] = 1000
-    for laid_out in (x, x.to(memory_format=torch.channels_last), x.expand(-1, 3, -1, -1)):
+    """Whole vectors, rows that follow one another or do not, and what is left after them: one large number, wherever it is, decides."""
+    x = torch.rand(6 * width, 2, 6, width, device=device)
+    image, place = torch.arange(6 * width), torch.arange(6 * width)
+    x[image, 1, place // width, place % width] = 1000
+    gaps = torch.full((6 * width, 2, 6, width + 3), 1e6, device=device)[..., 1:-2]
+    last = torch.full((6 * width, 3, 6, width), 1e6, device=device)[:, :2]
+    for laid_out in (
+        x,
+        x.to(memory_format=torch.channels_last),
+        x[:, 1:].expand(-1, 3, -1, -1),
+        gaps.copy_(x),
+        last.copy_(x),
+    ):
         out = ops.polyphase_pool(laid_out, norm)
         assert (out.flatten(1).amax(1) == 1000).all()
         assert torch.equal(out, explicit(laid_out, norm))
+
+
+def test_every_row_of_a_high_image_counts(device):
+    x = torch.rand(80 * 16, 1, 80, 16, device=device)
+    x.flatten(1).fill_diagonal_(1000)
+    assert (ops.polyphase_pool(x).flatten(1).amax(1) == 1000).all()
 
 
 @pytest.mark.parametrize("norm", [1, 2, math.inf])

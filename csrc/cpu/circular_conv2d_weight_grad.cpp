@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "channel_gradient.h"
 #include "circular_conv2d.h"
 #include "gram.h"
 #include "one_component.h"
@@ -127,11 +128,10 @@ void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, cons
 
 // Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.
 template <class T>
-void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& grad, const Tensor& x,
-                        T* target) {
+void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& component, const Images<T>& gradients,
+                        const Images<T>& source, T* target) {
   const CircularConvSizes quarter = quarter_of(s);
   const Torus<T> torus(quarter);
-  const Images<T> source(x), gradients(grad);
   std::vector<Entry> entries;
   for (int64_t i = 0; i < s.kernel_h; ++i) {
     for (int64_t j = 0; j < s.kernel_w; ++j) {
@@ -169,10 +169,15 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
   Tensor out = empty_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_weight_grad", [&] {
     scalar_t* target = out.mutable_data_ptr<scalar_t>();
-    if (const auto component = only_components<scalar_t>(grad, s, s.D, s.C)) {
-      component_gradient(s, *component, grad, x, target);
+    const Images<scalar_t> gradients(grad), source(x);
+    const auto components = only_components<scalar_t>(grad, s, s.D, s.C);
+    if (by_channels(s, components.has_value())) {
+      const std::vector<int64_t> all;
+      ChannelGradient<scalar_t>(s, components ? *components : all, gradients, source).run(target);
+    } else if (components) {
+      component_gradient(s, *components, gradients, source, target);
     } else {
-      dense_gradient(s, Images<scalar_t>(grad), Images<scalar_t>(x), false, target);
+      dense_gradient(s, gradients, source, false, target);
     }
   });
   return out;

@@ -15,7 +15,8 @@ from ella_cuda import ops
 from ella_cuda.ops.circular_conv2d import _weight_grad
 from python_tests.ops import checks
 
-# N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel.
+# N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then so many
+# weights that their gradient is a product for each position, of all images and of some at a time.
 SHAPES = [
     (3, 2, 4, 5, 6, 3, 3),
     (2, 3, 7, 32, 32, 3, 3),
@@ -30,6 +31,8 @@ SHAPES = [
     (4, 3, 2, 16, 8, 1, 1),
     (3, 70, 8, 4, 17, 3, 3),
     (1, 1, 1, 1, 1, 1, 1),
+    (20, 60, 61, 3, 4, 7, 7),
+    (83, 122, 121, 9, 11, 3, 3),
 ]
 
 
@@ -189,7 +192,14 @@ def test_compile(device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(50, 4, 8, 32, 32, 3, 3), (50, 9, 11, 8, 8, 3, 3), (70, 8, 16, 2, 2, 3, 3), (30, 2, 3, 5, 19, 3, 3)]
+    "shape",
+    [
+        (50, 4, 8, 32, 32, 3, 3),
+        (50, 9, 11, 8, 8, 3, 3),
+        (70, 8, 16, 2, 2, 3, 3),
+        (30, 2, 3, 5, 19, 3, 3),
+        (83, 122, 121, 9, 11, 3, 3),
+    ],
 )
 def test_same_numbers_for_any_number_of_threads(shape):
     args = [a.requires_grad_() for a in arguments(shape, torch.device("cpu"), torch.float32)]
@@ -212,10 +222,10 @@ def test_every_set_of_instructions(capability, beside_the_tests):
     code = """
 import json, torch, ella_cuda
 from python_tests.ops.test_circular_conv2d import SHAPES, arguments, gradient, rolled
-from python_tests.ops.test_one_component import COMPONENT_SHAPES, one_component
+from python_tests.ops.test_one_component import COMPONENT_SHAPES, MANY_WEIGHTS, one_component
 errors = []
 for dtype in (torch.float32, torch.float64):
-    cases = [(shape, lambda t: t) for shape in SHAPES] + [(shape, one_component) for shape in COMPONENT_SHAPES]
+    cases = [(shape, lambda t: t) for shape in SHAPES] + [(shape, one_component) for shape in [*COMPONENT_SHAPES, MANY_WEIGHTS]]
     for shape, made in cases:
         x, weight, bias = arguments(shape, torch.device("cpu"), dtype)
         x, grad = made(x), made(gradient(shape, torch.device("cpu"), dtype))

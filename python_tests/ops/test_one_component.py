@@ -22,7 +22,11 @@ COMPONENT_SHAPES = [
     (4, 3, 3, 2, 6, 5, 9),
     (5, 10, 12, 4, 16, 3, 3),
     (3, 10, 12, 4, 32, 3, 3),
+    (21, 12, 13, 4, 4, 3, 3),
+    (9, 10, 12, 2, 8, 5, 7),
 ]
+# Weights so many that their gradient is a product for each position, of some of the images at a time.
+MANY_WEIGHTS = (115, 122, 121, 10, 12, 3, 3)
 
 
 def one_component(images: Tensor) -> Tensor:
@@ -46,6 +50,16 @@ def test_images_of_one_polyphase_component(shape, dtype, device):
             checks.error_at_most_twice(ops.circular_conv2d(images, weight, b), twin, rolled(images, weight, b))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_of_many_weights(dtype, device):
+    x, weight, _ = arguments(MANY_WEIGHTS, device, dtype)
+    grad = one_component(gradient(MANY_WEIGHTS, device, dtype))[torch.randperm(MANY_WEIGHTS[0], device=device)]
+    wide = weight.double().requires_grad_()
+    (twin,) = torch.autograd.grad(ops.circular_conv2d_torch(x, weight.requires_grad_()), weight, grad)
+    (exact,) = torch.autograd.grad(rolled(x, wide), wide, grad.double())
+    checks.error_at_most_twice(_weight_grad(grad, x, 3, 3), twin, exact)
+
+
 @pytest.mark.parametrize("shape", COMPONENT_SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_one_polyphase_component(shape, dtype, device):
@@ -59,9 +73,10 @@ def test_gradients_of_one_polyphase_component(shape, dtype, device):
         checks.error_at_most_twice(o, t, e)
 
 
-def test_every_layout_of_images_of_one_component(device):
-    x, weight, _ = arguments((5, 10, 11, 8, 6, 3, 3), device)
-    grad = one_component(gradient((5, 10, 11, 8, 6, 3, 3), device))
+@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3)])
+def test_every_layout_of_images_of_one_component(shape, device):
+    x, weight, _ = arguments(shape, device)
+    grad = one_component(gradient(shape, device))
     for _, images in checks.layouts(one_component(x)[1:]):
         checks.assert_same(ops.circular_conv2d(images, weight), rolled(images, weight))
     for _, laid_out in checks.layouts(grad[1:]):
@@ -128,8 +143,8 @@ def test_sizes_without_the_short_cut(shape):
         checks.assert_same(_weight_grad(images, x, *shape[5:]), exact)
 
 
-def test_every_layout_of_what_meets_one_component(device):
-    shape = (5, 10, 11, 8, 6, 3, 5)
+@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 5), (5, 10, 11, 4, 4, 3, 5)])
+def test_every_layout_of_what_meets_one_component(shape, device):
     x, weight, bias = arguments(shape, device)
     images, grad = one_component(x), one_component(gradient(shape, device))
     for _, laid_out in checks.layouts(weight):
@@ -142,7 +157,7 @@ def test_every_layout_of_what_meets_one_component(device):
         checks.assert_same(_weight_grad(grad, laid_out, 3, 5), exact)
 
 
-@pytest.mark.parametrize("shape", COMPONENT_SHAPES)
+@pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, MANY_WEIGHTS])
 def test_same_numbers_for_any_number_of_threads(shape):
     x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
     grad = one_component(gradient(shape, torch.device("cpu"), torch.float32))

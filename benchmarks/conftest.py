@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.machine import Peaks, describe, measure_peaks
+from benchmarks.machine import Peaks, describe, measure_peaks, told_commit
 from benchmarks.memory import peak_bytes
 
 
@@ -119,3 +119,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     machine_info["ella_cuda"] = describe(torch.device(config.getoption("--device")))
+
+
+def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
+    commit_info.update(told_commit())

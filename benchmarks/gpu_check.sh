@@ -5,6 +5,7 @@
 #
 #   benchmarks/gpu_check.sh [FOLDER]     default: benchmarks/results/<device>-<date>
 #   LIMIT=540                            seconds in all
+#   COMMIT=ID                            what this is a copy of, where it has no history
 #
 # Needs torch >= 2.11 with CUDA, nvcc, setuptools, ninja, pytest and pytest-benchmark. Nothing is installed: the package goes to a
 # temporary folder.
@@ -25,7 +26,11 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 {
   date -u +%Y-%m-%dT%H:%M:%SZ
-  echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', changed')"
+  if [[ -n ${COMMIT:-} ]]; then
+    echo "commit $COMMIT"
+  else
+    echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', changed')"
+  fi
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,mig.mode.current --format=csv
   nvcc --version | tail -n 2
   python -c "import sys, torch; print('python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,3 +71,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": device_name(device) if device.type == "cuda" else "cpu",
     }
+
+
+def told_commit() -> dict[str, Any]:
+    """What the environment's COMMIT says that this is a copy of, where it has no history; else nothing."""
+    return {"id": os.environ["COMMIT"], "dirty": False} if "COMMIT" in os.environ else {}

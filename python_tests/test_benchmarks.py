@@ -17,6 +17,7 @@ from ella_cuda.ops.factored_linear import factored_linear_torch
 from python_tests.benchmark_files import load
 
 compare, counting, dense = load("compare"), load("counting"), load("dense_formulation")
+machine = load("machine")
 
 
 def network() -> nn.Sequential:
@@ -146,6 +147,13 @@ def test_table_prints_growth():
     last = table(series(40, 8, 3), series(10, 2, 2), series(20, 4, 2))[-1]
     assert last == "fit, ella_cuda, from 10 to 40 images: time grows with exponent 1.00, peak memory 0.29, 1.50 times"
     assert "time grows" not in table(series(10, 2, 2))[-1]
+
+
+def test_a_copy_without_history_is_told_its_commit(monkeypatch):
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert machine.told_commit() == {}
+    monkeypatch.setenv("COMMIT", "0123456")
+    assert machine.told_commit() == {"id": "0123456", "dirty": False}
 
 
 def test_least_of_several_runs():

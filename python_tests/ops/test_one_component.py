@@ -24,6 +24,8 @@ COMPONENT_SHAPES = [
     (3, 10, 12, 4, 32, 3, 3),
     (21, 12, 13, 4, 4, 3, 3),
     (9, 10, 12, 2, 8, 5, 7),
+    (8, 80, 80, 4, 4, 3, 3),
+    (8, 80, 160, 2, 2, 3, 3),
 ]
 # Weights so many that their gradient is a product for each position, of some of the images at a time.
 MANY_WEIGHTS = (115, 122, 121, 10, 12, 3, 3)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -18,6 +17,8 @@ from ella_cuda.checkpoint import load_checkpoint, random_state, restore_random_s
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.progress import bar_size
+from ella_cuda.training_graph import CudaGraphs, GraphedStep, Snapshot
+from ella_cuda.training_step import TrainingStep, first_bad_layer, require_classes
 
 Objective = Literal["evidence", "map"]
 PriorStructure = Literal["layerwise", "module", "scalar"]
@@ -55,6 +56,7 @@ def marglik_training(
     prior_prec_init: float = 1.0,
     sigma_noise_init: float = 1.0,
     fix_sigma_noise: bool = False,
+    cuda_graph: bool = False,
     learn: Sequence[str] = (),
     lr_lengthscales: float = 0.03,
     lr_anchors: float = 0.003,
@@ -90,6 +92,11 @@ def marglik_training(
         marglik_frequency: epochs between evaluations (evidence step and checkpoint).
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
+        cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it: many times faster
+            where a step's kernels take less time than Python to launch them. For models on CUDA whose work depends on shapes alone and
+            that keep no tensor from one call to the next; optimizers with the option ``capturable``, such as Adam; schedules of the
+            learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
+            no class, the epoch is done again without graphs, so that the error can name the layer and the step.
         learn: which hyperparameters of sparsified layers the evidence learns beside the precisions: any of "lengthscales" (log
             :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
             evidence step but one at the last epoch, which no training would follow, they make one Adam step
@@ -160,6 +167,8 @@ def marglik_training(
     optimizer = optimizer_cls(prior.parameters, **(optimizer_kwargs or {}))
     groups = prior.described(optimizer)  # before a scheduler changes their rates
     scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+    step = TrainingStep(model, optimizer, prior.parameters, likelihood)
+    graphed = GraphedStep(step, CudaGraphs(prior.parameters[0].device)) if cuda_graph else None
     learn_sigma = likelihood == "regression" and not fix_sigma_noise
     hyper_optimizer = torch.optim.Adam(
         [prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp, fused=True
@@ -235,7 +244,10 @@ def marglik_training(
     )
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):
-            loss, accuracy = _train_epoch(model, train_loader, likelihood, optimizer, scheduler, prior, epoch)
+            if graphed is None:
+                loss, accuracy = _train_epoch(step, None, train_loader, scheduler, prior, epoch)
+            else:
+                loss, accuracy = _train_epoch_by_graphs(step, graphed, train_loader, scheduler, prior, epoch)
             prior.check_finite(epoch)
             losses.append(loss)
             shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
@@ -254,6 +266,8 @@ def marglik_training(
                     effective = la.effective_parameters()
                     if shape_optimizer is not None and epoch < n_epochs:
                         _shape_step(la, shape, shape_optimizer)
+                    if graphed is not None and shape.bases:
+                        graphed.forget()  # bases keep matrices, which are others now
                     shown["-log q/N"] = f"{evidence:.3f}"
                 evaluation = Evaluation(
                     epoch,
@@ -432,73 +446,59 @@ class _Shape:
 
 
 def _train_epoch(
-    model: nn.Module,
+    step: TrainingStep,
+    graphed: GraphedStep | None,
     loader: Iterable[tuple[Tensor, Tensor]],
-    likelihood: str,
-    optimizer: torch.optim.Optimizer,
     scheduler: Any,
     prior: _Prior,
     epoch: int,
 ) -> tuple[float, float | None]:
     """One pass; returns the batches' mean data loss plus the prior's part at its start, and the training accuracy as a fraction."""
-    model.train()
-    n_data = _dataset_size(loader)
-    weights = (prior.precision().detach() / n_data).tolist()
-    sigma = float(prior.sigma().detach())
-    total = correct = torch.zeros((), dtype=torch.float64, device=prior.parameters[0].device)
-    with torch.no_grad():
-        norms = torch._foreach_norm(prior.parameters)
-        penalty = float(sum(0.5 * w * norm.double().square() for w, norm in zip(weights, norms, strict=True)))
-    one = prior.parameters[0].new_ones(())
-    seen = steps = 0
-    for step, (x, y) in enumerate(loader, start=1):
-        outputs = model(x)
-        loss = _data_loss(outputs, y, likelihood, sigma)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        with torch.no_grad():
-            if not torch.isfinite(loss + penalty):
-                raise FloatingPointError(
-                    f"marglik_training: the loss is {float(loss) + penalty} at epoch {epoch}, step {step}; {_first_bad_layer(model, x)}. "
-                    "Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is from before this epoch."
-                )
-            # The prior's gradient, added in one call: temporaries of all weights would cost a page fault for every 4 KiB.
-            for parameter in prior.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            grads = [parameter.grad for parameter in prior.parameters]
-            torch._foreach_addcmul_(grads, prior.parameters, [one] * len(grads), weights)
-            total = total + loss
-            if likelihood == "classification":
-                correct = correct + (outputs.argmax(-1) == y).sum()
-        optimizer.step()
+    step.model.train()
+    penalty = step.begin_epoch(prior.precision().detach(), float(prior.sigma().detach()), _dataset_size(loader))
+    done = 0
+
+    def require_finite(loss: Tensor) -> None:
+        if not torch.isfinite(loss + penalty):
+            raise FloatingPointError(
+                f"marglik_training: the loss is {float(loss) + penalty} at epoch {epoch}, step {done + 1}; "
+                f"{first_bad_layer(step.model, x)}. Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is "
+                "from before this epoch."
+            )
+
+    seen = 0
+    for x, y in loader:
+        if graphed is None:
+            step(x, y, require_classes, require_finite)
+        else:
+            graphed(x, y)
         if scheduler is not None:
             scheduler.step()
-        seen, steps = seen + len(x), steps + 1
-    if steps == 0:
+        seen, done = seen + len(x), done + 1
+    if done == 0:
         raise ValueError("marglik_training: train_loader yielded no batch; check its data set and drop_last.")
-    return float(total) / steps + penalty, float(correct) / seen if likelihood == "classification" else None
+    loss, accuracy = step.epoch_means(done, seen)
+    return loss + penalty, accuracy
 
 
-def _data_loss(outputs: Tensor, y: Tensor, likelihood: str, sigma: float) -> Tensor:
-    """Mean negative log likelihood per data point, up to constants in σ."""
-    if likelihood == "classification":
-        classes = outputs.shape[-1]
-        if y.is_floating_point() or y.is_complex() or y.dim() != 1:
-            raise ValueError(
-                f"marglik_training: labels must be class indices (N,), int64; got {y.dtype} of shape {tuple(y.shape)}. For Gaussian "
-                "targets pass likelihood='regression'."
-            )
-        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
-            raise ValueError(
-                f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {int(y.min())}..{int(y.max())}."
-            )
-        return F.cross_entropy(outputs, y.long())
-    if outputs.shape != y.shape:
-        raise ValueError(
-            f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}."
-        )
-    return (outputs - y).square().sum() / (2 * sigma**2 * max(len(y), 1))
+def _train_epoch_by_graphs(
+    step: TrainingStep,
+    graphed: GraphedStep,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    scheduler: Any,
+    prior: _Prior,
+    epoch: int,
+) -> tuple[float, float | None]:
+    """The same by recorded steps. Where one went wrong, the epoch is done again without them, to say which and why."""
+    before, random_before = Snapshot(step, scheduler), random_state([loader])
+    graphed.begin_epoch()
+    loss, accuracy = _train_epoch(step, graphed, loader, scheduler, prior, epoch)
+    if math.isfinite(loss) and graphed.labels_were_classes():
+        return loss, accuracy
+    before.restore()
+    restore_random_state(random_before, [loader])
+    graphed.forget()  # they read the optimizer's state where it was
+    return _train_epoch(step, None, loader, scheduler, prior, epoch)
 
 
 def _dataset_size(loader: Any) -> int:
@@ -549,32 +549,6 @@ def _shape_step(la: KronLaplace, shape: _Shape, optimizer: torch.optim.Optimizer
         ).double()  # a leaf of no axes is its buffer's logarithm
     optimizer.step()
     shape.write()
-
-
-def _first_bad_layer(model: nn.Module, x: Tensor) -> str:
-    """Which layer is the first whose parameters or output are not finite for x, in words."""
-    found: list[str] = []
-
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if not torch.isfinite(parameter).all():
-                    found.append(f"the first layer that is not finite is {name!r} (its parameter {parameter_name})")
-            if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(f"the first layer that is not finite is {name!r} (its output)")
-
-        return hook
-
-    handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n and not any(m.children())]
-    try:
-        if not torch.isfinite(x).all():
-            return "the batch itself is not finite"
-        with torch.no_grad():
-            model(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else "all layers are finite: the loss or the prior overflowed"
 
 
 def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:

@@ -320,6 +320,33 @@ def test_one_step_minimises_the_stated_objective():
         assert_same(p.detach(), (r - 0.1 * r.grad).detach())
 
 
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_what_is_recorded_of_an_epoch(likelihood):
+    """With the weights held fixed: the objective at the precisions and the noise that the evidence step before it left, and the
+    accuracy of the model as it is."""
+    torch.manual_seed(2)
+    x, model, seen = torch.randn(30, 5), nn.Linear(5, 3), []
+    y = torch.randint(3, (30,)) if likelihood == "classification" else torch.randn(30, 3)
+    *_, losses = marglik_training(
+        model, TensorLoader(x, y, 6), likelihood, n_epochs=3, n_hypersteps=4, on_evaluation=seen.append, progress_bar=False,
+        optimizer_kwargs={"lr": 0.0}, prior_prec_init=3.0, sigma_noise_init=0.7 if likelihood == "regression" else 1.0,
+    )  # fmt: skip
+    before = [([3.0, 3.0], 0.7), *((e.prior_precision, e.sigma_noise) for e in seen[:-1])]
+    with torch.no_grad():
+        outputs = model(x).double()
+        norms = [float(p.double().square().sum()) for p in model.parameters()]
+        for loss, evaluation, (precision, sigma) in zip(losses, seen, before, strict=True):
+            if likelihood == "classification":
+                data = float(-outputs.log_softmax(1)[range(30), y].mean())
+                assert evaluation.accuracy == float((outputs.argmax(1) == y).double().mean())
+            else:
+                data = float((outputs - y).square().sum()) / (2 * sigma**2 * 30)
+                assert evaluation.accuracy is None
+            prior = sum(d * n for d, n in zip(precision, norms, strict=True)) / (2 * 30)
+            assert loss == pytest.approx(data + prior, rel=1e-5)
+    assert losses[0] != losses[1] != losses[2]
+
+
 def test_regression_finds_the_noise():
     """Bayesian linear regression with known noise: the learned sigma is the true one within its standard error."""
     n, sigma = 400, 0.3

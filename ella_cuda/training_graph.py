@@ -1,0 +1,190 @@
+"""Steps on the weights as CUDA graphs: a step of small kernels takes as long as the GPU needs, not as long as Python takes to launch it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ella_cuda.training_step import TrainingStep
+
+MOST_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
+
+
+class Graphs(Protocol):
+    """What records work on a device."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Do the work as it will be recorded later on."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Record the work's kernels without running them; returns what runs them, on the same memory."""
+
+
+class CudaGraphs:
+    """CUDA graphs of one device. They share their memory: at most one may be running.
+
+    Raises:
+        ValueError: the device is no CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ValueError(
+                f"marglik_training: cuda_graph=True needs a model on a CUDA device, got {device}; move it there, or pass cuda_graph=False."
+            )
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            here = torch.cuda.current_stream()
+            self._stream.wait_stream(here)
+            with torch.cuda.stream(self._stream):
+                work()
+            here.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local": a loader's thread may pin memory meanwhile.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        return graph.replay
+
+
+@dataclasses.dataclass
+class _Recorded:
+    """A step's graph and the tensors that it reads its batch from."""
+
+    x: Tensor
+    y: Tensor
+    replay: Callable[[], None]
+
+
+class GraphedStep:
+    """A :class:`TrainingStep` recorded once for each shape of batch, from its second batch on.
+
+    Nothing is read back from the device: at the end of an epoch the step's sums say whether all losses were finite, and
+    :meth:`labels_were_classes` the rest.
+
+    Raises:
+        ValueError: the optimizer cannot be recorded.
+    """
+
+    def __init__(self, step: TrainingStep, graphs: Graphs) -> None:
+        self._step, self._graphs, groups = step, graphs, step.optimizer.param_groups
+        if not all("capturable" in group for group in groups):
+            raise ValueError(
+                "marglik_training: cuda_graph=True needs an optimizer that has the option capturable, such as torch.optim.Adam; got "
+                f"{type(step.optimizer).__name__}. Pass cuda_graph=False, or another optimizer_cls."
+            )
+        device = step.parameters[0].device
+        self._classes = torch.ones((), dtype=torch.bool, device=device)
+        self._rates = [torch.zeros((), device=device) for _ in groups]  # what the graphs read
+        self._rates_set: list[float | None] = [None] * len(groups)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the graphs: tensors that they read are to be replaced."""
+        self._seen: set[Any] = set()
+        self._recorded: dict[Any, _Recorded] = {}
+        self._options: list[dict[str, Any]] | None = None
+
+    def begin_epoch(self) -> None:
+        self._classes.fill_(True)
+
+    def labels_were_classes(self) -> bool:
+        """Whether all labels since the epoch's begin were classes. Waits for the device."""
+        return bool(self._classes)
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """One step on a batch; see :class:`TrainingStep`.
+
+        Raises:
+            ValueError: a schedule changed another option of the optimizer than the learning rate.
+            RuntimeError: the step cannot be recorded.
+        """
+        if self._options is None:
+            self._options = self._present_options()
+        key = (x.shape, x.dtype, y.shape, y.dtype)
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            if key not in self._seen or len(self._recorded) == MOST_SHAPES:
+                self._seen.add(key)
+                self._graphs.warm_up(lambda: self._run(x, y))
+                return
+            recorded = self._recorded[key] = self._record(x, y)
+        if self._options != self._present_options():
+            raise ValueError(
+                "marglik_training: with cuda_graph=True a schedule may change the learning rate alone, but other options of the optimizer "
+                "have changed since the first step. Pass cuda_graph=False, or another scheduler_cls (for OneCycleLR and CyclicLR "
+                "cycle_momentum=False)."
+            )
+        recorded.x.copy_(x)
+        recorded.y.copy_(y)
+        for i, group in enumerate(self._step.optimizer.param_groups):
+            rate = float(group["lr"])
+            if rate != self._rates_set[i]:
+                self._rates[i].fill_(rate)
+                self._rates_set[i] = rate
+        recorded.replay()
+
+    def _run(self, x: Tensor, y: Tensor) -> None:
+        self._step(x, y, self._note_labels, lambda loss: None)
+
+    def _note_labels(self, outputs: Tensor, y: Tensor) -> Tensor:
+        inside = y.clamp(0, outputs.shape[-1] - 1)
+        self._classes.logical_and_((inside == y).all())
+        return inside
+
+    def _record(self, x: Tensor, y: Tensor) -> _Recorded:
+        place, labels = torch.empty_like(x), torch.empty_like(y)
+        with self._capturable():
+            try:
+                replay = self._graphs.record(lambda: self._run(place, labels))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({error}). "
+                    "What the model does must not depend on values, nor read any back. In a new process, pass cuda_graph=False."
+                ) from error
+        return _Recorded(place, labels, replay)
+
+    @contextmanager
+    def _capturable(self) -> Iterator[None]:
+        """The optimizer with its rates and its counts of steps on the device; outside of the context it is as its owner made it."""
+        optimizer = self._step.optimizer
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].to(parameter.device)
+        before = [(group["capturable"], group["lr"]) for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["capturable"], group["lr"] = True, rate
+        try:
+            yield
+        finally:
+            for group, (capturable, rate) in zip(optimizer.param_groups, before, strict=True):
+                group["capturable"], group["lr"] = capturable, rate
+
+    def _present_options(self) -> list[dict[str, Any]]:
+        groups = self._step.optimizer.param_groups
+        return [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups]
+
+
+class Snapshot:
+    """Copies of what an epoch changes: weights, optimizer, schedule."""
+
+    def __init__(self, step: TrainingStep, scheduler: Any) -> None:
+        self._parts = [part for part in (step.model, step.optimizer, scheduler) if part is not None]
+        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
+
+    def restore(self) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            part.load_state_dict(state)

@@ -1,0 +1,292 @@
+"""marglik_training with recorded steps: the numbers of a training step by step, and the same errors. On a GPU the graphs are CUDA's; on
+the CPU a stand-in records the same steps op by op."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda import marglik_training, training, training_graph
+from ella_cuda.data import TensorLoader
+from ella_cuda.nn import SparseFactoredLinear2d
+from ella_cuda.training_step import TrainingStep
+from python_tests.recorded import RecordedGraphs
+from python_tests.test_training import Network, images
+
+
+@pytest.fixture
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
+    """What was recorded, by run, on whatever device there is."""
+    made: list[RecordedGraphs] = []
+    if device.type == "cpu":
+        monkeypatch.setattr(RecordedGraphs, "made", made, raising=False)
+        monkeypatch.setattr(training, "CudaGraphs", RecordedGraphs)
+        return made
+
+    class Counted(training_graph.CudaGraphs):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.warmed = self.recorded = self.replayed = 0
+            made.append(self)
+
+        def warm_up(self, work):
+            self.warmed += 1
+            super().warm_up(work)
+
+        def record(self, work):
+            self.recorded += 1
+            replay = super().record(work)
+
+            def counted() -> None:
+                self.replayed += 1
+                replay()
+
+            return counted
+
+    monkeypatch.setattr(training, "CudaGraphs", Counted)
+    return made
+
+
+def run(device: torch.device, cuda_graph: bool, model: nn.Module | None = None, y=None, **options):
+    """24 images in batches of 10, 10 and 4; precisions learned after every other epoch."""
+    torch.manual_seed(3)
+    model = (Network() if model is None else model).to(device)
+    x, labels = images()
+    loader = TensorLoader(x.to(device), (labels if y is None else y).to(device), 10, shuffle=True)
+    arguments = {
+        "n_epochs": 6,
+        "n_epochs_burnin": 1,
+        "marglik_frequency": 2,
+        "n_hypersteps": 3,
+        "progress_bar": False,
+        "optimizer_kwargs": {"lr": 0.01, "fused": True},
+        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
+        "scheduler_kwargs": {"T_max": 18},
+        "prior_prec_init": 5.0,
+    }
+    return marglik_training(model, loader, cuda_graph=cuda_graph, **(arguments | options))
+
+
+def same_numbers(first, second) -> None:
+    (la, model, margliks, losses), (la_2, model_2, margliks_2, losses_2) = first, second
+    torch.testing.assert_close(losses, losses_2, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(margliks, margliks_2, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(la.prior_precision, la_2.prior_precision, rtol=1e-3, atol=0.0)
+    for a, b in zip(model.parameters(), model_2.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_same_numbers_as_step_by_step(device, graphs):
+    """Every shape of batch is done once as it comes, recorded once, and replayed from then on; precisions, rates and batches of later
+    steps reach the graph."""
+    seen = {True: [], False: []}
+    recorded, plain = (run(device, c, on_evaluation=seen[c].append) for c in (True, False))
+    same_numbers(recorded, plain)
+    assert (graphs[0].warmed, graphs[0].recorded, graphs[0].replayed) == (2, 2, 6 * 3 - 2)
+    assert [e.accuracy for e in seen[True]] == [e.accuracy for e in seen[False]]
+    assert recorded[2][-1] < recorded[2][0]
+
+
+def test_optimizers_that_are_not_fused(device, graphs):
+    if device.type == "cpu":
+        pytest.skip("torch's optimizers that are not fused keep their options for graphs to accelerators")
+    options = {"optimizer_cls": torch.optim.AdamW, "optimizer_kwargs": {"lr": 0.01}}
+    same_numbers(run(device, True, **options), run(device, False, **options))
+    assert graphs[0].replayed
+
+
+def test_noise_of_a_regression_reaches_the_graph(device, graphs):
+    torch.manual_seed(8)
+    y = torch.randn(24, 10)
+    same_numbers(*(run(device, c, y=y, likelihood="regression", sigma_noise_init=0.5) for c in (True, False)))
+    assert graphs[0].replayed
+
+
+def test_lengthscales_that_move_are_recorded_anew(device, graphs):
+    """An interpolating basis keeps its matrix from one call to the next."""
+
+    def learned(cuda_graph: bool):
+        torch.manual_seed(5)
+        layer = SparseFactoredLinear2d(1, 2, 8, 4, basis="interpolating")
+        model = nn.Sequential(layer, nn.Flatten(), nn.ReLU(), nn.Linear(32, 10))
+        return run(device, cuda_graph, model, learn=["lengthscales"], lr_lengthscales=0.3)
+
+    recorded, plain = learned(True), learned(False)
+    same_numbers(recorded, plain)
+    start = float(SparseFactoredLinear2d(1, 2, 8, 4).basis_in.inverse_lengthscale)
+    moved = [float(run_[1][0].basis_in.inverse_lengthscale) for run_ in (recorded, plain)]
+    assert moved[0] == pytest.approx(moved[1], rel=1e-4) and abs(moved[0] - start) > 0.05
+    assert graphs[0].recorded > 2
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_goes_on_with_or_without(device, graphs, tmp_path, first):
+    """What a graph needs of the optimizer is not in the checkpoint."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(evaluation) -> None:
+        if evaluation.epoch == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(device, first, checkpoint=tmp_path / "c.pt", on_evaluation=stop)
+    same_numbers(run(device, not first, checkpoint=tmp_path / "c.pt"), run(device, False))
+
+
+def test_the_optimizer_is_left_as_it_was(device, graphs):
+    made = []
+
+    def adam(parameters, **options):
+        made.append(torch.optim.Adam(parameters, **options))
+        return made[-1]
+
+    for cuda_graph in (True, False):
+        run(device, cuda_graph, optimizer_cls=adam)
+    recorded, plain = (optimizer.state_dict()["param_groups"] for optimizer in made)
+    assert recorded == plain and type(recorded[0]["lr"]) is float
+
+
+def test_a_loss_that_is_not_finite_names_layer_and_step(device, graphs, tmp_path):
+    model = Network()
+
+    def poison(evaluation) -> None:
+        if evaluation.epoch == 2:
+            with torch.no_grad():
+                model.layer.conv[0].weight[0, 0, 0, 0] = float("nan")
+
+    with pytest.raises(FloatingPointError, match=r"epoch 3, step 1.*layer\.conv\.0.*weight"):
+        run(device, True, model, objective="map", checkpoint=tmp_path / "c.pt", on_evaluation=poison)
+    assert graphs[0].replayed and (tmp_path / "c.pt").exists()
+
+
+class Changing(TensorLoader):
+    """Before a pass, ``change(loader, pass)`` may change what it yields."""
+
+    passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        self.change(self, self.passes)
+        return super().__iter__()
+
+
+def map_run(device: torch.device, cuda_graph: bool, change) -> tuple:
+    """Four epochs, each in an order of its own; returns what training does, and the loader."""
+    torch.manual_seed(3)
+    x, y = (t.to(device) for t in images())
+    loader = Changing(x, y, 2, shuffle=True)
+    loader.change = change
+    model = Network().to(device)
+    options = {"lr": 0.01, "fused": True}
+    trained = marglik_training(
+        model, loader, n_epochs=4, objective="map", cuda_graph=cuda_graph, optimizer_kwargs=options, progress_bar=False
+    )
+    return trained, loader
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "error", "message"),
+    [
+        ("images", float("inf"), FloatingPointError, r"epoch 3, step \d+; the batch itself"),
+        ("labels", 10, ValueError, r"labels must lie in 0\.\.9.*10"),
+        ("labels", -100, ValueError, r"labels must lie in 0\.\.9.*-100"),
+    ],
+)
+def test_a_bad_batch_is_named_and_its_epoch_undone(device, graphs, monkeypatch, what, value, error, message):
+    """The same words, step and weights as step by step."""
+    messages, weights = [], []
+    for cuda_graph in (True, False):
+        monkeypatch.setattr(training, "TrainingStep", remembered := Remembered())
+
+        def change(loader: Changing, number: int) -> None:
+            if number == 3:
+                getattr(loader, what)[-1] = value
+
+        with pytest.raises(error, match=message) as raised:
+            map_run(device, cuda_graph, change)
+        messages.append(str(raised.value))
+        weights.append(remembered.step.parameters)
+    assert messages[0] == messages[1]
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert graphs[0].replayed
+
+
+class Remembered:
+    """Makes a training step and remembers it."""
+
+    def __call__(self, *args):
+        self.step = TrainingStep(*args)
+        return self.step
+
+
+def test_after_an_epoch_undone_steps_are_recorded_anew(device, graphs):
+    """Data that are bad in one pass alone, the third: the epoch done again is sound, and so are those after it."""
+    kept = []
+
+    def change(loader: Changing, number: int) -> None:
+        if number == 3:
+            kept.append(loader.images)
+            loader.images = loader.images * float("nan")
+        elif kept:
+            loader.images = kept.pop()
+
+    recorded, loader = map_run(device, True, change)
+    plain, _ = map_run(device, False, lambda loader, number: None)
+    torch.testing.assert_close(recorded[3], plain[3], rtol=1e-5, atol=0.0)
+    for a, b in zip(recorded[1].parameters(), plain[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert loader.passes == 5
+    assert (graphs[0].warmed, graphs[0].recorded, graphs[0].replayed) == (2, 2, 3 * 12 - 1 + 12 - 1)
+
+
+def test_labels_are_asked_for_every_epoch(device, graphs):
+    """A label that was no class in one pass alone."""
+
+    def change(loader: Changing, number: int) -> None:
+        loader.labels[-1] = 10 if number == 2 else 3
+
+    _, loader = map_run(device, True, change)
+    assert loader.passes == 5
+
+
+def test_what_cannot_be_recorded_is_refused(device, graphs):
+    with pytest.raises(ValueError, match=r"capturable.*SGD"):
+        run(device, True, optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.1})
+    cycle = {"max_lr": 0.1, "total_steps": 18}
+    options = {"scheduler_cls": torch.optim.lr_scheduler.OneCycleLR, "scheduler_kwargs": cycle}
+    with pytest.raises(ValueError, match="a schedule may change the learning rate alone"):
+        run(device, True, **options)
+    options["scheduler_kwargs"] = cycle | {"cycle_momentum": False}
+    same_numbers(*(run(device, c, **options) for c in (True, False)))
+
+
+def test_a_model_that_reads_values_is_refused(device, graphs):
+    if device.type == "cuda":
+        pytest.skip("a capture that breaks off leaves CUDA's generator in it, for the tests that follow")
+
+    class Reads(Network):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if float(x.mean()) < 100 else x
+
+    with pytest.raises(
+        RuntimeError,
+        match=r"batches \(10, 1, 8, 8\) cannot be recorded as a CUDA graph.*In a new process, pass cuda_graph=False",
+    ):
+        run(device, True, Reads())
+
+
+def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
+    monkeypatch.setattr(training_graph, "MOST_SHAPES", 1)
+    same_numbers(*(run(device, c) for c in (True, False)))
+    assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
+
+
+def test_only_cuda_has_graphs(tmp_path: Path):
+    with pytest.raises(ValueError, match="cuda_graph=True needs a model on a CUDA device, got cpu"):
+        run(torch.device("cpu"), True)

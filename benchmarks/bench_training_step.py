@@ -1,4 +1,4 @@
-"""One training step of the F-FC+CONV network, batch 128: loss, backward, Adam."""
+"""One training step of the F-FC+CONV network, batch 128: loss, backward, Adam; on CUDA as it comes and recorded as a graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ella_cuda import models, ops
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
+from ella_cuda.training_graph import CudaGraphs
 
 BATCH, WIDTH = 128, 10
 TWINS = {
@@ -20,10 +21,13 @@ TWINS = {
 }
 
 
+@pytest.mark.parametrize("graph", [False, True], ids=["as it comes", "CUDA graph"])
 @pytest.mark.parametrize("who", ["ella_cuda", "the same on torch ops"])
-def test_training_step(time, device, monkeypatch, who):
+def test_training_step(time, device, monkeypatch, who, graph):
+    if graph and device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
     model = models.neyshabur("f_fc+conv", 3, 10, WIDTH).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=True, capturable=graph)
     x, y = torch.randn(BATCH, 3, 32, 32, device=device), torch.randint(10, (BATCH,), device=device)
     weights = list(model.parameters())
 
@@ -44,6 +48,10 @@ def test_training_step(time, device, monkeypatch, who):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
+    if graph:
+        graphs = CudaGraphs(device)
+        graphs.warm_up(step)
+        step, who = graphs.record(step), f"{who}, in a CUDA graph"
     parameters = sum(p.numel() for p in weights)
     time(
         step, work="training step, F-FC+CONV, alpha 10, batch 128", who=who, flops=operations, bytes=7 * 4 * parameters

@@ -10,12 +10,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+aten = torch.ops.aten
+REFUSED = {
+    aten._local_scalar_dense.default: "reads a value",
+    aten.nonzero.default: "reads a value",
+    aten.lift_fresh.default: "makes a tensor of Python's numbers, which for a GPU is a copy from the host",
+}
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down every op with its very arguments and results. As a CUDA graph, it refuses ops that hand a value to Python, and what
-    Python computed is a constant in it. As one, it leaves the tensors as they were before the recording."""
+    """Writes down every op with its very arguments and results. As a CUDA graph, it refuses ops that copy between host and device, and
+    what Python computed is a constant in it. As one, it leaves the tensors as they were before the recording."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,8 +28,8 @@ class Recorder(TorchDispatchMode):
         self.ops: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op in READS:
-            raise RuntimeError(f"{op} reads a value")
+        if op in REFUSED:
+            raise RuntimeError(f"{op} {REFUSED[op]}")
         self._before += [(t, t.clone()) for t in written(op, args, kwargs or {})]
         results = op(*args, **(kwargs or {}))
         self.ops.append((op, args, kwargs or {}, tensors(results)))

@@ -45,7 +45,7 @@ def check_kernels(device: torch.device | str) -> list[KernelCheck]:
     by torch in float32, or below the rounding of the result. NaN never passes.
     """
     checks = []
-    for name, inputs, op, twin in _cases():
+    for name, inputs, op, twin in kernel_cases():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             exact_inputs = inputs()
@@ -88,8 +88,9 @@ def _error(values: Tensors, reference: Tensors) -> float:
     return worst
 
 
-def _cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]]:
-    """(name, makes float64 inputs, the op, its twin); op and twin take the inputs and return the results to compare."""
+def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]]:
+    """What is checked: (name, makes float64 inputs, the op, its twin); op and twin take the inputs, some of which they change, and
+    return the results to compare."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64)

@@ -92,8 +92,8 @@ def marglik_training(
         marglik_frequency: epochs between evaluations (evidence step and checkpoint).
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
         sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
-        cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it: many times faster
-            where a step's kernels take less time than Python to launch them. For models on CUDA whose work depends on shapes alone and
+        cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it, so that the GPU
+            does not wait for Python between small kernels. For models on CUDA whose work depends on shapes alone and
             that keep no tensor from one call to the next; optimizers with the option ``capturable``, such as Adam; schedules of the
             learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
             no class, the epoch is done again without graphs, so that the error can name the layer and the step.

@@ -1,4 +1,4 @@
-"""Steps on the weights as CUDA graphs: a step of small kernels takes as long as the GPU needs, not as long as Python takes to launch it."""
+"""Steps on the weights as CUDA graphs, so that the GPU does not wait for Python between small kernels."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Graphs(Protocol):
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record the work's kernels without running them; returns what runs them, on the same memory."""
 
+    def begin_anew(self) -> None:
+        """What was recorded so far is not run again."""
+
 
 class CudaGraphs:
     """CUDA graphs of one device. They share their memory: at most one may be running.
@@ -39,6 +42,10 @@ class CudaGraphs:
                 f"marglik_training: cuda_graph=True needs a model on a CUDA device, got {device}; move it there, or pass cuda_graph=False."
             )
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        # The allocator takes no new graph into a pool whose graphs are gone and whose memory is not.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], None]) -> None:
@@ -88,12 +95,14 @@ class GraphedStep:
             )
         device = step.parameters[0].device
         self._classes = torch.ones((), dtype=torch.bool, device=device)
-        self._rates = [torch.zeros((), device=device) for _ in groups]  # what the graphs read
+        self._rates = [torch.zeros((), dtype=torch.float32, device=device) for _ in groups]  # what the graphs read
         self._rates_set: list[float | None] = [None] * len(groups)
         self.forget()
 
     def forget(self) -> None:
         """Drop the graphs: tensors that they read are to be replaced."""
+        self._graphs.begin_anew()
+        self._step.optimizer.zero_grad(set_to_none=True)  # the gradients lie in the graphs' memory
         self._seen: set[Any] = set()
         self._recorded: dict[Any, _Recorded] = {}
         self._options: list[dict[str, Any]] | None = None

@@ -72,6 +72,9 @@ class RecordedGraphs:
         self.warmed = self.recorded = self.replayed = 0
         self.made.append(self)
 
+    def begin_anew(self) -> None:
+        pass
+
     def warm_up(self, work: Callable[[], None]) -> None:
         self.warmed += 1
         work()

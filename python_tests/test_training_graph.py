@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda import marglik_training, training, training_graph
+from ella_cuda import cli, experiments, marglik_training, training, training_graph
 from ella_cuda.data import TensorLoader
+from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
 from ella_cuda.training_step import TrainingStep
 from python_tests.recorded import RecordedGraphs
@@ -285,6 +286,27 @@ def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
     monkeypatch.setattr(training_graph, "MOST_SHAPES", 1)
     same_numbers(*(run(device, c) for c in (True, False)))
     assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
+
+
+def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path):
+    small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40}
+    run_config = configure("digits", "digit", "f_fc+conv", "evidence", device=str(device), **small)
+    rows = [run_grid([run_config], tmp_path / str(c), progress=False, cuda_graph=c)[0] for c in (True, False)]
+    assert rows[0]["neg_log_marginal_likelihood"] == pytest.approx(rows[1]["neg_log_marginal_likelihood"], rel=1e-3)
+    assert len(graphs) == 1 and graphs[0].replayed
+
+
+def test_the_command_hands_it_on(tmp_path, monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(cli.grid, "named_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(experiments, "run_grid", lambda *args, **options: told.append(options["cuda_graph"]) or [])
+    for more in ([], ["--cuda-graph"]):
+        cli.main(["train", "--out", str(tmp_path / "runs"), *more])
+    assert told == [False, True]
+    monkeypatch.undo()
+    assert cli.main(["train", "--out", str(tmp_path / "runs"), "--device", "cpu", "--cuda-graph"]) == 2
+    assert "--cuda-graph needs a CUDA device, got cpu" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_only_cuda_has_graphs(tmp_path: Path):

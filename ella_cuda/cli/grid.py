@@ -70,7 +70,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
 # What may differ between the sessions of one grid.
-PER_SESSION = ("data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
+PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
 
 
 def flag(name: str) -> str:
@@ -146,6 +146,12 @@ def add_session(command: argparse.ArgumentParser, all_too: str = "") -> None:
         help="runs at once (CPU: one per thread, OMP_NUM_THREADS sets how many; GPU: 1)",
     )
     command.add_argument("--device", help="auto, cpu, cuda or cuda:<index> (auto: the GPU if there is one)")
+    command.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        default=None,
+        help="record the steps on the weights as CUDA graphs, so that a GPU does not wait for Python between small kernels",
+    )
     where = command.add_mutually_exclusive_group()
     where.add_argument("--out", metavar="DIR", help="folder for the results (runs/<name>-<date>-<n>)")
     where.add_argument("--resume", metavar="DIR", help="go on with the runs of this folder; its options hold")
@@ -273,9 +279,14 @@ def do_runs(
 
     Returns:
         All rows; None when interrupted, after saying how to go on.
+
+    Raises:
+        UsageError: CUDA graphs on another device.
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
+    if args.cuda_graph and not device.startswith("cuda"):
+        raise UsageError(f"--cuda-graph needs a CUDA device, got {device}; leave it out, or name another --device.")
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
     if device == "cpu" and jobs == 1:
         prepare_process()  # the runs are done here; workers prepare themselves
@@ -300,6 +311,7 @@ def do_runs(
             data_dir=args.data_dir,
             download=bool(args.download),
             tensorboard=bool(args.tensorboard),
+            cuda_graph=bool(args.cuda_graph),
             on_begin=begin,
             on_row=finish,
         )

@@ -42,6 +42,7 @@ def run_grid(
     data_dir: str | None = None,
     download: bool = False,
     tensorboard: bool = False,
+    cuda_graph: bool = False,
     on_begin: Callable[[int], None] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
@@ -58,6 +59,7 @@ def run_grid(
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
         tensorboard: whether every run writes event files for TensorBoard, see :func:`run_one`.
+        cuda_graph: whether steps are recorded as CUDA graphs, see :func:`run_one`.
         on_begin: called once the data are there and the folder is this grid's, with how many runs were done before.
         on_row: called with each new row.
 
@@ -113,14 +115,14 @@ def run_grid(
             with bar.external_write_mode():  # what it prints has lines of its own
                 on_row(row)
 
+    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
     with bar:
         show()
         if jobs == 1:
             for config in sorted(waiting, key=_is_dense):  # the longest last
-                sources = {"data_dir": data_dir, "download": download}
-                finish(run_one(config, out_dir / config.name, progress=progress, tensorboard=tensorboard, **sources))
+                finish(run_one(config, out_dir / config.name, progress=progress, **how))
         elif waiting:
-            calls = [(config, out_dir / config.name, data_dir, download, tensorboard) for config in _spread(waiting)]
+            calls = [(config, out_dir / config.name, how) for config in _spread(waiting)]
             threads = max(1, torch.get_num_threads() // jobs)
             for _, row in run_at_once(_run_quietly, calls, jobs, threads, show):
                 finish(row)
@@ -145,13 +147,10 @@ def _is_dense(config: RunConfig) -> bool:
     return DENSE_PATH in config.layer.split("+")
 
 
-def _run_quietly(
-    config: RunConfig, run_dir: Path, data_dir: str | None, download: bool, tensorboard: bool
-) -> dict[str, Any]:
+def _run_quietly(config: RunConfig, run_dir: Path, how: dict[str, Any]) -> dict[str, Any]:
     """A run in a worker, whose data the grid's own process has loaded and warned of."""
-    sources = {"data_dir": data_dir, "download": download}
     warnings.filterwarnings("ignore", message=NOT_AS_PUBLISHED)
-    return run_one(config, run_dir, progress=False, tensorboard=tensorboard, **sources)
+    return run_one(config, run_dir, progress=False, **how)
 
 
 def _note_environment(out_dir: Path, device: str) -> None:

@@ -87,6 +87,7 @@ def run_one(
     data_dir: str | None = None,
     download: bool = False,
     tensorboard: bool = False,
+    cuda_graph: bool = False,
 ) -> dict[str, Any]:
     """Train and evaluate one network.
 
@@ -98,6 +99,8 @@ def run_one(
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
         tensorboard: whether to write event files for TensorBoard to ``run_dir/tensorboard``; the numbers do not depend on it.
+        cuda_graph: whether steps on the weights are recorded as CUDA graphs, see :func:`ella_cuda.marglik_training`; the numbers depend
+            on it by rounding alone.
 
     Returns:
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
@@ -158,6 +161,7 @@ def run_one(
         resolution=config.resolution,
         column_tolerance=config.column_tolerance,
         marglik_loader=evidence_loader,
+        cuda_graph=cuda_graph,
         checkpoint=run_dir / CHECKPOINT_FILE,
         on_evaluation=record,
         description=config.name,

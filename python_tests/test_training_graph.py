@@ -27,6 +27,8 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
         monkeypatch.setattr(training, "CudaGraphs", RecordedGraphs)
         return made
 
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
     class Counted(training_graph.CudaGraphs):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)

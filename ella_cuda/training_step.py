@@ -103,9 +103,10 @@ def _require_targets(outputs: Tensor, y: Tensor, classifies: bool) -> None:
 def require_classes(outputs: Tensor, y: Tensor) -> Tensor:
     """y; ValueError where a label is no class of the outputs."""
     classes = outputs.shape[-1]
-    if y.numel() and (int(y.min()) < 0 or int(y.max()) >= classes):
+    low, high = torch.stack(torch.aminmax(y)).tolist() if y.numel() else (0, 0)  # one wait for the device
+    if low < 0 or high >= classes:
         raise ValueError(
-            f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {int(y.min())}..{int(y.max())}."
+            f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {low}..{high}."
         )
     return y
 

@@ -150,7 +150,7 @@ class GraphedStep:
         self._step(x, y, self._note_labels, lambda loss: None)
 
     def _note_labels(self, outputs: Tensor, y: Tensor) -> Tensor:
-        inside = y.clamp(0, outputs.shape[-1] - 1)
+        inside = y.long().clamp(0, outputs.shape[-1] - 1)
         self._classes.logical_and_((inside == y).all())
         return inside
 

@@ -290,6 +290,30 @@ def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
     assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
 
 
+def kept_nodes(model: nn.Module) -> list[str]:
+    """The weights whose node in autograd's graph somebody keeps alive: a hook on it is still there the next time."""
+    fired: list[str] = []
+    for name, p in model.named_parameters():
+        node = p.expand_as(p).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda _, name=name: fired.append(name))
+        del node
+    for p in model.parameters():
+        p.sum().backward()
+    model.zero_grad()
+    return fired
+
+
+@pytest.mark.parametrize("learn", [(), ("lengthscales",)])
+def test_an_approximation_keeps_no_node_of_the_weights(device, learn):
+    """Nodes remember the stream that they were made on, and a step recorded on another one cannot wait for it."""
+    layer = SparseFactoredLinear2d(1, 2, 8, 4)
+    model = nn.Sequential(layer, nn.Flatten(), nn.ReLU(), nn.Linear(32, 10)) if learn else Network()
+    held = run(device, False, model, learn=learn, n_epochs=4)
+    assert kept_nodes(model) == [] and held[0].log_marginal_likelihood().isfinite()
+    kept = model(images()[0].to(device)).sum()
+    assert len(kept_nodes(model)) == len(list(model.parameters())) and kept.isfinite()
+
+
 def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path):
     small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40}
     run_config = configure("digits", "digit", "f_fc+conv", "evidence", device=str(device), **small)

@@ -163,5 +163,5 @@ def test_workers_leave_that_to_the_process_that_loaded_first(tmp_path):
     config = configure("mnist", "plain", "conv", "map", width=1, epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _run_quietly(config, tmp_path / "run", str(tmp_path), False, False)
+        _run_quietly(config, tmp_path / "run", {"data_dir": str(tmp_path)})
     assert not [str(w.message) for w in caught if "published" in str(w.message)]

@@ -80,6 +80,11 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def("polyphase_select(Tensor x, Tensor index) -> Tensor");
   m.def("polyphase_scatter(Tensor grad, Tensor index) -> Tensor");
 
+  // An image on a torus with pad_h more of its rows above and below and pad_w more of its columns left and right, and the transpose
+  // of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it goes around.
+  m.def("circular_pad2d(Tensor x, int pad_h, int pad_w) -> Tensor");
+  m.def("circular_fold2d(Tensor grad, int pad_h, int pad_w) -> Tensor");
+
   // 'Same' convolution on a torus, stride 1: y[n,d,h,w] = sum_{c,i,j} weight[d,c,i,j] x[n,c,(h+i-kh/2) mod H,(w+j-kw/2) mod W]
   // + bias[d]; x (N,C,H,W), weight (D,C,kh,kw), kh and kw odd, bias (D,) -> contiguous (N,D,H,W). CPU only: on CUDA Python
   // calls cuDNN through torch.

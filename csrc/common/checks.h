@@ -362,6 +362,38 @@ inline PolyphaseSizes check_polyphase_scatter(const Tensor& grad, const Tensor& 
   return {grad.size(0), grad.size(1), grad.size(2), grad.size(3)};
 }
 
+// ---- circular_pad2d ----
+
+struct CircularPadSizes {
+  int64_t N, C, H, W;  // without the padding
+  int64_t pad_h, pad_w;
+
+  int64_t padded_h() const { return H + 2 * pad_h; }
+  int64_t padded_w() const { return W + 2 * pad_w; }
+};
+
+inline CircularPadSizes check_circular_pad(const char* op, const char* name, const Tensor& image, int64_t pad_h, int64_t pad_w,
+                                           bool padded) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  const ArgumentCheck check(op, name, image);
+  check.tensor(name, image, {-1, -1, -1, -1}, padded ? "(N, C, H + 2 pad_h, W + 2 pad_w)" : "(N, C, H, W)");
+  STD_TORCH_CHECK(pad_h >= 0 && pad_w >= 0 && pad_h <= kMost && pad_w <= kMost, op,
+                  ": pad_h and pad_w must be from 0 to 2^30, got ", pad_h, " and ", pad_w);
+  const int64_t H = image.size(2) - (padded ? 2 * pad_h : 0), W = image.size(3) - (padded ? 2 * pad_w : 0);
+  STD_TORCH_CHECK((H > 0 || (H == 0 && pad_h == 0)) && (W > 0 || (W == 0 && pad_w == 0)), op, ": ", name,
+                  " must have a pixel in each direction that is padded, got ", shape_string(image), " with pad_h ", pad_h,
+                  " and pad_w ", pad_w);
+  return {image.size(0), image.size(1), H, W, pad_h, pad_w};
+}
+
+inline CircularPadSizes check_circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w) {
+  return check_circular_pad("circular_pad2d", "x", x, pad_h, pad_w, false);
+}
+
+inline CircularPadSizes check_circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w) {
+  return check_circular_pad("circular_fold2d", "grad", grad, pad_h, pad_w, true);
+}
+
 // ---- circular_conv2d ----
 
 struct CircularConvSizes {

@@ -27,6 +27,14 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
+// Numbers of a tensor up to which their places are counted in 31 bits; few in the simulator, so that the small shapes of the tests
+// go both ways.
+#ifdef ELLA_SIMULATOR
+constexpr int64_t kMostShortPlaces = 1000;
+#else
+constexpr int64_t kMostShortPlaces = 2147483647;
+#endif
+
 #ifdef ELLA_SIMULATOR
 
 #define ELLA_WARPGROUPS  // kernels of warpgroup.h are there; else the build says so, for compute capability 9.0a

@@ -3,24 +3,14 @@
 #include <tuple>
 
 #include "../common/checks.h"
+#include "elements.cuh"
 #include "reduce.cuh"
 
 namespace ella {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kElementThreads;
 constexpr int64_t kPartPositions = 16 * kThreads;  // positions (c,h,w) of a component per block: 16 a thread
-constexpr int64_t kMaxElementBlocks = 1 << 20;     // of the element-wise kernels; the rest is walked in strides
-
-template <class T>
-struct Image {
-  const T* data;
-  int64_t n, c, h, w;  // strides
-
-  __device__ __forceinline__ T at(int64_t in, int64_t ic, int64_t ih, int64_t iw) const {
-    return data[in * n + ic * c + ih * h + iw * w];
-  }
-};
 
 struct OneNorm {
   __device__ __forceinline__ double operator()(double sum, double value) const { return sum + fabs(value); }
@@ -38,19 +28,21 @@ struct MaximumNorm {
 };
 
 // partials[n,part,i] = the norm of component i over the part's positions. Block: (part, n), part fastest.
-//   x (N, C, 2h, 2w), partials (N, parts, 4)
-template <class T, class Norm>
+//   x (N, C, 2h, 2w), partials (N, parts, 4); `axes` and `count` are those of one image's component
+template <class T, class Place, class Norm>
 __global__ void __launch_bounds__(kThreads)
-    norm_kernel(Image<T> x, double* __restrict__ partials, PolyphaseSizes s, int64_t parts, Norm norm) {
+    norm_kernel(Image<T> x, double* __restrict__ partials, Place count, Axes<Place> axes, int64_t parts, Norm norm) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kThreads / kWarp);
   const int64_t n = blockIdx.x / parts, begin = blockIdx.x % parts * kPartPositions;
-  const int64_t end = min(begin + kPartPositions, s.C * s.h * s.w);
+  const Place end = min(begin + kPartPositions, static_cast<int64_t>(count));
   double sums[4] = {0, 0, 0, 0};
-  for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
-    const int64_t w = at % s.w, h = at / s.w % s.h, c = at / s.w / s.h;
+  for (Place place = begin + threadIdx.x; place < end; place += kThreads) {
+    const auto at = axes(place);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[i] = norm(sums[i], static_cast<double>(x.at(n, c, 2 * h + (i & 1), 2 * w + (i >> 1))));
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = norm(sums[i], static_cast<double>(x.at(n, at.c, 2 * int64_t{at.h} + (i & 1), 2 * int64_t{at.w} + (i >> 1))));
+    }
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -84,52 +76,52 @@ __global__ void __launch_bounds__(kThreads)
 __device__ __forceinline__ bool is_component(int64_t index) { return index >= 0 && index < 4; }
 
 // out[n,c,h,w] = component index[n] of x.
-//   x (N, C, 2h, 2w), index (N), out (N, C, h, w) contiguous
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride, T* __restrict__ out, PolyphaseSizes s) {
-  const int64_t count = s.N * s.C * s.h * s.w, step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += step) {
-    const int64_t w = at % s.w, h = at / s.w % s.h, image = at / s.w / s.h, c = image % s.C, n = image / s.C;
-    const int64_t i = index[n * index_stride];
-    out[at] = is_component(i) ? x.at(n, c, 2 * h + (i & 1), 2 * w + (i >> 1)) : static_cast<T>(NAN);
-  }
+//   x (N, C, 2h, 2w), index (N), out (N, C, h, w) contiguous, of which `axes` are the last three
+template <class T, class Place>
+__global__ void __launch_bounds__(kThreads) select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride,
+                                                          T* __restrict__ out, Place count, Axes<Place> axes) {
+  write_elements(out, count, [&](Place place) {
+    const auto at = axes(place);
+    const int64_t i = index[at.n * index_stride], h = at.h, w = at.w;
+    return is_component(i) ? x.at(at.n, at.c, 2 * h + (i & 1), 2 * w + (i >> 1)) : static_cast<T>(NAN);
+  });
 }
 
 // out = grad at component index[n], zero at the other three.
-//   grad (N, C, h, w), index (N), out (N, C, 2h, 2w) contiguous
-template <class T>
-__global__ void __launch_bounds__(kThreads) scatter_kernel(Image<T> grad, const int64_t* __restrict__ index,
-                                                           int64_t index_stride, T* __restrict__ out, PolyphaseSizes s) {
-  const int64_t H = 2 * s.h, W = 2 * s.w, count = s.N * s.C * H * W, step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; at < count; at += step) {
-    const int64_t w = at % W, h = at / W % H, image = at / W / H, c = image % s.C, n = image / s.C;
-    const int64_t i = index[n * index_stride];
-    const bool chosen = (h & 1) == (i & 1) && (w & 1) == (i >> 1);
-    out[at] = !is_component(i) ? static_cast<T>(NAN) : chosen ? grad.at(n, c, h / 2, w / 2) : T(0);
-  }
+//   grad (N, C, h, w), index (N), out (N, C, 2h, 2w) contiguous, of which `axes` are the last three
+template <class T, class Place>
+__global__ void __launch_bounds__(kThreads)
+    scatter_kernel(Image<T> grad, const int64_t* __restrict__ index, int64_t index_stride, T* __restrict__ out, Place count,
+                   Axes<Place> axes) {
+  write_elements(out, count, [&](Place place) {
+    const auto at = axes(place);
+    const int64_t i = index[at.n * index_stride];
+    const bool chosen = (at.h & 1) == (i & 1) && (at.w & 1) == (i >> 1);
+    return !is_component(i) ? static_cast<T>(NAN) : chosen ? grad.at(at.n, at.c, at.h / 2, at.w / 2) : T(0);
+  });
 }
-
-template <class T>
-Image<T> image(const Tensor& tensor) {
-  return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)};
-}
-
-int64_t element_blocks(int64_t count) { return std::min(ceil_div(count, int64_t{kThreads}), kMaxElementBlocks); }
 
 template <class T>
 void select(const Device& device, const char* name, const Tensor& x, const Tensor& index, const Tensor& out,
             const PolyphaseSizes& s) {
-  launch(device, name, select_kernel<T>, element_blocks(out.numel()), kThreads, 0, image<T>(x), index.const_data_ptr<int64_t>(),
-         index.stride(0), out.mutable_data_ptr<T>(), s);
+  const int64_t count = out.numel();
+  with_places(count, [&](auto zero) {
+    using Place = decltype(zero);
+    launch(device, name, select_kernel<T, Place>, element_blocks(count), kThreads, 0, image<T>(x),
+           index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<T>(), count, Axes<Place>(s.C, s.h, s.w));
+  });
 }
 
 template <class T, class Norm>
 void choose(const Device& device, const Tensor& x, const Tensor& index, const PolyphaseSizes& s, Norm norm) {
-  const int64_t parts = ceil_div(s.C * s.h * s.w, kPartPositions);
+  const int64_t count = s.C * s.h * s.w, parts = ceil_div(count, kPartPositions);
   const Tensor partials = device_empty(x, {s.N, parts, 4}, ScalarType::Double);
-  launch(device, "polyphase_pool", norm_kernel<T, Norm>, s.N * parts, kThreads, shared_size(kThreads / kWarp * sizeof(double)),
-         image<T>(x), partials.mutable_data_ptr<double>(), s, parts, norm);
+  with_places(count, [&](auto zero) {
+    using Place = decltype(zero);
+    launch(device, "polyphase_pool", norm_kernel<T, Place, Norm>, s.N * parts, kThreads,
+           shared_size(kThreads / kWarp * sizeof(double)), image<T>(x), partials.mutable_data_ptr<double>(), count,
+           Axes<Place>(s.C, s.h, s.w), parts, norm);
+  });
   launch(device, "polyphase_pool", choose_kernel<Norm>, ceil_div(s.N, int64_t{kThreads}), kThreads, 0,
          partials.const_data_ptr<double>(), index.mutable_data_ptr<int64_t>(), s.N, parts, norm);
 }
@@ -164,9 +156,14 @@ Tensor polyphase_scatter(const Tensor& grad, const Tensor& index) {
   const PolyphaseSizes s = check_polyphase_scatter(grad, index);
   const Device device(grad);
   const Tensor out = device_empty(grad, {s.N, s.C, 2 * s.h, 2 * s.w});
+  const int64_t count = out.numel();
   ELLA_DISPATCH_FLOATING(grad.scalar_type(), "polyphase_scatter", [&] {
-    launch(device, "polyphase_scatter", scatter_kernel<scalar_t>, element_blocks(out.numel()), kThreads, 0,
-           image<scalar_t>(grad), index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<scalar_t>(), s);
+    with_places(count, [&](auto zero) {
+      using Place = decltype(zero);
+      launch(device, "polyphase_scatter", scatter_kernel<scalar_t, Place>, element_blocks(count), kThreads, 0,
+             image<scalar_t>(grad), index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<scalar_t>(), count,
+             Axes<Place>(s.C, 2 * s.h, 2 * s.w));
+    });
   });
   return out;
 }

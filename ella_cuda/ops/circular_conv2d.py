@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
+from ella_cuda.ops.circular_pad2d import circular_pad2d
 from ella_cuda.ops.polyphase_pool import polyphase_scatter, polyphase_select
 
 
@@ -25,8 +26,8 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
     The map of ``torch.nn.Conv2d(..., padding="same", padding_mode="circular")``; a kernel larger than the image meets pixels more
     than once. On the CPU it is an op of this package, made for few channels, where it is several times as fast as padding and
-    :func:`torch.nn.functional.conv2d`. On any other device it is :func:`circular_conv2d_torch`, that is cuDNN on CUDA, which no
-    kernel of ours would improve on.
+    :func:`torch.nn.functional.conv2d`. On CUDA it is cuDNN's convolution, which no kernel of ours would improve on, of
+    :func:`ella_cuda.ops.circular_pad2d`; half precision, other devices and empty images take :func:`circular_conv2d_torch`.
 
     Where each image of a call has numbers in one of its polyphase components only, such as gradients that come through
     :func:`ella_cuda.ops.polyphase_pool`, the other zeros are not multiplied on the CPU, here and in the gradient of the weight: by
@@ -44,17 +45,32 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
     """
-    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode()
-    return _forward(x, weight, bias) if compiled else circular_conv2d_torch(x, weight, bias)
+    if nested_forward_mode():
+        return circular_conv2d_torch(x, weight, bias)
+    if x.device.type in ("cpu", "meta"):
+        return _forward(x, weight, bias)
+    return _padded(x, weight, bias) if x.device.type == "cuda" else circular_conv2d_torch(x, weight, bias)
 
 
-def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Plain-torch twin of :func:`circular_conv2d`."""
+def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """:func:`circular_conv2d` by torch's convolution of padded images."""
+    _require_images_and_kernel(x, weight)
+    if x.dtype not in (torch.float32, torch.float64) or not x.numel() or not weight.numel():
+        return circular_conv2d_torch(x, weight, bias)
+    return F.conv2d(circular_pad2d(x, *(k // 2 for k in weight.shape[2:])), weight, bias)
+
+
+def _require_images_and_kernel(x: Tensor, weight: Tensor) -> None:
     if x.dim() != 4 or weight.dim() != 4 or weight.shape[2] % 2 == 0 or weight.shape[3] % 2 == 0:
         raise RuntimeError(
             "circular_conv2d: x must have shape (N, C, H, W) and weight (D, C, kh, kw) with odd height and width, got "
             f"{tuple(x.shape)} and {tuple(weight.shape)}"
         )
+
+
+def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Plain-torch twin of :func:`circular_conv2d`."""
+    _require_images_and_kernel(x, weight)
     (height, width), (half_h, half_w) = x.shape[2:], (k // 2 for k in weight.shape[2:])
     if half_h <= height and half_w <= width and x.numel() and weight.numel():
         return F.conv2d(F.pad(x, (half_w, half_w, half_h, half_h), mode="circular"), weight, bias)

@@ -153,6 +153,8 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
     project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)
     torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
+    pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
+    pad_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
     pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
 
@@ -195,6 +197,8 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
         ),
         ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
         ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
+        ("circular_pad2d", image, one(pad), one(pad_twin)),
+        ("circular_pad2d backward", image, gradients(pad), gradients(pad_twin)),
         ("basis_project", basis, one(project), one(project_twin)),
         ("basis_project backward", basis, gradients(project), gradients(project_twin)),
         ("basis_project second derivative", basis, curvature(project), curvature(project_twin)),

@@ -380,6 +380,38 @@ BUGS = [
         WRONG,
     ),
     Bug(
+        "quotient that misses the sum of the exact product and the number",
+        "elements.cuh",
+        ">> 32) + number) >> shift_",
+        ">> 32) + number) >> (shift_ + 1)",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "quotients of 64 bits by the side before",
+        "elements.cuh",
+        "const Place row = W(place), plane = H(row), n = C(plane);",
+        "const Place row = W(place), plane = W(row), n = C(plane);",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "repeated pixel that adds nothing to the gradient",
+        "circular_pad2d.cu",
+        "for (Place i = h < H ? h : h - H; i < padded_h; i += H)",
+        "for (Place i = h < H ? h : h - H; i < H; i += H)",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "elements of a thread that are those of its neighbours",
+        "elements.cuh",
+        "tile + i * kElementThreads + threadIdx.x;\n      if (place < count) out",
+        "tile + i + threadIdx.x;\n      if (place < count) out",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
         "blocks that write the same elements",
         "kron_logdet.cu",
         "partials[blockIdx.x] = total;",
@@ -515,6 +547,16 @@ def run(library, source, warpgroups):
                 e = torch.exp(-0.5 * d.square().sum(2))
                 terms = -(grad.T.double() @ x.double() * e)[..., None] * d
                 want = torch.cat([(x.double() @ e.T).flatten(), terms.sum(0).flatten(), -terms.sum(1).flatten()])
+            elif source == "circular_pad2d":
+                got, want = [], []
+                for side in (5, 20):  # places counted in 31 bits and in 63
+                    x = torch.randn(2, 3, side, side + 1)
+                    rows, columns = (torch.arange(-2, s + 2) % s for s in x.shape[2:])
+                    padded = simulator.ops.circular_pad2d(x, 2, 2)
+                    got += [padded.flatten(), simulator.ops.circular_fold2d(padded, 2, 2).flatten()]
+                    times = torch.bincount(rows)[:, None] * torch.bincount(columns)
+                    want += [x[:, :, rows][..., columns].flatten(), (x * times).flatten()]
+                got, want = torch.cat(got), torch.cat(want)
             else:
                 x = torch.randn(3, 2, 4, 4)
                 got = simulator.ops.polyphase_pool(x, 2.0)[0]

@@ -1,0 +1,168 @@
+"""ella_cuda.ops.circular_pad2d against indices modulo the image's sides, and the convolution that CUDA takes with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.circular_conv2d import _padded
+from python_tests.ops import checks
+
+# N, C, H, W, pad_h, pad_w: the usual border; none in one direction; as wide as the image, and wider, more than once around.
+SHAPES = [
+    (3, 2, 5, 6, 1, 1),
+    (2, 3, 4, 7, 0, 2),
+    (2, 2, 3, 4, 3, 0),
+    (1, 3, 4, 3, 4, 3),
+    (2, 1, 2, 3, 5, 10),
+    (5, 2, 1, 1, 1, 2),
+    (2, 2, 32, 32, 1, 1),
+    (70, 40, 8, 4, 2, 1),
+]
+
+
+def wrapped(x: Tensor, pad_h: int, pad_w: int) -> Tensor:
+    """By numpy, which knows this padding as "wrap" and goes around as often as it takes."""
+    pads = ((0, 0), (0, 0), (pad_h, pad_h), (pad_w, pad_w))
+    return torch.from_numpy(np.pad(x.detach().cpu().numpy(), pads, mode="wrap")).to(x.device)
+
+
+def folded(grad: Tensor, height: int, width: int, pad_h: int, pad_w: int) -> Tensor:
+    """The transpose, a pixel at a time."""
+    total = torch.zeros(*grad.shape[:2], height, width, dtype=grad.dtype, device=grad.device)
+    for i in range(grad.shape[2]):
+        for j in range(grad.shape[3]):
+            total[:, :, (i - pad_h) % height, (j - pad_w) % width] += grad[:, :, i, j]
+    return total
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_repeats_the_image(shape, dtype, device):
+    *size, pad_h, pad_w = shape
+    x = torch.randn(size, dtype=dtype, device=device)
+    expected = wrapped(x, pad_h, pad_w)
+    for pad in (ops.circular_pad2d, ops.circular_pad2d_torch):
+        y = pad(x, pad_h, pad_w)
+        assert torch.equal(y, expected) and y.dtype == dtype and y.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_adds_up_what_is_repeated(shape, device):
+    *size, pad_h, pad_w = shape
+    x = torch.randn(size, dtype=torch.float64, device=device, requires_grad=True)
+    grad = torch.randn(*size[:2], size[2] + 2 * pad_h, size[3] + 2 * pad_w, dtype=torch.float64, device=device)
+    (ours,) = torch.autograd.grad(ops.circular_pad2d(x, pad_h, pad_w), x, grad)
+    checks.assert_same(ours, folded(grad, *size[2:], pad_h, pad_w))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5, 6, 1, 2), (2, 3, 2, 3, 3, 4)])
+def test_every_layout(shape, device):
+    *size, pad_h, pad_w = shape
+    x = torch.randn(size, dtype=torch.float64, device=device)
+    grad = torch.randn_like(wrapped(x, pad_h, pad_w))
+    for _, laid_out in checks.layouts(x):
+        assert torch.equal(ops.circular_pad2d(laid_out, pad_h, pad_w), wrapped(laid_out, pad_h, pad_w))
+    for _, laid_out in checks.layouts(grad):
+        found = torch.ops.ella_cuda.circular_fold2d(laid_out, pad_h, pad_w)
+        checks.assert_same(found, folded(laid_out, *size[2:], pad_h, pad_w))
+        assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("size", [(0, 2, 4, 5), (2, 0, 4, 5)])
+def test_empty(size, device):
+    x = torch.zeros(size, device=device, requires_grad=True)
+    y = ops.circular_pad2d(x, 1, 2)
+    assert y.shape == (*size[:2], 6, 9)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+    assert ops.circular_pad2d(torch.zeros(2, 3, 0, 4, device=device), 0, 1).shape == (2, 3, 0, 6)
+
+
+@pytest.mark.parametrize("pads", [(1, 1), (0, 2), (4, 5)])
+def test_derivatives_and_transforms(pads, device):
+    x = torch.randn(2, 2, 3, 2, dtype=torch.float64, device=device)
+
+    def pad(t: Tensor) -> Tensor:
+        return ops.circular_pad2d(t, *pads)
+
+    checks.check_derivatives(lambda t: pad(t).sin(), (x.clone().requires_grad_(),))
+    checks.check_func_transforms(pad, lambda t: ops.circular_pad2d_torch(t, *pads), (x,))
+    checks.check_vmap(pad, (x,))
+    checks.check_compile(pad, (x,))
+    padded = torch.randn_like(pad(x)).requires_grad_()
+    checks.check_derivatives(
+        lambda g: torch.autograd.grad(pad(leaf := x.clone().requires_grad_()), leaf, g, create_graph=True), (padded,)
+    )
+    for name, t in (("circular_pad2d", x.clone().requires_grad_()), ("circular_fold2d", padded)):
+        op = getattr(torch.ops.ella_cuda, name)
+        torch.library.opcheck(op.default, (t, *pads))
+        batch = torch.stack([t.detach(), t.detach() * 2], -1)
+        checks.assert_same(
+            torch.func.vmap(lambda b, op=op: op(b, *pads), -1)(batch),
+            torch.stack([op(b, *pads) for b in batch.unbind(-1)]),
+        )
+
+
+def test_same_numbers_for_any_number_of_threads():
+    grad = torch.randn(50, 7, 18, 18)
+    results, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(torch.ops.ella_cuda.circular_fold2d(grad, 1, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("x", "pads", "words"),
+    [
+        (torch.zeros(2, 3, 4), (1, 1), "x must have shape"),
+        (torch.zeros(2, 3, 4, 5).long(), (1, 1), "x must be float32"),
+        (torch.zeros(2, 3, 4, 5), (-1, 1), "from 0 to"),
+        (torch.zeros(2, 3, 4, 5), (1, 2**40), "from 0 to"),
+        (torch.zeros(2, 3, 0, 5), (1, 1), "a pixel in each direction"),
+        (torch.zeros(2, 3, 4, 0), (1, 1), "a pixel in each direction"),
+    ],
+)
+def test_errors(x, pads, words, device):
+    with pytest.raises(RuntimeError, match=words):
+        ops.circular_pad2d(x.to(device), *pads)
+
+
+@pytest.mark.parametrize("size", [(1, 4), (2, 2), (4, 3)])
+def test_errors_of_the_transpose(size, device):
+    with pytest.raises(RuntimeError, match="grad must have a pixel in each direction"):
+        torch.ops.ella_cuda.circular_fold2d(torch.zeros(1, 1, *size, device=device), 1, 2)
+
+
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 4, 5, 6, 3, 3), (2, 3, 2, 2, 3, 7, 9), (2, 2, 3, 1, 1, 3, 5), (2, 2, 3, 4, 4, 1, 1)]
+)
+def test_the_convolution_of_padded_images(shape, device):
+    """What :func:`ops.circular_conv2d` is on CUDA, on every device: kernels larger than the image too."""
+    n, c, d, h, w, kh, kw = shape
+    args = [
+        torch.randn(s, dtype=torch.float64, device=device, requires_grad=True)
+        for s in ((n, c, h, w), (d, c, kh, kw), (d,))
+    ]
+    twin = [a.detach().clone().requires_grad_() for a in args]
+    y, expected = _padded(*args), ops.circular_conv2d_torch(*twin)
+    checks.assert_same(y, expected)
+    grad = torch.randn_like(expected)
+    checks.assert_same(torch.autograd.grad(y, args, grad), torch.autograd.grad(expected, twin, grad))
+
+
+def test_the_convolution_of_other_images(device):
+    """Half precision, which the op does not know, and nothing at all are the twin's; wrong shapes are named."""
+    x, weight = torch.randn(2, 3, 4, 5, device=device), torch.randn(4, 3, 3, 3, device=device)
+    half = _padded(x.bfloat16(), weight.bfloat16(), None)
+    assert torch.equal(half, F.conv2d(F.pad(x.bfloat16(), (1, 1, 1, 1), mode="circular"), weight.bfloat16()))
+    assert _padded(x[:, :, :0], weight, None).shape == (2, 4, 0, 5)
+    with pytest.raises(RuntimeError, match=r"circular_conv2d: x must have shape .* got \(2, 3, 4\)"):
+        _padded(x[..., 0], weight, None)

@@ -80,8 +80,9 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def("polyphase_select(Tensor x, Tensor index) -> Tensor");
   m.def("polyphase_scatter(Tensor grad, Tensor index) -> Tensor");
 
-  // An image on a torus with pad_h more of its rows above and below and pad_w more of its columns left and right, and the transpose
-  // of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it goes around.
+  // An image on a torus with pad_h more of its rows above and below and pad_w more of its columns left and right, and the
+  // transpose of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it goes
+  // around.
   m.def("circular_pad2d(Tensor x, int pad_h, int pad_w) -> Tensor");
   m.def("circular_fold2d(Tensor grad, int pad_h, int pad_w) -> Tensor");
 

@@ -27,8 +27,8 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-// Numbers of a tensor up to which their places are counted in 31 bits; few in the simulator, so that the small shapes of the tests
-// go both ways.
+// Numbers of a tensor up to which their places are counted in 31 bits; few in the simulator, so that the small shapes of the
+// tests go both ways.
 #ifdef ELLA_SIMULATOR
 constexpr int64_t kMostShortPlaces = 1000;
 #else

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from benchmarks.counting import count
 from ella_cuda import models, ops
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
 from ella_cuda.training_graph import CudaGraphs
@@ -17,6 +18,7 @@ BATCH, WIDTH = 128, 10
 TWINS = {
     "factored_linear": factored_linear_torch,
     "circular_conv2d": circular_conv2d_torch,
+    "circular_conv2d_pool": circular_conv2d_pool_torch,
     "polyphase_pool": polyphase_pool_torch,
 }
 

@@ -94,8 +94,15 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // The gradient of its weight for grad (N,D,H,W) -> contiguous (D,C,kh,kw). CPU only.
   m.def("circular_conv2d_weight_grad(Tensor grad, Tensor x, int kernel_h, int kernel_w) -> Tensor");
 
+  // polyphase_pool of circular_conv2d: x (N,C,H,W), H and W even -> contiguous (N,D,H/2,W/2), index (N,). CPU only.
+  m.def("circular_conv2d_pool(Tensor x, Tensor weight, Tensor? bias, float norm) -> (Tensor, Tensor)");
+
   // circular_conv2d of polyphase_scatter(x, index) without bias: x (N,C,h,w), index (N,), weight (D,C,kh,kw), kh and kw at
   // least 3
   // -> contiguous (N,D,2h,2w). CPU only.
   m.def("circular_conv2d_scattered(Tensor x, Tensor index, Tensor weight) -> Tensor");
+
+  // circular_conv2d_weight_grad of polyphase_scatter(grad, index): grad (N,D,H/2,W/2), index (N,), x (N,C,H,W)
+  // -> contiguous (D,C,kh,kw). CPU only.
+  m.def("circular_conv2d_scattered_weight_grad(Tensor grad, Tensor index, Tensor x, int kernel_h, int kernel_w) -> Tensor");
 }

@@ -23,6 +23,7 @@ from ella_cuda.nn import (
     SlicesAsChannels,
     SparseConv2d,
     SparseFactoredLinear2d,
+    StridedCircularConv2d,
 )
 from ella_cuda.nn.group_layers import as_frames
 
@@ -33,10 +34,11 @@ HEAD_CHANNELS = 64  # hidden units of the head, in units of the width
 
 def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
     """A 3x3 convolution on a torus; where the stage halves the size, at stride 1 followed by the polyphase choice."""
-    conv = CircularConv2d(in_channels, out_channels)
+    path = (CircularConv2d if in_size == out_size else StridedCircularConv2d)(in_channels, out_channels)
+    conv = path if in_size == out_size else path[0]
     nn.init.kaiming_uniform_(conv.weight, nonlinearity="relu")
     nn.init.zeros_(conv.bias)
-    return conv if in_size == out_size else nn.Sequential(conv, PolyphasePool2d())
+    return path
 
 
 def sparse_conv_path(

@@ -200,6 +200,7 @@ def test_info_checks_every_kernel(tmp_path):
         "factored_linear",
         "kron_accumulate_",
         "conv_kron_accumulate_",
+        "circular_conv2d_pool",
         "circular_pad2d",
         "basis_project",
         "kron_evidence",

@@ -340,9 +340,13 @@ inline PolyphaseSizes check_polyphase_image(const ArgumentCheck& check, const ch
   return {x.size(0), x.size(1), x.size(2) / 2, x.size(3) / 2};
 }
 
+inline void check_polyphase_norm(const char* op, double norm) {
+  STD_TORCH_CHECK(norm == 1.0 || norm == 2.0 || (std::isinf(norm) && norm > 0), op, ": norm must be 1, 2 or inf, got ", norm);
+}
+
 inline PolyphaseSizes check_polyphase_pool(const Tensor& x, double norm) {
   const char* op = "polyphase_pool";
-  STD_TORCH_CHECK(norm == 1.0 || norm == 2.0 || (std::isinf(norm) && norm > 0), op, ": norm must be 1, 2 or inf, got ", norm);
+  check_polyphase_norm(op, norm);
   return check_polyphase_image(ArgumentCheck(op, "x", x), op, x);
 }
 
@@ -405,14 +409,24 @@ inline void check_circular_kernel(const char* op, const char* name, int64_t kern
                   " must have odd height and width, got (", kernel_h, ", ", kernel_w, ")");
 }
 
-inline CircularConvSizes check_circular_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const char* op = "circular_conv2d";
+inline CircularConvSizes check_circular_conv2d(const char* op, const Tensor& x, const Tensor& weight,
+                                               const std::optional<Tensor>& bias) {
   const ArgumentCheck check(op, "x", x);
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.tensor("weight", weight, {-1, x.size(1), -1, -1}, "(D, C, kh, kw)");
   check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
   if (bias) check.tensor("bias", *bias, {weight.size(0)}, "(D,)");
   return {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)};
+}
+
+// Sizes of the convolution, before the choice.
+inline CircularConvSizes check_circular_conv2d_pool(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                                                    double norm) {
+  const char* op = "circular_conv2d_pool";
+  check_polyphase_norm(op, norm);
+  const CircularConvSizes s = check_circular_conv2d(op, x, weight, bias);
+  STD_TORCH_CHECK(s.H % 2 == 0 && s.W % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  return s;
 }
 
 // Sizes of the scattered images.
@@ -434,6 +448,18 @@ inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, c
   const ArgumentCheck check(op, "x", x);
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.tensor("grad", grad, {x.size(0), -1, x.size(2), x.size(3)}, "(N, D, H, W)");
+  check_circular_kernel(op, "the kernel", kernel_h, kernel_w);
+  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w};
+}
+
+inline CircularConvSizes check_circular_conv2d_scattered_weight_grad(const Tensor& grad, const Tensor& index, const Tensor& x,
+                                                                     int64_t kernel_h, int64_t kernel_w) {
+  const char* op = "circular_conv2d_scattered_weight_grad";
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  check.tensor("grad", grad, {x.size(0), -1, x.size(2) / 2, x.size(3) / 2}, "(N, D, H/2, W/2)");
+  check.index("index", index, {x.size(0)}, "(N,)");
   check_circular_kernel(op, "the kernel", kernel_h, kernel_w);
   return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w};
 }

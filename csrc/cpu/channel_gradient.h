@@ -23,13 +23,15 @@ inline bool by_channels(const CircularConvSizes& s, bool component) {
 template <class T>
 class ChannelGradient {
  public:
-  // `components`: of every image's gradient, the only one that is not zero (one_component.h); empty where all are read.
-  ChannelGradient(const CircularConvSizes& s, const std::vector<int64_t>& components, const Images<T>& grad, const Images<T>& x)
+  // `components`: of every image's gradient, the only one that is not zero (one_component.h), or, if `gathered`, all there is;
+  // empty where all are read.
+  ChannelGradient(const CircularConvSizes& s, const std::vector<int64_t>& components, bool gathered, const Images<T>& grad,
+                  const Images<T>& x)
       : s_(s),
         step_(components.empty() ? 1 : 2),
         components_(components),
-        grad_(grad, places(s, grad, step_)),
-        x_(x, places(s, x, 1)) {
+        grad_(grad, gathered ? places(s.H / 2, s.W / 2, grad, 1, false) : places(s.H, s.W, grad, step_, true)),
+        x_(x, places(s.H, s.W, x, 1, true)) {
     const int64_t down = s.W / step_, positions = s.H / step_ * down, taps = s.kernel_h * s.kernel_w;
     const auto from = [&](int64_t tap, int64_t p) {
       const int64_t h = p / down * step_ + tap / s.kernel_w - s.kernel_h / 2;
@@ -74,14 +76,16 @@ class ChannelGradient {
   static constexpr int64_t kLine = 64 / sizeof(T);  // rows are an odd number of lines, for they must not share a cache's sets
   static constexpr int64_t kAtOnce = 16;            // images that are packed together
 
-  // Where the numbers of a channel lie, every `step`-th row and column of the torus, from those of each component on.
+  // Where the numbers of a channel lie, every `step`-th row and column of the torus, for each component; from its first ones on
+  // if they are `shifted`.
   using Places = std::vector<std::vector<int64_t>>;
-  static Places places(const CircularConvSizes& s, const Images<T>& images, int64_t step) {
+  static Places places(int64_t H, int64_t W, const Images<T>& images, int64_t step, bool shifted) {
     Places out(4);
     for (int64_t component = 0; component < 4; ++component) {
-      for (int64_t h = 0; h < s.H; h += step) {
-        for (int64_t w = 0; w < s.W; w += step) {
-          const int64_t row = (h + component % 2) % s.H, column = (w + component / 2) % s.W;
+      const int64_t down = shifted ? component % 2 : 0, right = shifted ? component / 2 : 0;
+      for (int64_t h = 0; h < H; h += step) {
+        for (int64_t w = 0; w < W; w += step) {
+          const int64_t row = (h + down) % H, column = (w + right) % W;
           out[component].push_back(row * images.down + column * images.right);
         }
       }

@@ -3,59 +3,20 @@
 #include <array>
 #include <vector>
 
-#include "gram.h"
+#include "dense_convolution.h"
 #include "one_component.h"
-#include "torus.h"
 
 namespace ella {
 namespace {
 
-// The folded kernel in the order that Convolution::weight wants, D * C * tap_count() numbers.
+// Images where they are to stay.
 template <class T>
-void pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Tensor& weight, T* packed) {
-  const int64_t K = s.C * torus.tap_count(), group = balanced_group(s.D, torus.k.rows);
-  const Images<T> w(weight);
-  std::fill_n(packed, s.D * K, T(0));
-  for (int64_t d = 0; d < s.D; ++d) {
-    const int64_t first = d / group * group, width = std::min(group, s.D - first);
-    T* column = packed + first * K + (d - first);
-    for (int64_t c = 0; c < s.C; ++c, column += torus.tap_count() * width) {
-      const T* kernel = w.data + d * w.image + c * w.channel;
-      const int64_t* tap = torus.folded.data();
-      for (int64_t i = 0; i < s.kernel_h; ++i) {
-        for (int64_t j = 0; j < s.kernel_w; ++j, ++tap) column[*tap * width] += kernel[i * w.down + j * w.right];
-      }
-    }
-  }
-}
-
-template <class T>
-std::vector<T> contiguous(const Tensor& bias) {
-  std::vector<T> out(bias.size(0));
-  for (size_t d = 0; d < out.size(); ++d) out[d] = bias.const_data_ptr<T>()[static_cast<int64_t>(d) * bias.stride(0)];
-  return out;
-}
-
-template <class T>
-void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const T* bias, T* result) {
-  const Torus<T> torus(s);
-  const Buffer<T> packed(s.D * s.C * torus.tap_count());
-  pack_weight(torus, s, weight, packed.data());
-  const Images<T> source(x);
-  const int64_t lanes = torus.lanes, positions = torus.positions();
-  parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
-    const Buffer<T> scratch(s.C * torus.plane + (lanes == 1 ? 0 : s.D * positions * lanes));
-    T *const image = scratch.data(), *const room = image + s.C * torus.plane;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t count = torus.images_of(unit);
-      for (int64_t c = 0; c < s.C; ++c) torus.pack(torus.plane_of(source, unit, c), count, image + c * torus.plane, room);
-      T* out = result + unit * lanes * s.D * positions;
-      torus.k.convolve({image, s.C, torus.plane, torus.taps.data(), torus.tap_count(), torus.in.data(), torus.place.data(),
-                        torus.vectors(), packed.data(), bias, lanes == 1 ? out : room, s.D, positions * lanes});
-      if (lanes > 1) torus.k.transpose(s.D * positions, count, room, lanes, out, s.D * positions);
-    }
-  });
-}
+struct InResult {
+  T* place(int64_t n) const { return result + n * size; }
+  void done(int64_t, int64_t) const {}
+  T* result;
+  int64_t size;
+};
 
 // The entries of a kernel by which outputs see the only component there is, from a distance of (below, beside) in rows and
 // columns: those that bring them back to it.
@@ -136,17 +97,17 @@ void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& 
 }
 
 Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const CircularConvSizes s = check_circular_conv2d(x, weight, bias);
+  const CircularConvSizes s = check_circular_conv2d("circular_conv2d", x, weight, bias);
   Tensor y = empty_of(x, {s.N, s.D, s.H, s.W});
   if (y.numel() == 0) return y;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d", [&] {
-    const std::vector<scalar_t> offset = bias ? contiguous<scalar_t>(*bias) : std::vector<scalar_t>();
-    const scalar_t* offsets = bias ? offset.data() : nullptr;
+    const std::vector<scalar_t> numbers = bias_numbers<scalar_t>(bias);
+    const scalar_t* offsets = bias ? numbers.data() : nullptr;
     scalar_t* result = y.mutable_data_ptr<scalar_t>();
     if (const auto component = only_components<scalar_t>(x, s, s.C, s.D)) {
       convolve_component(s, *component, x, false, weight, offsets, result);
     } else {
-      convolve(s, x, weight, offsets, result);
+      convolve(s, x, weight, offsets, [&](int64_t) { return InResult<scalar_t>{result, s.D * s.H * s.W}; });
     }
   });
   return y;

@@ -127,9 +127,10 @@ void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, cons
 }
 
 // Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.
+// `gathered`: the gradients are the components alone.
 template <class T>
-void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& component, const Images<T>& gradients,
-                        const Images<T>& source, T* target) {
+void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& component, bool gathered,
+                        const Images<T>& gradients, const Images<T>& source, T* target) {
   const CircularConvSizes quarter = quarter_of(s);
   const Torus<T> torus(quarter);
   std::vector<Entry> entries;
@@ -151,12 +152,13 @@ void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& 
   };
   const int64_t room_size = torus.positions() * torus.lanes;
   weight_gradient(
-      s, torus, InPlace<T>{}, 4, entries, false,
+      s, torus, InPlace<T>{nullptr, gathered && torus.reads_in_place(gradients) ? &gradients : nullptr}, 4, entries, false,
       [&](int64_t unit, int64_t c, int64_t plane, T* to, T* room) {
         torus.pack(gather(source, unit, c, plane / 2, plane % 2, room + room_size), torus.images_of(unit), to, room);
       },
       [&](int64_t unit, int64_t d, T* to, T* room) {
-        torus.pack_gradient(gather(gradients, unit, d, 0, 0, room), torus.images_of(unit), to);
+        const Plane<T> plane = gathered ? torus.plane_of(gradients, unit, d) : gather(gradients, unit, d, 0, 0, room);
+        torus.pack_gradient(plane, torus.images_of(unit), to);
       },
       [&](const double* sums) {
         for (int64_t i = 0; i < s.D * s.C * s.kernel_h * s.kernel_w; ++i) target[i] = static_cast<T>(sums[i]);
@@ -173,9 +175,9 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
     const auto components = only_components<scalar_t>(grad, s, s.D, s.C);
     if (by_channels(s, components.has_value())) {
       const std::vector<int64_t> all;
-      ChannelGradient<scalar_t>(s, components ? *components : all, gradients, source).run(target);
+      ChannelGradient<scalar_t>(s, components ? *components : all, false, gradients, source).run(target);
     } else if (components) {
-      component_gradient(s, *components, gradients, source, target);
+      component_gradient(s, *components, false, gradients, source, target);
     } else {
       dense_gradient(s, gradients, source, false, target);
     }
@@ -183,7 +185,28 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
   return out;
 }
 
-ELLA_REGISTER(CPU, m) { m.impl("circular_conv2d_weight_grad", TORCH_BOX(&circular_conv2d_weight_grad)); }
+Tensor circular_conv2d_scattered_weight_grad(const Tensor& grad, const Tensor& index, const Tensor& x, int64_t kernel_h,
+                                             int64_t kernel_w) {
+  const CircularConvSizes s = check_circular_conv2d_scattered_weight_grad(grad, index, x, kernel_h, kernel_w);
+  const std::vector<int64_t> component = polyphase_components("circular_conv2d_scattered_weight_grad", index);
+  if (grad.numel() == 0 || x.numel() == 0) return zeros_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
+  Tensor out = empty_of(x, {s.D, s.C, s.kernel_h, s.kernel_w});
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_scattered_weight_grad", [&] {
+    scalar_t* target = out.mutable_data_ptr<scalar_t>();
+    const Images<scalar_t> gradients(grad), source(x);
+    if (by_channels(s, true)) {
+      ChannelGradient<scalar_t>(s, component, true, gradients, source).run(target);
+    } else {
+      component_gradient(s, component, true, gradients, source, target);
+    }
+  });
+  return out;
+}
+
+ELLA_REGISTER(CPU, m) {
+  m.impl("circular_conv2d_weight_grad", TORCH_BOX(&circular_conv2d_weight_grad));
+  m.impl("circular_conv2d_scattered_weight_grad", TORCH_BOX(&circular_conv2d_scattered_weight_grad));
+}
 
 }  // namespace
 

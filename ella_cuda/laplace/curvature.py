@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.data_fit import hyperparameters
-from ella_cuda.laplace.rectified import Rectifiers, plain
+from ella_cuda.laplace.rectified import Rectifiers, plain, sequential
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import PolyphasePool2d
@@ -273,14 +273,14 @@ class CurvaturePass:
 
 
 def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequential]:
-    """Convolutions in an ``nn.Sequential`` of their own with a polyphase choice, where nothing else sees what is between the two."""
+    """Convolutions in a :func:`sequential` module of their own with a polyphase choice, where nothing else sees what is between the two."""
     if torch.nn.modules.module._has_any_global_hook():
         return []
     convolutions = {rule.module for rule in rules if isinstance(rule, Conv2dRule) and rule.pools()}
     return [
         m
         for m in model.modules()
-        if type(m) is nn.Sequential
+        if sequential(m)
         and "forward" not in vars(m)  # a hook on it sees its input and output only
         and len(m) == 2
         and m[0] in convolutions

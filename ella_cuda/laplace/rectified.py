@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.rules import Rule
-from ella_cuda.nn import RelaxedEquivariance
+from ella_cuda.nn import RelaxedEquivariance, StridedCircularConv2d
 
 
 class _Call(NamedTuple):
@@ -119,7 +119,7 @@ class Rectifiers:
 
 def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Module]]:
     """Modules of which the first, when called, gives what the second returns to the third alone, and nobody can see it on the way:
-    an ``nn.Sequential`` and neighbours in it, a module of another class and what it names in a method ``handed_on`` of that class.
+    a :func:`sequential` module and neighbours in it, a module of another class and what it names in a method ``handed_on`` of that class.
     """
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
     if compiled or torch.nn.modules.module._has_any_global_hook():
@@ -127,10 +127,15 @@ def handed_on(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, nn.Modul
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        if type(module) is nn.Sequential:
+        if sequential(module):
             yield from ((module, *pair) for pair in zip(module, list(module)[1:], strict=False))
         elif inspect.isfunction(vars(type(module)).get("handed_on")):
             yield from ((module, *pair) for pair in module.handed_on())
+
+
+def sequential(module: nn.Module) -> bool:
+    """Whether each of a module's children, under hooks, is called with what the one before it returns, and nothing besides."""
+    return type(module) in (nn.Sequential, StridedCircularConv2d)
 
 
 def plain(module: nn.Module) -> bool:
@@ -152,7 +157,7 @@ def _first_rules(module: nn.Module, by_module: Mapping[nn.Module, Rule]) -> list
     if module in by_module:
         rule = by_module[module]
         return [rule] if _pulls_afresh(rule) else None
-    if type(module) is nn.Sequential and len(module):
+    if sequential(module) and len(module):
         return _first_rules(module[0], by_module)
     if type(module) is RelaxedEquivariance:
         paths = [_first_rules(module.get_submodule(name), by_module) for name in module.path_names]

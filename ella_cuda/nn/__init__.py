@@ -15,6 +15,7 @@ from ella_cuda.nn.group_layers import (
 from ella_cuda.nn.pooling import PolyphasePool2d
 from ella_cuda.nn.relaxed import RelaxedEquivariance
 from ella_cuda.nn.sparse import SparseConv2d, SparseFactoredLinear2d
+from ella_cuda.nn.strided_conv import StridedCircularConv2d
 
 __all__ = [
     "CircularConv2d",
@@ -32,4 +33,5 @@ __all__ = [
     "SparseConv2d",
     "SparseFactoredLinear2d",
     "SpatialBasis",
+    "StridedCircularConv2d",
 ]

@@ -3,6 +3,7 @@
 
 from ella_cuda.ops.basis import basis_matrix, basis_project, basis_project_torch
 from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool, circular_conv2d_pool_torch
 from ella_cuda.ops.circular_pad2d import circular_pad2d, circular_pad2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
@@ -24,6 +25,8 @@ __all__ = [
     "basis_project",
     "basis_project_torch",
     "circular_conv2d",
+    "circular_conv2d_pool",
+    "circular_conv2d_pool_torch",
     "circular_conv2d_torch",
     "circular_pad2d",
     "circular_pad2d_torch",

@@ -1,8 +1,7 @@
 """Convolution on a torus at stride 1, for few channels.
 
 The map is linear in each of ``x`` and ``weight``, so every derivative of every order is a sum of calls to the same two ops,
-``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments. A third, ``circular_conv2d_scattered``,
-is the first one behind ``polyphase_scatter``: what the gradient of a strided layer goes through.
+``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
 from ella_cuda.ops.circular_pad2d import circular_pad2d
-from ella_cuda.ops.polyphase_pool import polyphase_scatter, polyphase_select
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -48,7 +46,7 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     if nested_forward_mode():
         return circular_conv2d_torch(x, weight, bias)
     if x.device.type in ("cpu", "meta"):
-        return _forward(x, weight, bias)
+        return convolve(x, weight, bias)
     return _padded(x, weight, bias) if x.device.type == "cuda" else circular_conv2d_torch(x, weight, bias)
 
 
@@ -89,31 +87,12 @@ def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return y if bias is None else y + bias[:, None, None]
 
 
-def circular_conv2d_scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """``circular_conv2d(polyphase_scatter(x, index), weight)``, on the CPU without the zeros: a quarter of the products.
-
-    Args:
-        x: ``(N, C, h, w)``, the one polyphase component of each image that is not zero.
-        index: ``(N,)``, int64, which one it is.
-        weight: ``(D, C, kh, kw)`` with kh and kw odd.
-
-    Returns:
-        ``(N, D, 2h, 2w)``.
-
-    Raises:
-        RuntimeError: a shape, dtype or device does not fit, or an index is none of 0 to 3.
-    """
-    narrow = weight.dim() == 4 and min(weight.shape[2:]) < 3  # some outputs see nothing of a component
-    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and not narrow
-    return _scattered(x, index, weight) if compiled else circular_conv2d(polyphase_scatter(x, index), weight)
-
-
 def mirrored(weight: Tensor) -> Tensor:
     """The kernel of the transposed map, ``(D, C, kh, kw) -> (C, D, kh, kw)``."""
     return weight.flip(2, 3).transpose(0, 1)
 
 
-def _sum(*parts: Tensor | None) -> Tensor | None:
+def sum_of_parts(*parts: Tensor | None) -> Tensor | None:
     total = None
     for part in parts:
         if part is not None:
@@ -139,17 +118,17 @@ def _forward_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Ten
     x, weight = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad
     return (
-        _forward(grad, mirrored(weight), None) if need_x else None,
-        _weight_grad(grad, x, *weight.shape[2:]) if need_weight else None,
+        convolve(grad, mirrored(weight), None) if need_x else None,
+        weight_grad(grad, x, *weight.shape[2:]) if need_weight else None,
         grad.sum((0, 2, 3)) if need_bias else None,
     )
 
 
 def _forward_jvp(ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None) -> Tensor:
     x, weight = ctx.saved_tensors
-    total = _sum(
-        None if x_t is None else _forward(x_t, weight, None),
-        None if weight_t is None else _forward(x, weight_t, None),
+    total = sum_of_parts(
+        None if x_t is None else convolve(x_t, weight, None),
+        None if weight_t is None else convolve(x, weight_t, None),
         None if bias_t is None else bias_t[:, None, None].expand(x.shape[0], -1, *x.shape[2:]),
     )
     return torch.zeros_like(_forward_fake(x, weight, None)) if total is None else total.contiguous()
@@ -192,8 +171,8 @@ def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Te
         return None, None, None, None
     grad, x = ctx.saved_tensors
     return (
-        _forward(x, v, None) if ctx.needs_input_grad[0] else None,
-        _forward(grad, mirrored(v), None) if ctx.needs_input_grad[1] else None,
+        convolve(x, v, None) if ctx.needs_input_grad[0] else None,
+        convolve(grad, mirrored(v), None) if ctx.needs_input_grad[1] else None,
         None,
         None,
     )
@@ -201,9 +180,9 @@ def _weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, Te
 
 def _weight_grad_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, *_: Any) -> Tensor:
     grad, x = ctx.saved_tensors
-    total = _sum(
-        None if grad_t is None else _weight_grad(grad_t, x, *ctx.kernel_size),
-        None if x_t is None else _weight_grad(grad, x_t, *ctx.kernel_size),
+    total = sum_of_parts(
+        None if grad_t is None else weight_grad(grad_t, x, *ctx.kernel_size),
+        None if x_t is None else weight_grad(grad, x_t, *ctx.kernel_size),
     )
     return torch.zeros_like(_weight_grad_fake(grad, x, *ctx.kernel_size)) if total is None else total
 
@@ -222,45 +201,8 @@ def _weight_grad_vmap(
     return map_over_batch(op, info, (grad_dim, x_dim, None, None), (grad, x, *kernel_size))
 
 
-# circular_conv2d_scattered ---------------------------------------------------------------------------------------------------
-
-
-def _scattered_fake(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    n, _, h, w = x.shape
-    return x.new_empty(n, weight.shape[0], 2 * h, 2 * w)
-
-
-def _scattered_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    keep(ctx, *inputs)
-
-
-def _scattered_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, Tensor | None]:
-    if grad is None:
-        return None, None, None
-    x, index, weight = ctx.saved_tensors
-    need_x, _, need_weight = ctx.needs_input_grad
-    return (
-        polyphase_select(_forward(grad, mirrored(weight), None), index) if need_x else None,
-        None,
-        _weight_grad(grad, polyphase_scatter(x, index), *weight.shape[2:]) if need_weight else None,
-    )
-
-
-def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None) -> Tensor:
-    x, index, weight = ctx.saved_tensors
-    total = _sum(
-        None if x_t is None else _scattered(x_t, index, weight),
-        None if weight_t is None else _scattered(x, index, weight_t),
-    )
-    return torch.zeros_like(_scattered_fake(x, index, weight)) if total is None else total
-
-
-def _scattered_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
-    return map_over_batch(torch.ops.ella_cuda.circular_conv2d_scattered, info, in_dims, args)
-
-
 # sum_{n,h,w} grad[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W], (D, C, kh, kw)
-_weight_grad = differentiable(
+weight_grad = differentiable(
     "circular_conv2d_weight_grad",
     fake=_weight_grad_fake,
     save=_weight_grad_save,
@@ -268,19 +210,11 @@ _weight_grad = differentiable(
     jvp=_weight_grad_jvp,
     vmap=_weight_grad_vmap,
 )
-_forward = differentiable(
+convolve = differentiable(
     "circular_conv2d",
     fake=_forward_fake,
     save=_forward_save,
     backward=_forward_backward,
     jvp=_forward_jvp,
     vmap=_forward_vmap,
-)
-_scattered = differentiable(
-    "circular_conv2d_scattered",
-    fake=_scattered_fake,
-    save=_scattered_save,
-    backward=_scattered_backward,
-    jvp=_scattered_jvp,
-    vmap=_scattered_vmap,
 )

@@ -36,21 +36,22 @@ def polyphase_pool(x: Tensor, norm: float = 2) -> Tensor:
     Source: Chaman and Dokmanic, "Truly shift-invariant convolutional neural networks", CVPR 2021, section 4; used per image in
     van der Ouderaa et al., NeurIPS 2023, appendix on the network.
     """
-    _check_norm(norm)
+    check_norm("polyphase_pool", norm)
     return _pool(x, float(norm))[0]
 
 
 def polyphase_pool_torch(x: Tensor, norm: float = 2) -> Tensor:
     """Plain-torch twin of :func:`polyphase_pool`."""
-    _check_norm(norm)
+    check_norm("polyphase_pool", norm)
     components = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)])
     norms = torch.linalg.vector_norm(components.detach().double().flatten(2), ord=norm, dim=2)
     return components[norms.argmax(0), torch.arange(x.shape[0], device=x.device)]
 
 
-def _check_norm(norm: float) -> None:
+def check_norm(op: str, norm: float) -> None:
+    """Raise the ValueError of an op whose norm is none that there is."""
     if norm not in (1, 2, math.inf):
-        raise ValueError(f"polyphase_pool: norm must be 1, 2 or math.inf, got {norm!r}.")
+        raise ValueError(f"{op}: norm must be 1, 2 or math.inf, got {norm!r}.")
 
 
 def _fold(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:

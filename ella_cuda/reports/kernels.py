@@ -152,6 +152,7 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
 
     project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)
     torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
+    strided = lambda: (normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
     pad_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
@@ -197,6 +198,13 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
         ),
         ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
         ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
+        ("circular_conv2d_pool", strided, one(ops.circular_conv2d_pool), one(ops.circular_conv2d_pool_torch)),
+        (
+            "circular_conv2d_pool backward",
+            strided,
+            gradients(ops.circular_conv2d_pool),
+            gradients(ops.circular_conv2d_pool_torch),
+        ),
         ("circular_pad2d", image, one(pad), one(pad_twin)),
         ("circular_pad2d backward", image, gradients(pad), gradients(pad_twin)),
         ("basis_project", basis, one(project), one(project_twin)),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace import KronLaplace, curvature
 from ella_cuda.laplace.kron import rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule
-from ella_cuda.nn import CircularConv2d, PolyphasePool2d
+from ella_cuda.nn import CircularConv2d, PolyphasePool2d, StridedCircularConv2d
 from python_tests.laplace.checks import assert_same_factors, image_batches
 
 
@@ -39,13 +39,22 @@ class BothSides(nn.Module):
         return pooled + between[:, :, ::2, ::2]
 
 
-def network(kernels: tuple[int, int], wrap=lambda layers: layers, bias: bool = True, norm: float = 2) -> nn.Sequential:
+def in_a_row(in_channels: int, out_channels: int, kernel_size: int, bias: bool, norm: float) -> nn.Sequential:
+    return nn.Sequential(CircularConv2d(in_channels, out_channels, kernel_size, bias), PolyphasePool2d(norm))
+
+
+LAYERS = [in_a_row, StridedCircularConv2d]
+
+
+def network(
+    kernels: tuple[int, int], wrap=lambda layers: layers, bias: bool = True, norm: float = 2, layers=in_a_row
+) -> nn.Sequential:
     torch.manual_seed(0)
     first, second = kernels
     return nn.Sequential(
-        wrap(nn.Sequential(CircularConv2d(2, 3, first, bias), PolyphasePool2d(norm))),
+        wrap(layers(2, 3, first, bias, norm)),
         nn.Tanh(),
-        wrap(nn.Sequential(CircularConv2d(3, 4, second, bias), PolyphasePool2d(norm))),
+        wrap(layers(3, 4, second, bias, norm)),
         nn.Tanh(),
         nn.Flatten(),
         nn.Linear(16, 3),
@@ -59,20 +68,20 @@ def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("kernels", [(3, 3), (5, 3), (1, 3), (3, 1)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("memory_budget", [1, 1 << 26])
-def test_factors_are_those_of_the_two_apart(kernels, bias, memory_budget, device):
-    fits = [
-        KronLaplace(network(kernels, wrap, bias).to(device), memory_budget=memory_budget).fit(data(device))
-        for wrap in (lambda layers: layers, Apart)
-    ]
+@pytest.mark.parametrize("layers", LAYERS)
+def test_factors_are_those_of_the_two_apart(layers, kernels, bias, memory_budget, device):
+    models = [network(kernels, bias=bias, layers=layers), network(kernels, Apart, bias)]
+    fits = [KronLaplace(m.to(device), memory_budget=memory_budget).fit(data(device)) for m in models]
     assert_same_factors(*fits)
 
 
-def test_the_gradient_between_them_is_not_formed(monkeypatch, device):
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_gradient_between_them_is_not_formed(layers, monkeypatch, device):
     def refuse(*_):
         raise AssertionError("a gradient at a convolution's output")
 
     monkeypatch.setattr(Conv2dRule, "pull_back", refuse)
-    KronLaplace(network((3, 3)).to(device)).fit(data(device))
+    KronLaplace(network((3, 3), layers=layers).to(device)).fit(data(device))
     with pytest.raises(AssertionError):
         KronLaplace(network((3, 3), Apart).to(device)).fit(data(device))
 
@@ -111,9 +120,10 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_user_puts_between_them_is_obeyed(change, device, monkeypatch):
+@pytest.mark.parametrize("layers", LAYERS)
+def test_what_a_user_puts_between_them_is_obeyed(layers, change, device, monkeypatch):
     """Against the same with the one node taken apart."""
-    models = [network((3, 3)).to(device) for _ in range(2)]
+    models = [network((3, 3), layers=layers).to(device) for _ in range(2)]
     for model in models:
         change(model[2])
     together = KronLaplace(models[0]).fit(data(device))

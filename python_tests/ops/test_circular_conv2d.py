@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.circular_conv2d import _weight_grad
+from ella_cuda.ops.circular_conv2d import weight_grad
 from python_tests.ops import checks
 
 # N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then so many
@@ -139,7 +139,7 @@ def test_derivatives(shape, device):
     checks.check_derivatives(ops.circular_conv2d, args)
     checks.check_derivatives(ops.circular_conv2d, args[:2])
     grad = gradient(shape, device).requires_grad_()
-    checks.check_derivatives(lambda g, x: _weight_grad(g, x, *shape[5:]), (grad, args[0]))
+    checks.check_derivatives(lambda g, x: weight_grad(g, x, *shape[5:]), (grad, args[0]))
 
 
 def test_func_transforms(device):
@@ -153,7 +153,7 @@ def test_vmap(device):
     args = arguments(shape, device)
     checks.check_vmap(ops.circular_conv2d, args, batch=2)
     checks.check_vmap(ops.circular_conv2d, args[:2], batch=2)
-    checks.check_vmap(lambda g, x: _weight_grad(g, x, 3, 3), (gradient(shape, device), args[0]), batch=2)
+    checks.check_vmap(lambda g, x: weight_grad(g, x, 3, 3), (gradient(shape, device), args[0]), batch=2)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight"])

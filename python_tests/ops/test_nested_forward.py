@@ -23,6 +23,7 @@ ARGUMENTS = {
     "polyphase_pool": lambda: (normal(2, 3, 4, 4),),
     "circular_pad2d": lambda: (normal(2, 3, 4, 4),),
     "circular_conv2d": lambda: (normal(2, 3, 4, 4), normal(2, 3, 3, 3), normal(2)),
+    "circular_conv2d_pool": lambda: (normal(2, 3, 4, 4), normal(2, 3, 3, 3), normal(2)),
     "basis_project": lambda: (normal(3, 5), normal(5, 2), normal(4, 2), normal().exp()),
 }
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.circular_conv2d import _weight_grad, circular_conv2d_scattered
+from ella_cuda.ops.circular_conv2d import weight_grad
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_scattered
 from ella_cuda.ops.polyphase_pool import polyphase_scatter
 from python_tests.ops import checks
 from python_tests.ops.test_circular_conv2d import arguments, gradient, rolled
@@ -59,7 +60,7 @@ def test_gradient_of_many_weights(dtype, device):
     wide = weight.double().requires_grad_()
     (twin,) = torch.autograd.grad(ops.circular_conv2d_torch(x, weight.requires_grad_()), weight, grad)
     (exact,) = torch.autograd.grad(rolled(x, wide), wide, grad.double())
-    checks.error_at_most_twice(_weight_grad(grad, x, 3, 3), twin, exact)
+    checks.error_at_most_twice(weight_grad(grad, x, 3, 3), twin, exact)
 
 
 @pytest.mark.parametrize("shape", COMPONENT_SHAPES)
@@ -84,7 +85,7 @@ def test_every_layout_of_images_of_one_component(shape, device):
     for _, laid_out in checks.layouts(grad[1:]):
         wide = weight.clone().requires_grad_()
         exact = torch.autograd.grad(rolled(x[1:], wide), wide, laid_out)[0]
-        checks.assert_same(_weight_grad(laid_out, x[1:], 3, 3), exact)
+        checks.assert_same(weight_grad(laid_out, x[1:], 3, 3), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -96,7 +97,7 @@ def test_zeros_of_the_other_components_are_not_multiplied(dtype):
         seen = ops.circular_conv2d(signed, weight).isnan()
         assert seen[:, :, 1::2, ::2].all() and not seen[:, :, ::2].any() and not seen[:, :, :, 1::2].any()
     x[:, :, ::2] = float("nan")
-    filters = _weight_grad(images, x[1:2], 3, 3).isnan()
+    filters = weight_grad(images, x[1:2], 3, 3).isnan()
     assert filters[:, :, ::2].all() and not filters[:, :, 1].any()
 
 
@@ -142,7 +143,7 @@ def test_sizes_without_the_short_cut(shape):
         checks.assert_same(ops.circular_conv2d(images, weight, bias), rolled(images, weight, bias))
         wide = weight.clone().requires_grad_()
         exact = torch.autograd.grad(rolled(x, wide), wide, images)[0]
-        checks.assert_same(_weight_grad(images, x, *shape[5:]), exact)
+        checks.assert_same(weight_grad(images, x, *shape[5:]), exact)
 
 
 @pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 5), (5, 10, 11, 4, 4, 3, 5)])
@@ -156,7 +157,7 @@ def test_every_layout_of_what_meets_one_component(shape, device):
     for _, laid_out in checks.layouts(x):
         wide = weight.clone().requires_grad_()
         exact = torch.autograd.grad(rolled(laid_out, wide), wide, grad)[0]
-        checks.assert_same(_weight_grad(grad, laid_out, 3, 5), exact)
+        checks.assert_same(weight_grad(grad, laid_out, 3, 5), exact)
 
 
 @pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, MANY_WEIGHTS])
@@ -169,7 +170,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append((ops.circular_conv2d(one_component(x), weight, bias), _weight_grad(grad, x, *shape[5:])))
+            results.append((ops.circular_conv2d(one_component(x), weight, bias), weight_grad(grad, x, *shape[5:])))
             results[-1] += (circular_conv2d_scattered(*gathered),)
     finally:
         torch.set_num_threads(before)

@@ -13,6 +13,7 @@ OPS = (
     "kron_accumulate_",
     "conv_kron_accumulate_",
     "circular_conv2d",
+    "circular_conv2d_pool",
     "circular_pad2d",
     "basis_project",
     "kron_evidence",

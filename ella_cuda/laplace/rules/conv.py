@@ -12,7 +12,8 @@ from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d
-from ella_cuda.ops.circular_conv2d import circular_conv2d_scattered, mirrored
+from ella_cuda.ops.circular_conv2d import mirrored
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_scattered
 from ella_cuda.ops.polyphase_pool import polyphase_scatter
 
 

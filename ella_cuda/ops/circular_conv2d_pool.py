@@ -1,0 +1,224 @@
+"""Convolution on a torus followed by the choice of one polyphase component per image, as one op.
+
+What stands between the two, four times as large as the result, is never stored, nor its gradient, three quarters of which are zeros.
+Three ops close the family under differentiation, beside those of :mod:`ella_cuda.ops.circular_conv2d`: ``circular_conv2d_pool``
+itself, ``circular_conv2d_scattered``, the convolution behind ``polyphase_scatter``, and ``circular_conv2d_scattered_weight_grad``, the
+gradient of a convolution's weights behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.ops._operator import batched_first, differentiable, keep, loop, nested_forward_mode
+from ella_cuda.ops.circular_conv2d import (
+    circular_conv2d,
+    circular_conv2d_torch,
+    convolve,
+    mirrored,
+    sum_of_parts,
+)
+from ella_cuda.ops.polyphase_pool import (
+    check_norm,
+    polyphase_pool,
+    polyphase_pool_torch,
+    polyphase_scatter,
+    polyphase_select,
+)
+
+
+def circular_conv2d_pool(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
+    """``polyphase_pool(circular_conv2d(x, weight, bias), norm)``, a strided convolution that commutes with translations.
+
+    On the CPU one op, which keeps the convolution of a few images at a time, and whose gradients take a quarter of the products; on
+    other devices the two ops. Equivalent to :func:`circular_conv2d_pool_torch`.
+
+    Args:
+        x: ``(N, C, H, W)``, H and W even, float32 or float64.
+        weight: ``(D, C, kh, kw)`` with kh and kw odd.
+        bias: ``(D,)`` or None.
+        norm: 1, 2 or ``math.inf``, see :func:`ella_cuda.ops.polyphase_pool`.
+
+    Returns:
+        ``(N, D, H/2, W/2)``.
+
+    Raises:
+        ValueError: ``norm`` is none of these.
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+
+    Source: Chaman and Dokmanic, "Truly shift-invariant convolutional neural networks", CVPR 2021, section 4.
+    """
+    check_norm("circular_conv2d_pool", norm)
+    if x.device.type not in ("cpu", "meta") or nested_forward_mode():
+        return polyphase_pool(circular_conv2d(x, weight, bias), norm)
+    return _pool(x, weight, bias, float(norm))[0]
+
+
+def circular_conv2d_pool_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
+    """Plain-torch twin of :func:`circular_conv2d_pool`."""
+    return polyphase_pool_torch(circular_conv2d_torch(x, weight, bias), norm)
+
+
+def circular_conv2d_scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """``circular_conv2d(polyphase_scatter(x, index), weight)``, on the CPU without the zeros: a quarter of the products.
+
+    Args:
+        x: ``(N, C, h, w)``, the one polyphase component of each image that is not zero.
+        index: ``(N,)``, int64, which one it is.
+        weight: ``(D, C, kh, kw)`` with kh and kw odd.
+
+    Returns:
+        ``(N, D, 2h, 2w)``.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit, or an index is none of 0 to 3.
+    """
+    narrow = weight.dim() == 4 and min(weight.shape[2:]) < 3  # some outputs see nothing of a component
+    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and not narrow
+    return _scattered(x, index, weight) if compiled else circular_conv2d(polyphase_scatter(x, index), weight)
+
+
+# circular_conv2d_pool -------------------------------------------------------------------------------------------------------
+
+
+def _pool_fake(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
+    n, _, h, w = x.shape
+    return x.new_empty(n, weight.shape[0], h // 2, w // 2), x.new_empty(n, dtype=torch.int64)
+
+
+def _pool_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    keep(ctx, x, weight, output[1])
+
+
+def _pool_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    x, weight, index = ctx.saved_tensors
+    need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+    return (
+        circular_conv2d_scattered(grad, index, mirrored(weight)) if need_x else None,
+        _scattered_weight_grad(grad, index, x, *weight.shape[2:]) if need_weight else None,
+        grad.sum((0, 2, 3)) if need_bias else None,
+        None,
+    )
+
+
+def _pool_jvp(
+    ctx: Any, x_t: Tensor | None, weight_t: Tensor | None, bias_t: Tensor | None, _: Any
+) -> tuple[Tensor, None]:
+    x, weight, index = ctx.saved_tensors
+    total = sum_of_parts(
+        None if x_t is None else polyphase_select(convolve(x_t, weight, None), index),
+        None if weight_t is None else polyphase_select(convolve(x, weight_t, None), index),
+        None if bias_t is None else bias_t[:, None, None].expand(x.shape[0], -1, *(s // 2 for s in x.shape[2:])),
+    )
+    return (torch.zeros_like(_pool_fake(x, weight, None, 2.0)[0]) if total is None else total.contiguous()), None
+
+
+def _pool_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    x, weight, bias, norm = args
+    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+        return _pool_loop(info, in_dims, *args)
+    x = batched_first(x, in_dims[0])  # every image chooses for itself: the batch joins N
+    parts = torch.ops.ella_cuda.circular_conv2d_pool(x.flatten(0, 1), weight, bias, norm)
+    return tuple(part.unflatten(0, x.shape[:2]) for part in parts), (0, 0)
+
+
+_pool_loop = loop("circular_conv2d_pool")
+
+
+# circular_conv2d_scattered ---------------------------------------------------------------------------------------------------
+
+
+def _scattered_fake(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    n, _, h, w = x.shape
+    return x.new_empty(n, weight.shape[0], 2 * h, 2 * w)
+
+
+def _scattered_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    keep(ctx, *inputs)
+
+
+def _scattered_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, Tensor | None]:
+    if grad is None:
+        return None, None, None
+    x, index, weight = ctx.saved_tensors
+    need_x, _, need_weight = ctx.needs_input_grad
+    return (
+        polyphase_select(convolve(grad, mirrored(weight), None), index) if need_x else None,
+        None,
+        # Which of the two images is shifted against the other is the kernel's direction.
+        mirrored(_scattered_weight_grad(x, index, grad, *weight.shape[2:])) if need_weight else None,
+    )
+
+
+def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None) -> Tensor:
+    x, index, weight = ctx.saved_tensors
+    total = sum_of_parts(
+        None if x_t is None else _scattered(x_t, index, weight),
+        None if weight_t is None else _scattered(x, index, weight_t),
+    )
+    return torch.zeros_like(_scattered_fake(x, index, weight)) if total is None else total
+
+
+# circular_conv2d_scattered_weight_grad ---------------------------------------------------------------------------------------
+
+
+def _scattered_weight_grad_fake(grad: Tensor, index: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
+    return x.new_empty(grad.shape[1], x.shape[1], kernel_h, kernel_w)
+
+
+def _scattered_weight_grad_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, index, x, *kernel_size = inputs
+    keep(ctx, grad, index, x)
+    ctx.kernel_size = kernel_size
+
+
+def _scattered_weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor | None, ...]:
+    if v is None:
+        return (None,) * 5
+    grad, index, x = ctx.saved_tensors
+    need_grad, _, need_x, _, _ = ctx.needs_input_grad
+    return (
+        polyphase_select(convolve(x, v, None), index) if need_grad else None,
+        None,
+        circular_conv2d_scattered(grad, index, mirrored(v)) if need_x else None,
+        None,
+        None,
+    )
+
+
+def _scattered_weight_grad_jvp(ctx: Any, grad_t: Tensor | None, _: Any, x_t: Tensor | None, *__: Any) -> Tensor:
+    grad, index, x = ctx.saved_tensors
+    total = sum_of_parts(
+        None if grad_t is None else _scattered_weight_grad(grad_t, index, x, *ctx.kernel_size),
+        None if x_t is None else _scattered_weight_grad(grad, index, x_t, *ctx.kernel_size),
+    )
+    return torch.zeros_like(_scattered_weight_grad_fake(grad, index, x, *ctx.kernel_size)) if total is None else total
+
+
+# sum_{n,h,w} polyphase_scatter(grad, index)[n,d,h,w] x[n,c,(h+i-kh//2) mod H,(w+j-kw//2) mod W], (D, C, kh, kw)
+_scattered_weight_grad = differentiable(
+    "circular_conv2d_scattered_weight_grad",
+    fake=_scattered_weight_grad_fake,
+    save=_scattered_weight_grad_save,
+    backward=_scattered_weight_grad_backward,
+    jvp=_scattered_weight_grad_jvp,
+    vmap=loop("circular_conv2d_scattered_weight_grad"),
+)
+_scattered = differentiable(
+    "circular_conv2d_scattered",
+    fake=_scattered_fake,
+    save=_scattered_save,
+    backward=_scattered_backward,
+    jvp=_scattered_jvp,
+    vmap=loop("circular_conv2d_scattered"),
+)
+_pool = differentiable(
+    "circular_conv2d_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap
+)

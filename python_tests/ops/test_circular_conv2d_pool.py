@@ -1,0 +1,314 @@
+"""The convolution on a torus with the polyphase choice behind it, against rolled images in float64 and strided slices of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.ops.circular_conv2d_pool import _scattered_weight_grad
+from ella_cuda.ops.polyphase_pool import polyphase_scatter
+from python_tests.ops import checks
+from python_tests.ops.test_circular_conv2d import arguments, rolled
+from python_tests.ops.test_one_component import COMPONENT_SHAPES, MANY_WEIGHTS
+from python_tests.ops.test_polyphase_pool import explicit
+
+CPU = torch.device("cpu")
+# N, C, D, H, W, kh, kw: beside those, kernels that see one component only, kernels of one row, few channels, wide images.
+SHAPES = [
+    *COMPONENT_SHAPES,
+    (4, 3, 2, 8, 6, 1, 1),
+    (3, 2, 4, 6, 18, 1, 5),
+    (3, 2, 4, 6, 4, 5, 1),
+    (2, 1, 2, 4, 34, 3, 3),
+    (33, 2, 3, 2, 2, 3, 3),
+    (19, 3, 5, 10, 32, 3, 3),
+]
+
+
+def pooled_gradient(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64) -> Tensor:
+    n, _, d, h, w = shape[:5]
+    return torch.randn(n, d, h // 2, w // 2, dtype=torch.float64).to(device, dtype)
+
+
+def choices(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.arange(shape[0], device=device) * 3 % 4
+
+
+def apart(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
+    """The oracle: rolled images, then slices."""
+    return explicit(rolled(x, weight, bias), norm)
+
+
+@pytest.mark.parametrize("norm", [1, 2, math.inf])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_two_apart(shape, dtype, norm, device):
+    x, weight, bias = arguments(shape, device, dtype)
+    for b in (None, bias):
+        y = ops.circular_conv2d_pool(x, weight, b, norm)
+        assert y.dtype == dtype and y.is_contiguous()
+        checks.error_at_most_twice(y, ops.circular_conv2d_pool_torch(x, weight, b, norm), apart(x, weight, b, norm))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, MANY_WEIGHTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_equal_those_of_the_two_apart(shape, dtype, device):
+    args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
+    grad = pooled_gradient(shape, device, dtype)
+    ours = torch.autograd.grad(ops.circular_conv2d_pool(*args), args, grad)
+    twin = torch.autograd.grad(ops.circular_conv2d_pool_torch(*args), args, grad)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    exact = torch.autograd.grad(apart(*wide), wide, grad.double())
+    for o, t, e in zip(ours, twin, exact, strict=True):
+        checks.error_at_most_twice(o, t, e)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_of_some_arguments(wanted, device):
+    args = [a.requires_grad_(i in wanted) for i, a in enumerate(arguments((5, 3, 4, 8, 6, 3, 3), device))]
+    leaves = [args[i] for i in wanted]
+    grad = pooled_gradient((5, 3, 4, 8, 6, 3, 3), device)
+    checks.assert_same(
+        torch.autograd.grad(ops.circular_conv2d_pool(*args), leaves, grad),
+        torch.autograd.grad(apart(*args), leaves, grad),
+    )
+
+
+def test_the_choice_is_that_of_the_convolution(device):
+    """Bias included; of equal components the first, and NaN stays visible."""
+    x = torch.zeros(4, 1, 4, 4, device=device)
+    x[1, 0, 3, 2], x[2, 0, 1, 1], x[3, 0, 2, 3] = -3.0, 2.0, math.nan
+    weight = torch.ones(1, 1, 1, 1, device=device)
+    for bias, expected in ((0.0, [0, 1, 3, 2]), (2.0, [0, 0, 3, 2])):
+        y = ops.circular_conv2d_pool(x, weight, torch.full((1,), bias, device=device))
+        for image, out, component in zip(x, y, expected, strict=True):
+            chosen = image[:, component & 1 :: 2, component >> 1 :: 2] + bias
+            torch.testing.assert_close(out, chosen, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4, 8, 6, 3, 3), (3, 2, 3, 4, 32, 3, 5), (4, 2, 3, 2, 2, 3, 3)])
+@pytest.mark.parametrize("position", range(4))
+def test_every_layout(shape, position, device):
+    args = [*arguments(shape, device), pooled_gradient(shape, device)]
+    for _, laid_out in checks.layouts(args[position]):
+        *call, grad = [*args[:position], laid_out, *args[position + 1 :]]
+        leaves = [t.detach().requires_grad_() for t in call]
+        plain = [t.detach().clone().requires_grad_() for t in call]
+        y, exact = ops.circular_conv2d_pool(*leaves), apart(*plain)
+        checks.assert_same(y, exact)
+        checks.assert_same(
+            torch.autograd.grad(y, leaves, grad, retain_graph=True), torch.autograd.grad(exact, plain, grad, True)
+        )
+        checks.assert_same(  # an expanded gradient
+            torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(exact.sum(), plain)
+        )
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 2, 3, 4, 6, 3, 3),
+        (2, 0, 3, 4, 6, 3, 3),
+        (2, 3, 0, 4, 6, 3, 3),
+        (2, 3, 4, 0, 6, 3, 3),
+        (2, 3, 4, 6, 0, 3, 3),
+        (2, 0, 3, 4, 32, 3, 3),
+    ],
+)
+def test_empty(shape, device):
+    args = [a.requires_grad_() for a in arguments(shape, device)]
+    y = ops.circular_conv2d_pool(*args)
+    two = ops.polyphase_pool(ops.circular_conv2d(*args))
+    checks.assert_same(y, two)
+    checks.assert_same(torch.autograd.grad(y.sum(), args), torch.autograd.grad(two.sum(), args))
+
+
+def test_derivatives(device):
+    shape = (3, 2, 3, 4, 2, 3, 3)
+    args = tuple(a.requires_grad_() for a in arguments(shape, device))
+    checks.check_derivatives(lambda *a: ops.circular_conv2d_pool(*a).sin(), args)
+    checks.check_derivatives(ops.circular_conv2d_pool, args[:2])
+    narrow = tuple(a.requires_grad_() for a in arguments((2, 2, 3, 4, 2, 1, 3), device))
+    checks.check_derivatives(ops.circular_conv2d_pool, narrow)
+
+
+def test_transforms(device):
+    args = arguments((2, 2, 3, 4, 2, 3, 3), device)
+    for call in (args, args[:2]):
+        checks.check_func_transforms(ops.circular_conv2d_pool, ops.circular_conv2d_pool_torch, call)
+        checks.check_vmap(ops.circular_conv2d_pool, call, batch=2)
+    checks.check_compile(ops.circular_conv2d_pool, args)
+
+
+def test_vmap_of_images_is_one_call():
+    x, weight, bias = arguments((3, 2, 4, 6, 4, 3, 3), CPU)
+    batch = torch.stack([x, 2 * x])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        together = torch.func.vmap(lambda images: ops.circular_conv2d_pool(images, weight, bias))(batch)
+    calls = [e for e in profile.events() if e.name == "ella_cuda::circular_conv2d_pool"]
+    assert len(calls) == 2  # the batched one and, inside it, the physical one
+    checks.assert_same(together, torch.stack([apart(images, weight, bias) for images in batch]))
+
+
+@pytest.mark.parametrize(
+    "shape", [(50, 4, 8, 32, 32, 3, 3), (50, 9, 11, 8, 8, 3, 3), (70, 8, 16, 2, 2, 3, 3), MANY_WEIGHTS]
+)
+def test_same_numbers_for_any_number_of_threads(shape):
+    args = [a.requires_grad_() for a in arguments(shape, CPU, torch.float32)]
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = ops.circular_conv2d_pool(*args)
+            results.append((y, *torch.autograd.grad(y.square().sum(), args)))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_every_set_of_instructions(capability, beside_the_tests):
+    """The vectors of each set this processor has, of other lengths than those of the running one."""
+    code = """
+import json, torch, ella_cuda
+from python_tests.ops.test_circular_conv2d_pool import CPU, MANY_WEIGHTS, SHAPES, apart, arguments, pooled_gradient, rolled
+errors = []
+for dtype in (torch.float32, torch.float64):
+    for shape in [*SHAPES, MANY_WEIGHTS]:
+        x, weight, bias = arguments(shape, CPU, dtype)
+        grad = pooled_gradient(shape, CPU, dtype)
+        wide = weight.double().requires_grad_()
+        exact = apart(x, wide, bias)
+        (exact_grad,) = torch.autograd.grad(exact, wide, grad.double())
+        # Rounding is in proportion to what is added up, whatever cancels.
+        most = rolled(x.abs(), weight.abs(), bias.abs()).flatten(1).amax(1)[:, None, None, None]
+        positive = wide.detach().abs().requires_grad_()
+        (summed_grad,) = torch.autograd.grad(rolled(x.abs(), positive, bias.abs()), positive,
+                                             grad.double().abs().repeat_interleave(2, 2).repeat_interleave(2, 3))
+        weight.requires_grad_()
+        y = ella_cuda.ops.circular_conv2d_pool(x, weight, bias)
+        (ours,) = torch.autograd.grad(y, weight, grad)
+        for a, e, size in ((y.detach(), exact.detach(), most), (ours, exact_grad, summed_grad)):
+            error = (a.double() - e).abs()
+            errors.append(torch.where(error == 0, 0, error / size).max() / torch.finfo(dtype).eps)
+print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max().item()]))
+"""
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=beside_the_tests, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    name, worst = json.loads(done.stdout.splitlines()[-1])
+    assert worst < 8, (name, worst)  # NaN fails too
+    if capability == "default":
+        assert name == "baseline"
+
+
+def test_what_is_between_is_not_stored():
+    """Of 64 images of 64 x 64 pixels, 16 channels: the convolution takes 16 MB, a quarter of it is the result."""
+    x, weight, bias = arguments((64, 2, 16, 64, 64, 3, 3), CPU, torch.float32)
+    result = 64 * 16 * 32 * 32 * 4
+    assert checks.peak_bytes(lambda: ops.circular_conv2d_pool(x, weight, bias)) < 2 * result
+    assert checks.peak_bytes(lambda: ops.polyphase_pool(ops.circular_conv2d(x, weight, bias))) > 4 * result
+
+
+@pytest.mark.parametrize(
+    ("position", "bad", "words"),
+    [
+        (0, lambda t: t[0], "x must have shape"),
+        (0, lambda t: t[:, :, 1:], "x must have even height and width"),
+        (0, lambda t: t[..., 1:], "x must have even height and width"),
+        (0, lambda t: t.long(), "x must be float32"),
+        (1, lambda t: t[:, :-1], "weight must have shape"),
+        (1, lambda t: t[..., :-1], "odd"),
+        (1, lambda t: t.float(), "weight must have the dtype"),
+        (2, lambda t: t[:-1], "bias must have shape"),
+    ],
+)
+def test_errors_name_the_argument(position, bad, words):
+    args = list(arguments((3, 2, 4, 6, 4, 3, 3), CPU))
+    args[position] = bad(args[position])
+    with pytest.raises(RuntimeError, match=words):
+        ops.circular_conv2d_pool(*args)
+
+
+def test_errors_of_the_norm():
+    args = arguments((3, 2, 4, 6, 4, 3, 3), CPU)
+    with pytest.raises(ValueError, match=r"circular_conv2d_pool: norm must be 1, 2 or math.inf, got 3"):
+        ops.circular_conv2d_pool(*args, norm=3)
+    with pytest.raises(RuntimeError, match="norm must be 1, 2 or inf, got 0"):
+        torch.ops.ella_cuda.circular_conv2d_pool(*args, 0.0)
+
+
+# ---- the gradient of the weight behind a scatter ----
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("shape", [(5, 3, 4, 8, 6, 3, 3), (5, 3, 4, 8, 32, 3, 3), (5, 3, 4, 2, 2, 3, 3)])
+def test_every_layout_of_the_weight_gradient(position, shape):
+    given = [pooled_gradient(shape, CPU), choices(shape, CPU), arguments(shape, CPU)[0]]
+    for _, laid_out in checks.layouts(given[position]):
+        grad, index, x = [*given[:position], laid_out, *given[position + 1 :]]
+        wide = torch.zeros(*[shape[2], shape[1], *shape[5:]], dtype=torch.float64, requires_grad=True)
+        (exact,) = torch.autograd.grad(rolled(x, wide), wide, polyphase_scatter(grad, index))
+        checks.assert_same(_scattered_weight_grad(grad, index, x, *shape[5:]), exact)
+
+
+def test_derivatives_of_the_weight_gradient():
+    shape = (3, 2, 3, 4, 2, 3, 3)
+    index, x = choices(shape, CPU), arguments(shape, CPU)[0]
+
+    def call(grad: Tensor, x: Tensor) -> Tensor:
+        return _scattered_weight_grad(grad, index, x, 3, 3)
+
+    def twin(grad: Tensor, x: Tensor) -> Tensor:
+        full = polyphase_scatter(grad, index)
+        moved = [x.roll((1 - i, 1 - j), (2, 3)) for i in range(3) for j in range(3)]
+        return torch.stack([torch.einsum("ndhw,nchw->dc", full, m) for m in moved], -1).unflatten(-1, (3, 3))
+
+    args = (pooled_gradient(shape, CPU), x)
+    checks.check_func_transforms(call, twin, args)
+    checks.check_vmap(call, args, batch=2)
+    checks.check_compile(call, args)
+    checks.check_derivatives(call, tuple(a.requires_grad_() for a in args))
+
+
+def test_opcheck():
+    shape = (3, 2, 3, 4, 2, 3, 3)
+    x, weight, bias = (a.requires_grad_() for a in arguments(shape, CPU))
+    grad, index = pooled_gradient(shape, CPU).requires_grad_(), choices(shape, CPU)
+    for call in ((x, weight, bias, 2.0), (x.detach(), weight, None, 1.0)):
+        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_pool.default, call)
+    for call in ((grad, index, x, 3, 3), (grad.detach(), index, x, 1, 3)):
+        torch.library.opcheck(torch.ops.ella_cuda.circular_conv2d_scattered_weight_grad.default, call)
+
+
+@pytest.mark.parametrize(
+    ("position", "bad", "words"),
+    [
+        (0, lambda t: t[:, :, 1:], "grad must have shape"),
+        (0, lambda t: t.float(), "grad must have the dtype"),
+        (1, lambda t: t[1:], "index must have shape"),
+        (1, lambda t: t + 2, "index must be in 0..3"),
+        (1, lambda t: t - 1, "index must be in 0..3"),
+        (1, lambda t: t.float(), "index must be"),
+        (2, lambda t: t[:, :, 1:], "x must have even height and width"),
+        (3, lambda _: 2, "kernel must have odd"),
+    ],
+)
+def test_errors_of_the_weight_gradient(position, bad, words):
+    shape = (3, 2, 4, 6, 4, 3, 3)
+    args = [pooled_gradient(shape, CPU), choices(shape, CPU), arguments(shape, CPU)[0], 3, 3]
+    args[position] = bad(args[position])
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.ella_cuda.circular_conv2d_scattered_weight_grad(*args)

@@ -296,6 +296,7 @@ def test_opcheck():
 @pytest.mark.parametrize(
     ("position", "bad", "words"),
     [
+        (0, lambda t: t[1:], "grad must have shape"),
         (0, lambda t: t[:, :, 1:], "grad must have shape"),
         (0, lambda t: t.float(), "grad must have the dtype"),
         (1, lambda t: t[1:], "index must have shape"),
@@ -303,7 +304,9 @@ def test_opcheck():
         (1, lambda t: t - 1, "index must be in 0..3"),
         (1, lambda t: t.float(), "index must be"),
         (2, lambda t: t[:, :, 1:], "x must have even height and width"),
+        (2, lambda t: t[..., 1:], "x must have even height and width"),
         (3, lambda _: 2, "kernel must have odd"),
+        (4, lambda _: 2, "kernel must have odd"),
     ],
 )
 def test_errors_of_the_weight_gradient(position, bad, words):

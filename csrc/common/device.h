@@ -27,13 +27,11 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-// Numbers of a tensor up to which their places are counted in 31 bits; few in the simulator, so that the small shapes of the
-// tests go both ways.
-#ifdef ELLA_SIMULATOR
-constexpr int64_t kMostShortPlaces = 1000;
-#else
-constexpr int64_t kMostShortPlaces = 2147483647;
+// Numbers of a tensor up to which their places are counted in 31 bits; tests say fewer, so that small shapes go both ways.
+#ifndef ELLA_MOST_SHORT_PLACES
+#define ELLA_MOST_SHORT_PLACES 2147483647
 #endif
+constexpr int64_t kMostShortPlaces = ELLA_MOST_SHORT_PLACES;
 
 #ifdef ELLA_SIMULATOR
 

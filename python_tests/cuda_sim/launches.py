@@ -1,4 +1,4 @@
-"""Every kernel launched once in the simulator, by ops on shapes small enough to run and odd enough to reach all kernels."""
+"""Every kernel launched, by ops on shapes small enough to run and odd enough to reach all kernels."""
 
 from __future__ import annotations
 
@@ -8,44 +8,50 @@ import torch
 
 from .simulator import Launch, Simulator
 
+PROCESSORS = 64  # enough for the paths that share rows out over blocks
+
 
 def launch_every_kernel(simulator: Simulator) -> list[Launch]:
-    """How the launchers launch each kernel: threads of a block and bytes of dynamic shared memory."""
-    ops = simulator.ops
+    """How the launchers launch each kernel in the simulator: threads of a block and bytes of dynamic shared memory."""
     simulator.launches()
-    with simulator.scheduled(multiprocessors=64):  # enough for the paths that share rows out over blocks
-        for dtype in (torch.float32, torch.float64):
-            precision = torch.tensor(0.5, dtype=dtype)
-            eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)
-            for channels in (1, 9):  # of nine the middle is too large to be stored
-                x, weight = torch.randn(65, channels, 1, dtype=dtype), torch.randn(channels, channels, 1, dtype=dtype)
-                ops.factored_linear(x, weight, weight, None, None)
-                ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 5)
-            accumulate(ops, dtype, [4, 20, 32, 40, 100])
-            points = [torch.randn(n, 2, dtype=torch.float64) for n in (300, 3, 300, 3)]
-            for rows in (1, 300):
-                x, grad = torch.randn(rows, 300, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
-                ops.gaussian_project(x, *points[:2])
-                ops.gaussian_project_tangent(x, *points)
-                ops.gaussian_project_gradient(grad, x, *points[:2])
-                ops.gaussian_project_hvp(grad, x, *points)
-            ops.kron_logdet(*eigenvalues, precision)
-            ops.kron_logdet_gradient(*eigenvalues, precision)
-            ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
-            tile = torch.tensor([[0, 0, 3, 3, 2]])  # of the only tensor, the first three numbers times the next two
-            spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
-            ops.kron_evidence(*spectra, precision[None], precision[None], precision)
-            ops.kron_evidence_derivative(*spectra, precision[None], 2)
-            for norm in (1.0, 2.0, float("inf")):
-                for side in (1, 40):  # places counted in 31 bits and in 63
-                    _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)
-            for side in (1, 40):
-                ops.polyphase_scatter(torch.randn(1, 1, side, side, dtype=dtype), index)
-                image = torch.randn(1, 1, side, side, dtype=dtype)
-                ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)
-    with simulator.scheduled(multiprocessors=64, warpgroups=True):
-        accumulate(ops, torch.float32, [100])
+    with simulator.scheduled(multiprocessors=PROCESSORS):
+        call_every_op(simulator.ops)
+    with simulator.scheduled(multiprocessors=PROCESSORS, warpgroups=True):
+        accumulate(simulator.ops, torch.float32, [100])
     return simulator.launches()
+
+
+def call_every_op(ops: Any) -> None:
+    """Reaches every kernel but those of warpgroups, on a device of PROCESSORS multiprocessors with a small cache."""
+    for dtype in (torch.float32, torch.float64):
+        precision = torch.tensor(0.5, dtype=dtype)
+        eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)
+        for channels in (1, 9):  # of nine the middle is too large to be stored
+            x, weight = torch.randn(65, channels, 1, dtype=dtype), torch.randn(channels, channels, 1, dtype=dtype)
+            ops.factored_linear(x, weight, weight, None, None)
+            ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 5)
+        accumulate(ops, dtype, [4, 20, 32, 40, 100])
+        points = [torch.randn(n, 2, dtype=torch.float64) for n in (300, 3, 300, 3)]
+        for rows in (1, 300):
+            x, grad = torch.randn(rows, 300, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
+            ops.gaussian_project(x, *points[:2])
+            ops.gaussian_project_tangent(x, *points)
+            ops.gaussian_project_gradient(grad, x, *points[:2])
+            ops.gaussian_project_hvp(grad, x, *points)
+        ops.kron_logdet(*eigenvalues, precision)
+        ops.kron_logdet_gradient(*eigenvalues, precision)
+        ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
+        tile = torch.tensor([[0, 0, 3, 3, 2]])  # of the only tensor, the first three numbers times the next two
+        spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
+        ops.kron_evidence(*spectra, precision[None], precision[None], precision)
+        ops.kron_evidence_derivative(*spectra, precision[None], 2)
+        for norm in (1.0, 2.0, float("inf")):
+            for side in (1, 40):  # places counted in 31 bits and in 63
+                _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)
+        for side in (1, 40):
+            ops.polyphase_scatter(torch.randn(1, 1, side, side, dtype=dtype), index)
+            image = torch.randn(1, 1, side, side, dtype=dtype)
+            ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)
 
 
 def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
+FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=1000"  # above them kernels count places in 63 bits
 FLAGS = [
     "-std=c++17",
     "-g0",
@@ -34,6 +35,7 @@ FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
     "-DELLA_LIBRARY=ella_sim",
     "-DELLA_DISPATCH_KEY=CPU",
+    FEW_PLACES,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 

@@ -1,0 +1,200 @@
+"""What instructions compute that only read and write registers: one function on arrays with an element a thread each.
+
+Source: PTX ISA, "Integer Arithmetic Instructions" to "Data Movement and Conversion Instructions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from .memory import Array
+
+DTYPES = {
+    **{f"{kind}{8 * width}": np.dtype(f"u{width}") for kind in "ub" for width in (1, 2, 4, 8)},
+    **{f"s{8 * width}": np.dtype(f"i{width}") for width in (1, 2, 4, 8)},
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "pred": np.dtype(bool),
+}
+
+
+class Operation(NamedTuple):
+    """How to read each source, what comes out, and the function."""
+
+    sources: tuple[np.dtype, ...]
+    result: np.dtype
+    compute: Callable[..., Array]
+
+
+def _divide(a: Array, b: Array) -> Array:
+    """Towards zero; whatever by zero."""
+    quotient = a // b
+    return np.where((a - quotient * b != 0) & ((a < 0) != (b < 0)), quotient + quotient.dtype.type(1), quotient)
+
+
+def _shift(left: bool) -> Callable[[Array, Array], Array]:
+    def shift(a: Array, by: Array) -> Array:
+        bits = 8 * a.dtype.itemsize
+        most = np.minimum(by, bits - 1).astype(a.dtype)
+        if left:
+            return np.where(by < bits, a << most, a.dtype.type(0))
+        return np.where(by < bits, a >> most, a >> a.dtype.type(bits - 1) if a.dtype.kind == "i" else a.dtype.type(0))
+
+    return shift
+
+
+def _fma32(a: Array, b: Array, c: Array) -> Array:
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+def _fma32_down(a: Array, b: Array, c: Array) -> Array:
+    exact = a.astype(np.float64) * b + c
+    near = exact.astype(np.float32)
+    return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    total = a + b
+    other = total - a
+    return total, (a - (total - other)) + (b - other)
+
+
+def _fma64(a: Array, b: Array, c: Array) -> Array:
+    """The product in two parts by Dekker's split, both added to c; without the small parts where the split overflows."""
+    product = a * b
+    parts = []
+    for value in (a, b):
+        carried = value * 134217729.0
+        high = carried - (carried - value)
+        parts.append((high, value - high))
+    (a1, a2), (b1, b2) = parts
+    error = a2 * b2 - (((product - a1 * b1) - a2 * b1) - a1 * b2)
+    total, lost = _two_sum(product, c)
+    small = error + lost
+    return total + np.where(np.isfinite(small), small, 0.0)
+
+
+def _bit_field_insert(field: Array, into: Array, begin: Array, length: Array) -> Array:
+    one = field.dtype.type(1)
+    bits = 8 * field.dtype.itemsize
+    mask = np.where(length >= bits, ~field.dtype.type(0), (one << length.astype(field.dtype)) - one)
+    at = begin.astype(field.dtype)
+    return (into & ~(mask << at)) | ((field & mask) << at)
+
+
+def _approximate_reciprocal(a: Array) -> Array:
+    """rcp.approx.ftz.f64: only the upper word is told, 20 bits of the fraction."""
+    return ((1 / a).view(np.uint64) & np.uint64(0xFFFFFFFF00000000)).view(np.float64)
+
+
+ORDERED = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
+
+
+def _comparison(name: str, dtype: np.dtype) -> Callable[[Array, Array], Array]:
+    if dtype.kind != "f":
+        return ORDERED[name]
+    if name in ("num", "nan"):
+        return lambda a, b: (np.isnan(a) | np.isnan(b)) == (name == "nan")
+    if name.endswith("u"):  # true where an operand is NaN
+        return lambda a, b: ORDERED[name[:-1]](a, b) | np.isnan(a) | np.isnan(b)
+    return lambda a, b: ORDERED[name](a, b) & ~np.isnan(a) & ~np.isnan(b)
+
+
+def _conversion(parts: list[str]) -> Operation:
+    target, source = DTYPES[parts[-2]], DTYPES[parts[-1]]
+    how = set(parts[1:-2])
+
+    def convert(a: Array) -> Array:
+        if "sat" in how:
+            a = np.where(np.isnan(a), 0, np.clip(a, 0, 1))
+        if source.kind == "f" and target.kind in "iu":
+            rounded = (
+                np.trunc(a)
+                if "rzi" in how
+                else np.floor(a)
+                if "rmi" in how
+                else np.ceil(a)
+                if "rpi" in how
+                else np.rint(a)
+            )
+            limits = np.iinfo(target)
+            inside = (rounded > float(limits.min)) & (rounded < float(limits.max))
+            ends = np.where(rounded > 0, limits.max, limits.min).astype(target)
+            return np.where(
+                inside, np.where(inside, rounded, 0).astype(target), np.where(np.isnan(a), target.type(0), ends)
+            )
+        return a.astype(target)
+
+    assert how <= {"rn", "rzi", "rmi", "rpi", "rni", "sat", "ftz"}, parts
+    return Operation((source,), target, convert)
+
+
+ANY_ROUNDING = {"rn", "ftz", "approx", "full", "uni"}
+SIMPLE: dict[str, tuple[int, Callable[..., Array]]] = {
+    "add": (2, lambda a, b: a + b),
+    "sub": (2, lambda a, b: a - b),
+    "min": (2, lambda a, b: np.fmin(a, b)),
+    "max": (2, lambda a, b: np.fmax(a, b)),
+    "rem": (2, lambda a, b: a - _divide(a, b) * b),
+    "and": (2, lambda a, b: a & b),
+    "or": (2, lambda a, b: a | b),
+    "xor": (2, lambda a, b: a ^ b),
+    "not": (1, lambda a: ~a),
+    "neg": (1, lambda a: -a),
+    "abs": (1, np.abs),
+    "sqrt": (1, np.sqrt),
+    "mov": (1, lambda a: a),
+    "ex2": (1, np.exp2),
+}
+
+
+def operation(parts: list[str]) -> Operation | None:
+    """The operation of an instruction of that name, None where it is not of this kind or not known."""
+    name, how, dtype = parts[0], parts[1:-1], DTYPES.get(parts[-1])
+    if name == "cvt":
+        return _conversion(parts)
+    if name == "cvta":
+        return Operation((dtype,), dtype, lambda a: a)  # global addresses are generic ones
+    if dtype is None:
+        return None
+    if name == "setp" and len(how) == 1:
+        return Operation((dtype, dtype), DTYPES["pred"], _comparison(how[0], dtype))
+    if name == "selp":
+        return Operation((dtype, dtype, DTYPES["pred"]), dtype, lambda a, b, p: np.where(p, a, b))
+    if name in ("shl", "shr"):
+        return Operation((dtype, DTYPES["u32"]), dtype, _shift(name == "shl"))
+    if name == "mul" and how == ["wide"]:
+        wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
+        return Operation((dtype, dtype), wide, lambda a, b: a.astype(wide) * b.astype(wide))
+    if name == "bfi":
+        return Operation((dtype, dtype, DTYPES["u32"], DTYPES["u32"]), dtype, _bit_field_insert)
+    if name == "mul" and (how == ["lo"] or dtype.kind == "f"):
+        return Operation((dtype, dtype), dtype, lambda a, b: a * b)
+    if name == "mad" and how == ["lo"]:
+        return Operation((dtype,) * 3, dtype, lambda a, b, c: a * b + c)
+    if name == "fma" and how == ["rm"] and dtype == np.float32:
+        return Operation((dtype,) * 3, dtype, _fma32_down)
+    if name == "fma" and how == ["rn"]:
+        return Operation((dtype,) * 3, dtype, _fma32 if dtype == np.float32 else _fma64)
+    if name == "div":
+        return Operation((dtype, dtype), dtype, (lambda a, b: a / b) if dtype.kind == "f" else _divide)
+    if name == "rcp":
+        return Operation((dtype,), dtype, _approximate_reciprocal if "approx" in how else lambda a: 1 / a)
+    if name in SIMPLE and set(how) <= ANY_ROUNDING:
+        count, compute = SIMPLE[name]
+        return Operation((dtype,) * count, dtype, compute)
+    return None

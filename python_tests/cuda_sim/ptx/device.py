@@ -1,0 +1,148 @@
+"""csrc/cuda as nvcc compiles it, host code and PTX, as a torch library for the CPU whose launches run the PTX in machine.py."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .. import nvcc as compiler
+from .. import simulator as build
+from .machine import Program
+from .parse import parse
+
+RUNTIME = Path(__file__).with_name("runtime.cpp")
+WRAPPED = ["dlopen", "dlsym", "aoti_torch_create_device_guard", "aoti_torch_delete_device_guard"]
+
+
+def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path, Path]:
+    """Object and PTX of csrc/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
+    config = compiler.build_config()
+    source = build.SOURCES / "cuda" / f"{name}.cu"
+    headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
+    options = [
+        "-std=c++17",
+        "-O3",
+        config.TARGET_VERSION,
+        "-DUSE_CUDA",
+        "--expt-relaxed-constexpr",
+        "-Xcompiler",
+        "-fPIC",
+    ]
+    options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU", build.FEW_PLACES]
+    options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []
+    options += [f"-gencode=arch=compute_{arch},code=compute_{arch}", "-I", str(build.TORCH / "include")]
+    key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
+    made, ptx = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("o", "ptx"))
+    if not (made.exists() and ptx.exists()):
+        folder = build.cache_folder() / f"{name}-{key}-{os.getpid()}"
+        folder.mkdir()
+        command = [nvcc, *options, "-keep", "-keep-dir", folder, "-c", source, "-o", folder / "made.o"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
+        os.replace(folder / f"{name}.ptx", ptx)
+        os.replace(folder / "made.o", made)
+        for rest in folder.iterdir():
+            rest.unlink()
+        folder.rmdir()
+    return made, ptx
+
+
+class PtxDevice:
+    """The loaded library: its ops on tensors of the CPU, and what was launched.
+
+    `arch` is what the sources (all, or those named) are compiled for. Uninitialised tensors are filled with NaN while an op runs.
+    """
+
+    def __init__(self, nvcc: Path, arch: str, names: Iterable[str] | None = None) -> None:
+        library, names = f"ella_ptx_{arch}", names or build.all_sources()
+        with ThreadPoolExecutor(build.jobs()) as pool:
+            compiled = list(pool.map(lambda name: compile_source(nvcc, name, arch, library), names))
+        self._path = self._link(nvcc, library, [made for made, _ in compiled])
+        torch.ops.load_library(str(self._path))
+        self.ops = getattr(torch.ops, library)
+        kernels = {name: kernel for _, ptx in compiled for name, kernel in parse(ptx.read_text()).items()}
+        self.kernels = {name: kernel.parameters for name, kernel in kernels.items()}
+        self._parsed, self._programs = kernels, {}
+        self.launched: set[str] = set()
+        self.stopped_by: Exception | None = None
+        self._callback = ctypes.CFUNCTYPE(
+            ctypes.c_bool,
+            ctypes.c_char_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+            ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_void_p),
+        )(self._launch)
+        self._attach = ctypes.CDLL(str(self._path)).ella_ptx_attach
+        self._capability = int(arch.rstrip("a"))
+        self.schedule()
+
+    def _link(self, nvcc: Path, library: str, objects: list[Path]) -> Path:
+        headers = [*(build.SOURCES / "common").glob("*.h"), build.SOURCES / "schemas.cpp", RUNTIME]
+        key = build.digest([*objects, *headers], str(nvcc.resolve()), build.torch.__version__, library)
+        target = build.cache_folder() / f"lib{library}-{key}.so"
+        if not target.exists():
+            flags = [
+                "-std=c++17",
+                "-O1",
+                "-fPIC",
+                "-w",
+                compiler.build_config().TARGET_VERSION,
+                f"-DELLA_LIBRARY={library}",
+            ]
+            includes = ["-I", build.TORCH / "include", "-I", nvcc.parents[1] / "include"]
+            libraries = ["-L", build.TORCH / "lib", f"-Wl,-rpath,{build.TORCH / 'lib'}", "-Wl,--no-as-needed"]
+            libraries += [
+                "-ltorch",
+                "-ltorch_cpu",
+                "-lc10",
+                *(f"-Wl,--wrap={name}" for name in WRAPPED),
+                "-Wl,-Bsymbolic",
+            ]
+            sources = [build.SOURCES / "schemas.cpp", RUNTIME]
+            build.run(
+                [str(build.compiler()), *flags, *includes, "-shared", *sources, *objects, *libraries, "-o"], target
+            )
+        return target
+
+    def schedule(self, blocks: str = "forward", multiprocessors: int = 2, cache_bytes: int = 8192) -> None:
+        """The order of blocks ("forward", "reverse", "random") and what launchers are told about the device."""
+        self._order = blocks
+        self._attach(self._callback, multiprocessors, cache_bytes, self._capability)
+
+    @contextmanager
+    def scheduled(self, blocks: str = "forward", **device: int) -> Iterator[None]:
+        """`schedule` for the duration of a block; what an op leaves uninitialised is NaN there. Faults are raised as such."""
+        self.schedule(blocks, **device)
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)
+        self.stopped_by = None
+        try:
+            yield
+        except RuntimeError:
+            if self.stopped_by:
+                raise self.stopped_by from None
+            raise
+        finally:
+            torch.use_deterministic_algorithms(before)
+            self.schedule()
+
+    def _launch(self, name: bytes, blocks: int, threads: int, shared_bytes: int, arguments: ctypes.Array) -> bool:
+        kernel = self._parsed[name.decode()]
+        self.launched.add(kernel.name)
+        values = [ctypes.string_at(arguments[i], size) for i, size in enumerate(kernel.parameters.values())]
+        try:
+            if kernel.name not in self._programs:
+                self._programs[kernel.name] = Program(kernel)
+            self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._order)
+        except Exception as error:  # raised again where the op was called: an exception cannot cross the library
+            self.stopped_by = error
+            return False
+        return True

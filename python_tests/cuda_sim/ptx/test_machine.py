@@ -1,0 +1,216 @@
+"""The machine that runs PTX: what it computes where a closed form is known, and that it notices each kind of fault."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import numpy as np
+import pytest
+
+from .arithmetic import operation
+from .machine import Program
+from .memory import Fault
+from .parse import parse
+
+HEAD = """
+.visible .entry k(.param .u64 k_param_0)
+.maxntid 256, 1, 1
+{
+.reg .pred %p<9>;
+.reg .f32 %f<99>;
+.reg .b32 %r<99>;
+.reg .b64 %rd<99>;
+ld.param.u64 %rd1, [k_param_0];
+mov.u32 %r1, %tid.x;
+mul.wide.u32 %rd2, %r1, 4;
+add.s64 %rd3, %rd1, %rd2; // this thread's word of the output
+mov.u32 %r2, ella_shared_bytesE;
+shl.b32 %r3, %r1, 2;
+add.s32 %r4, %r2, %r3; // and of shared memory
+cvt.u64.u32 %rd4, %r4;
+"""
+
+
+def run(body: str, threads: int = 32, blocks: int = 1, shared: int = 1024, words: int = 256) -> np.ndarray:
+    """The output of one launch of a kernel with that body, `words` words that start as 7."""
+    out = np.full(words, 7, np.uint32)
+    program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
+    program.run(blocks, threads, shared, [struct.pack("Q", out.ctypes.data)])
+    return out
+
+
+STORE = "st.global.u32 [%rd3], %r5;\n"
+
+
+def test_threads_that_part_meet_again() -> None:
+    """A loop as many times as the thread's number, then a sum over the warp, which needs all lanes."""
+    loop = """
+    mov.u32 %r5, 0;
+    mov.u32 %r6, 0;
+    $L1:
+    setp.ge.u32 %p1, %r6, %r1;
+    @%p1 bra $L2;
+    add.s32 %r5, %r5, 3;
+    add.s32 %r6, %r6, 1;
+    bra $L1;
+    $L2:
+    """
+    assert run(loop + STORE)[:32].tolist() == [3 * i for i in range(32)]
+    for lane in (1, 2, 4, 8, 16):
+        loop += f"shfl.sync.bfly.b32 %r7|%p2, %r5, {lane}, 31, -1;\nadd.s32 %r5, %r5, %r7;\n"
+    assert run(loop + STORE)[:32].tolist() == [3 * 31 * 16] * 32
+
+
+def test_values_pass_through_shared_memory() -> None:
+    swap = (
+        "st.shared.u32 [%rd4], %r1;\nbar.sync 0;\nxor.b32 %r6, %r1, 33;\nshl.b32 %r6, %r6, 2;\nadd.s32 %r6, %r2, %r6;\n"
+    )
+    swap += "cvt.u64.u32 %rd5, %r6;\nld.shared.u32 %r5, [%rd5];\n" + STORE
+    assert run(swap, threads=64)[:64].tolist() == [i ^ 33 for i in range(64)]
+
+
+COPY = "cp.async.ca.shared.global [%rd4], [%rd3], 4, 4;\ncp.async.commit_group;\n"
+READ = "ld.shared.u32 %r5, [%rd4];\n" + STORE
+NEIGHBOUR = "xor.b32 %r6, %r4, 4;\ncvt.u64.u32 %rd5, %r6;\n"
+
+
+def test_copies_arrive() -> None:
+    assert run(COPY + "cp.async.wait_group 0;\n" + READ + "bar.sync 0;")[:33].tolist() == [7] * 33
+    zeros = "cp.async.ca.shared.global [%rd4], [0], 4, 0;\ncp.async.commit_group;\ncp.async.wait_group 0;\n"
+    assert run(zeros + READ)[:32].tolist() == [0] * 32
+
+
+PRODUCT = """
+mov.f32 %f1, 0f00000000;
+mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f2, %f3, %f4, %f5}, {%r1, %r1, %r1, %r1}, {%r1, %r1}, {%f1, %f1, %f1, %f1};
+"""
+# One operand of 64 columns by 32 depths at the begin of shared memory, by 128 threads of 16 words each.
+OPERAND = "mov.u32 %r7, 0;\n" + "".join(
+    f"mad.lo.s32 %r8, %r1, 64, {1024 + 4 * i};\ncvt.u64.u32 %rd6, %r8;\nst.shared.u32 [%rd6], %r7;\n" for i in range(16)
+)
+RESULTS = ", ".join(f"%f{i}" for i in range(10, 42))
+WIDE = f"""
+mov.b64 %rd7, {1 << 62 | 64 << 32 | 1 << 16 | 1024 // 16};
+setp.ne.s32 %p3, %r7, 0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32 {{{RESULTS}}}, {{%r1, %r1, %r1, %r1}}, %rd7, %p3, 1, 1;
+wgmma.commit_group.sync.aligned;
+"""
+VISIBLE, WAIT = "fence.proxy.async.shared::cta;\n", "wgmma.wait_group.sync.aligned 0;\n"
+
+
+def test_a_product_of_a_warpgroup() -> None:
+    shown = "mov.b32 %r5, %f11;\n" + STORE
+    assert run(OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE + WAIT + shown, 128, shared=8192)[:128].tolist() == [0] * 128
+
+
+FAULTS = {
+    "read before it was written": (READ, 32, "nobody wrote"),
+    "read without a barrier": (
+        "st.shared.u32 [%rd4], %r1;\n" + NEIGHBOUR + "ld.shared.u32 %r5, [%rd5];",
+        32,
+        "another thread wrote",
+    ),
+    "written without a barrier": (
+        "st.shared.u32 [%rd4], %r1;\nbar.sync 0;\nld.shared.u32 %r5, [%rd4];\n"
+        + NEIGHBOUR
+        + "st.shared.u32 [%rd5], %r1;",
+        32,
+        "another thread read",
+    ),
+    "written by two at once": ("cvt.u64.u32 %rd5, %r2;\nst.shared.u32 [%rd5], %r1;", 32, "two threads"),
+    "outside": ("mov.u64 %rd5, 2048;\nld.shared.u32 %r5, [%rd5];", 32, "outside the block's"),
+    "not aligned": ("ld.global.v2.u32 {%r5, %r6}, [%rd3];", 32, "multiple of 8"),
+    "a null pointer": ("mov.u64 %rd5, 0;\nld.global.u32 %r5, [%rd5];", 32, "address 0"),
+    "a copy not waited for": (COPY + READ, 32, "nobody wrote|on its way"),
+    "a copy of a newer group": (COPY + "cp.async.wait_group 1;\n" + READ, 32, "nobody wrote|on its way"),
+    "a copy over what others read": (
+        "st.shared.u32 [%rd4], %r1;\nbar.sync 0;\n" + NEIGHBOUR + "ld.shared.u32 %r5, [%rd5];\n" + COPY,
+        32,
+        "another thread read",
+    ),
+    "a copy left alone": (COPY, 32, "before its asynchronous copies"),
+    "a barrier that some miss": (
+        "setp.lt.u32 %p1, %r1, 32;\n@%p1 bra $L1;\nbar.sync 0;\nbra $L2;\n$L1:\nbar.sync 0;\n$L2:",
+        64,
+        "cannot come",
+    ),
+    "a shuffle that some miss": (
+        "setp.lt.u32 %p1, %r1, 9;\n@%p1 bra $L1;\nshfl.sync.bfly.b32 %r7|%p2, %r1, 1, 31, -1;\n$L1:\nbar.sync 0;",
+        32,
+        "cannot come",
+    ),
+    "a product that some miss": (
+        "setp.lt.u32 %p1, %r1, 9;\n@%p1 bra $L1;" + PRODUCT + "$L1:\nbar.sync 0;",
+        32,
+        "cannot come",
+    ),
+    "a product of a part of a warp": (PRODUCT, 16, "less than all of 32"),
+    "a product of what it does not see": (OPERAND + "bar.sync 0;\n" + WIDE + WAIT, 128, "without making it visible"),
+    "a product without a barrier": (OPERAND + VISIBLE + WIDE + WAIT, 128, "without a barrier"),
+    "a product not waited for": (OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE, 128, "before its products"),
+    "a write under a product": (
+        OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE + "bar.sync 0;\n" + OPERAND + WAIT,
+        128,
+        "under way",
+    ),
+    "more threads than compiled for": ("", 512, "compiled for 256"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name: str) -> None:
+    body, threads, says = FAULTS[name]
+    with pytest.raises(Fault, match=says):
+        run(body, threads, shared=8192 if threads == 128 else 1024, words=1024)
+
+
+def test_blocks_run_in_any_order() -> None:
+    """Each block adds its number to what it found: the last one's is on top."""
+    body = "mov.u32 %r6, %ctaid.x;\nld.global.u32 %r5, [%rd3];\nmad.lo.s32 %r5, %r5, 10, %r6;\n" + STORE
+    out = np.zeros(1, np.uint32)
+    program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
+    for order, expected in (("forward", 12), ("reverse", 210)):
+        out[:] = 0
+        program.run(3, 1, 0, [struct.pack("Q", out.ctypes.data)], order)
+        assert out[0] == expected
+
+
+LIBM = ctypes.CDLL(None)
+LIBM.fma.restype = ctypes.c_double
+LIBM.fma.argtypes = [ctypes.c_double] * 3
+NUMBERS = np.random.default_rng(3).standard_normal(400)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("div.s32", ([7, -7, 7, -7], [2, 2, -2, -2]), [3, -3, -3, 3]),
+        ("rem.s64", ([7, -7, 7, -7], [2, 2, -2, -2]), [1, -1, 1, -1]),
+        ("shl.b32", ([1, 1, 3], [31, 32, 40]), [1 << 31, 0, 0]),
+        ("shr.s32", ([-8, -8, 8], [1, 40, 40]), [-4, -1, 0]),
+        ("shr.u32", ([8, 8], [1, 32]), [4, 0]),
+        ("mul.wide.s32", ([-5, 1 << 30], [3, 8]), [-15, 1 << 33]),
+        ("mad.lo.s32", ([1 << 30], [4], [5]), [5]),
+        ("bfi.b32", ([0xFF], [0x12345678], [8], [4]), [0x12345F78]),
+        ("setp.ltu.f32", ([1.0, 3.0, np.nan], [2.0, 2.0, 2.0]), [True, False, True]),
+        ("setp.ne.f32", ([1.0, 2.0, np.nan], [2.0, 2.0, 2.0]), [True, False, False]),
+        ("setp.num.f64", ([1.0, np.nan], [1.0, 1.0]), [True, False]),
+        ("max.f32", ([1.0, np.nan], [2.0, 2.0]), [2.0, 2.0]),
+        ("cvt.rzi.s64.f64", ([2.7, -2.7, 1e300, np.nan],), [2, -2, 2**63 - 1, 0]),
+        ("cvt.sat.f32.f32", ([-1.0, 0.5, 7.0, np.nan],), [0.0, 0.5, 1.0, 0.0]),
+        ("cvt.s64.s32", ([-3],), [-3]),
+        ("fma.rm.f32", ([1.0], [1.0], [2.0**-30]), [1.0]),
+        ("fma.rn.f64", (NUMBERS, NUMBERS[::-1], -NUMBERS * NUMBERS[::-1]), None),
+    ],
+)
+def test_arithmetic(name: str, arguments: tuple, expected: list | None) -> None:
+    compute = operation(name.split("."))
+    assert compute is not None
+    values = [np.array(a).astype(dtype) for a, dtype in zip(arguments, compute.sources, strict=True)]
+    with np.errstate(all="ignore"):
+        got = compute.compute(*values).astype(compute.result, copy=False)
+    if expected is None:  # rounded once, by the C library
+        expected = [LIBM.fma(*numbers) for numbers in zip(*values, strict=True)]
+    assert got.tolist() == np.array(expected).astype(compute.result).tolist()

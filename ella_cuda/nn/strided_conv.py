@@ -35,6 +35,10 @@ class StridedCircularConv2d(nn.Sequential):
     ) -> None:
         super().__init__(CircularConv2d(in_channels, out_channels, kernel_size, bias=bias), PolyphasePool2d(norm))
 
+    def __getitem__(self, index: slice | int) -> nn.Module:
+        """A part, or some in a row as an ``nn.Sequential``."""
+        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H/2, W/2)``."""
         if not self._closed():

@@ -44,7 +44,8 @@ def polyphase_pool_torch(x: Tensor, norm: float = 2) -> Tensor:
     """Plain-torch twin of :func:`polyphase_pool`."""
     check_norm("polyphase_pool", norm)
     components = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)])
-    norms = torch.linalg.vector_norm(components.detach().double().flatten(2), ord=norm, dim=2)
+    sizes = components.detach().double().flatten(2)
+    norms = torch.linalg.vector_norm(sizes, ord=norm, dim=2) if sizes.shape[2] else sizes.new_zeros(sizes.shape[:2])
     return components[norms.argmax(0), torch.arange(x.shape[0], device=x.device)]
 
 

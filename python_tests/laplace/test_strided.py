@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, curvature
 from ella_cuda.laplace.kron import rules_for
+from ella_cuda.laplace.rules import base
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, PolyphasePool2d, StridedCircularConv2d
 from python_tests.laplace.checks import assert_same_factors, image_batches
@@ -100,6 +101,11 @@ def choose_otherwise(layers: nn.Sequential) -> None:
     layers[1].forward = lambda between: between[:, :, ::2, ::2]
 
 
+def in_place(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    """Leaves the same tensor with other numbers."""
+    out.mul_(3.0)
+
+
 def add_a_connection(layers: nn.Sequential) -> None:
     def forward(x: Tensor) -> Tensor:
         between = layers[0](x)
@@ -110,6 +116,7 @@ def add_a_connection(layers: nn.Sequential) -> None:
 
 CHANGES = [
     lambda layers: layers[0].register_forward_hook(lambda module, args, out: out.sin()),
+    lambda layers: layers[0].register_forward_hook(in_place),
     lambda layers: layers[1].register_forward_pre_hook(lambda module, args: (args[0].sin(),)),
     lambda layers: layers[1].register_forward_pre_hook(lambda module, args: (args[0].mul_(3.0),)),
     lambda layers: layers[1].register_forward_hook(lambda module, args, out: out.sin()),
@@ -182,6 +189,33 @@ def test_layers_of_a_sequence_called_one_by_one(device):
         for apart in (False, True)
     ]
     assert_same_factors(*fits)
+
+
+def test_a_layer_called_one_by_one_behind_one_that_is_not(device):
+    """What is inside of one node is outside of it once its forward has ended."""
+
+    def second(layers: nn.Sequential, apart: bool) -> nn.Module:
+        return layers if layers[0].in_channels == 2 else BothSides(layers, apart)
+
+    fits = [
+        KronLaplace(network((3, 3), lambda layers, apart=apart: second(layers, apart)).to(device)).fit(data(device))
+        for apart in (False, True)
+    ]
+    assert_same_factors(*fits)
+
+
+def test_a_rule_of_the_users_own_is_used(device, monkeypatch):
+    """A subclass of the convolution's rule says how gradients pass, so that the node may not do it otherwise."""
+    calls = []
+
+    class Counting(Conv2dRule):
+        def pull_back(self, *args):
+            calls.append(self.name)
+            return super().pull_back(*args)
+
+    monkeypatch.setitem(base._RULES, CircularConv2d, Counting)
+    KronLaplace(network((3, 3)).to(device)).fit(data(device))
+    assert calls
 
 
 def test_a_choice_shared_by_several_layers(device):

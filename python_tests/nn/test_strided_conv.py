@@ -52,6 +52,14 @@ def test_it_is_its_two_layers(kwargs, device, one_op):
     )
 
 
+def test_its_parts():
+    strided = StridedCircularConv2d(2, 3)
+    assert strided[-1] is strided[1] and isinstance(strided[1], PolyphasePool2d)
+    first = strided[:1]
+    assert type(first) is nn.Sequential and list(first) == [strided[0]]
+    assert list(strided[:]) == list(strided)
+
+
 def norms_seen(strided: StridedCircularConv2d, kept: list[Tensor]) -> None:
     strided[1].register_forward_pre_hook(lambda module, args: kept.append(args[0]))
 

@@ -16,7 +16,7 @@ from ella_cuda.ops.circular_conv2d import weight_grad
 from python_tests.ops import checks
 
 # N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then so many
-# weights that their gradient is a product for each position, of all images and of some at a time.
+# weights that their gradient is a product for each position, of all images and of some at a time, and as many on large images.
 SHAPES = [
     (3, 2, 4, 5, 6, 3, 3),
     (2, 3, 7, 32, 32, 3, 3),
@@ -32,7 +32,9 @@ SHAPES = [
     (3, 70, 8, 4, 17, 3, 3),
     (1, 1, 1, 1, 1, 1, 1),
     (20, 60, 61, 3, 4, 7, 7),
-    (83, 122, 121, 9, 11, 3, 3),
+    (83, 85, 81, 3, 5, 3, 3),
+    (97, 185, 187, 8, 7, 3, 3),
+    (2, 122, 121, 32, 9, 3, 3),
 ]
 
 
@@ -199,6 +201,7 @@ def test_compile(device):
         (70, 8, 16, 2, 2, 3, 3),
         (30, 2, 3, 5, 19, 3, 3),
         (83, 122, 121, 9, 11, 3, 3),
+        (97, 185, 187, 8, 7, 3, 3),
     ],
 )
 def test_same_numbers_for_any_number_of_threads(shape):
@@ -214,6 +217,12 @@ def test_same_numbers_for_any_number_of_threads(shape):
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_scratch_of_many_weights_does_not_grow_with_the_batch():
+    """Copies of 8 MB of images at most; those of all would be 120 MB."""
+    x = torch.randn(8000, 122, 4, 4)
+    assert checks.peak_bytes(lambda: weight_grad(x, x, 3, 3)) < 20e6
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])

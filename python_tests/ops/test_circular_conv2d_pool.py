@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.circular_conv2d_pool import _scattered_weight_grad
+from ella_cuda.ops.circular_conv2d_pool import _scattered_weight_grad, circular_conv2d_scattered
 from ella_cuda.ops.polyphase_pool import polyphase_scatter
 from python_tests.ops import checks
 from python_tests.ops.test_circular_conv2d import arguments, rolled
@@ -248,6 +248,33 @@ def test_errors_of_the_norm():
         ops.circular_conv2d_pool(*args, norm=3)
     with pytest.raises(RuntimeError, match="norm must be 1, 2 or inf, got 0"):
         torch.ops.ella_cuda.circular_conv2d_pool(*args, 0.0)
+
+
+# ---- the convolution behind a scatter ----
+
+
+def test_second_directional_derivative_of_the_scattered_convolution():
+    """The map is bilinear, so that along two directions it is what the map makes of one and the other."""
+    shape = (3, 2, 4, 8, 6, 3, 3)
+    index = choices(shape, CPU)
+
+    def pair() -> tuple[Tensor, Tensor]:
+        return torch.randn(3, 2, 4, 3, dtype=torch.float64), torch.randn(4, 2, 3, 3, dtype=torch.float64)
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return circular_conv2d_scattered(x, index, weight)
+
+    at, (x1, w1), (x2, w2) = pair(), pair(), pair()
+    found = torch.func.jvp(lambda *args: torch.func.jvp(call, args, (x1, w1))[1], at, (x2, w2))[1]
+    exact = rolled(polyphase_scatter(x1, index), w2) + rolled(polyphase_scatter(x2, index), w1)
+    checks.assert_same(found, exact)
+
+
+def test_a_kernel_that_misses_components_is_refused():
+    shape = (3, 2, 4, 8, 6, 3, 3)
+    for weight in (torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 3, 1)):
+        with pytest.raises(RuntimeError, match="weight must have height and width of at least 3"):
+            torch.ops.ella_cuda.circular_conv2d_scattered(torch.zeros(3, 2, 4, 3), choices(shape, CPU), weight)
 
 
 # ---- the gradient of the weight behind a scatter ----

@@ -29,7 +29,7 @@ COMPONENT_SHAPES = [
     (8, 80, 160, 2, 2, 3, 3),
 ]
 # Weights so many that their gradient is a product for each position, of some of the images at a time.
-MANY_WEIGHTS = (115, 122, 121, 10, 12, 3, 3)
+MANY_WEIGHTS = (115, 185, 187, 10, 12, 3, 3)
 
 
 def one_component(images: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from benchmarks.counting import count
 from ella_cuda import models
@@ -55,10 +55,17 @@ def problem(device):
     return model, x, y
 
 
+def batches(x: torch.Tensor, y: torch.Tensor, size: int) -> DataLoader:
+    """A loader as laplace-torch wants it that takes a batch out of the tensors at once, not image by image."""
+    data = TensorDataset(x, y)
+    return DataLoader(data, sampler=BatchSampler(SequentialSampler(data), size, drop_last=False), batch_size=None)
+
+
 def log_determinants(la, model: nn.Module) -> list[torch.Tensor]:
     """``log|A x B + I|`` of every weight, ours or laplace-torch's."""
     if isinstance(la, KronLaplace):
-        return [f.logdet(torch.ones(())) for n, f in la.factors.items() if n.endswith("weight")]
+        one = torch.ones((), device=next(model.parameters()).device)
+        return [f.logdet(one) for n, f in la.factors.items() if n.endswith("weight")]
     sides = [s for s, p in zip(la.H.eigenvalues, model.parameters(), strict=True) if p.dim() > 1]
     return [torch.log1p(torch.outer(*(v.double() for v in values))).sum() for values in sides]
 
@@ -83,7 +90,7 @@ def test_factors_of_the_convolutional_network(time, problem, who, fisher):
             sampled = {"stochastic": fisher == "mc"}
             return peer.KronLaplace(model, "classification", backend=backend, backend_kwargs=sampled)
 
-    few = DataLoader(TensorDataset(x[:20], y[:20]), 10)
+    few = batches(x[:20], y[:20], 10)
     found, expected = laplace("exact"), KronLaplace(ours).fit(few)
     found.fit(few)
     wanted = log_determinants(expected, ours)
@@ -91,7 +98,7 @@ def test_factors_of_the_convolutional_network(time, problem, who, fisher):
     for theirs, value in zip(log_determinants(found, model), wanted, strict=True):
         torch.testing.assert_close(theirs, value, rtol=1e-3, atol=1e-3)
 
-    loader = DataLoader(TensorDataset(x, y), BATCH)
+    loader = batches(x, y, BATCH)
 
     def evidence() -> None:
         la = laplace(fisher)

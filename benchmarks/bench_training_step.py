@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,11 +53,18 @@ def test_training_step(time, device, monkeypatch, who, graph):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    if graph:
+    def recorded() -> Callable[[], None]:
         graphs = CudaGraphs(device)
         graphs.warm_up(step)
-        step, who = graphs.record(step), f"{who}, in a CUDA graph"
-    parameters = sum(p.numel() for p in weights)
+        replay = graphs.record(step)
+        replay()
+        return replay
+
     time(
-        step, work="training step, F-FC+CONV, alpha 10, batch 128", who=who, flops=operations, bytes=7 * 4 * parameters
+        recorded() if graph else step,
+        work="training step, F-FC+CONV, alpha 10, batch 128",
+        who=f"{who}, in a CUDA graph" if graph else who,
+        flops=operations,
+        bytes=7 * 4 * sum(p.numel() for p in weights),
+        memory_of=recorded if graph else None,
     )

@@ -73,7 +73,8 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
 
     ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
     measured in the same session they give the floor. ``once`` is for what takes long: one call, timed while its memory is
-    watched. Else there are at least ``rounds`` of them after ``warmups``. Everything lands in ``extra_info``, where
+    watched. Else there are at least ``rounds`` of them after ``warmups``. ``memory_of`` is what takes the memory where the call
+    itself takes none, for it was made ready before. Everything lands in ``extra_info``, where
     ``compare.py`` finds it, with what else it is told to note (``info``).
     """
 
@@ -87,6 +88,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
         rounds: int = 7,
         warmups: int = 3,
         once: bool = False,
+        memory_of: Callable[[], Any] | None = None,
         **info: Any,
     ) -> None:
         def whole() -> None:
@@ -99,7 +101,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
         if once:
             peak = peak_bytes(lambda: benchmark.pedantic(whole, rounds=1), device, once=True)
         else:
-            peak = peak_bytes(whole, device)
+            peak = peak_bytes(memory_of or whole, device)
             seconds = min((_seconds(whole) for _ in range(warmups)), default=SHORT)
             benchmark.pedantic(whole, rounds=max(rounds, min(int(SHORT / seconds), MOST_ROUNDS)))
         benchmark.extra_info.update(
@@ -115,6 +117,12 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
         )
 
     return run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_generate_json(benchmarks: list[Any]) -> None:
+    """Of an interrupted session the report has the candidates that were done."""
+    benchmarks[:] = [one for one in benchmarks if one and "work" in one.extra_info]
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

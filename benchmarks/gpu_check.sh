@@ -7,8 +7,8 @@
 #   LIMIT=540                            seconds in all
 #   COMMIT=ID                            what this is a copy of, where it has no history
 #
-# Needs torch >= 2.11 with CUDA, nvcc, setuptools, ninja, pytest and pytest-benchmark. Nothing is installed: the package goes to a
-# temporary folder.
+# Needs torch >= 2.11 with CUDA, nvcc, numpy, tqdm, scikit-learn, setuptools >= 77, ninja, pytest >= 8.2 and pytest-benchmark. Nothing
+# is installed: the package goes to a temporary folder.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 limit=${LIMIT:-540}
@@ -20,6 +20,15 @@ device=$(python -c "import torch; print(torch.cuda.get_device_name().replace(' '
   echo "gpu_check.sh: torch finds no CUDA device" >&2
   exit 1
 }
+python -c "
+import numpy, pytest, pytest_benchmark, setuptools, sklearn, tqdm
+for package, least in ((setuptools, (77,)), (pytest, (8, 2))):
+    version = tuple(map(int, package.__version__.split('.')[:2]))
+    assert version >= least, f'{package.__name__} {package.__version__} is too old'
+" || {
+  echo "gpu_check.sh: a package that it needs is missing or too old (see its first lines)" >&2
+  exit 1
+}
 capability=$(python -c "import torch; print('%d.%d' % torch.cuda.get_device_capability())")
 out=${1:-benchmarks/results/$device-$(date +%Y-%m-%d)}
 mkdir -p "$out"
@@ -28,8 +37,10 @@ out=$(cd "$out" && pwd)
   date -u +%Y-%m-%dT%H:%M:%SZ
   if [[ -n ${COMMIT:-} ]]; then
     echo "commit $COMMIT"
+  elif git rev-parse HEAD >/dev/null 2>&1; then
+    echo "commit $(git rev-parse HEAD)$(git diff --quiet HEAD || echo ', changed')"
   else
-    echo "commit $(git rev-parse HEAD 2>/dev/null || echo unknown)$(git diff --quiet HEAD 2>/dev/null || echo ', changed')"
+    echo "commit unknown"
   fi
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,mig.mode.current --format=csv
   nvcc --version | tail -n 2
@@ -38,7 +49,8 @@ out=$(cd "$out" && pwd)
 printf 'step\texit\tseconds\n' >"$out/steps.tsv"
 failed=0
 
-# step NAME SECONDS COMMAND...: run it within its seconds and those left, output to NAME.txt.
+# step NAME SECONDS COMMAND...: run it within its seconds and those left, output to NAME.txt. Where they are over it is interrupted,
+# as by Ctrl-C, on which pytest writes its report.
 step() {
   local name=$1 most=$2 start=$SECONDS left=$((limit - SECONDS)) code
   shift 2
@@ -47,7 +59,7 @@ step() {
     failed=1
     return
   fi
-  timeout --kill-after=5 "$((most < left ? most : left))" "$@" >"$out/$name.txt" 2>&1
+  timeout --signal=INT --kill-after=20 "$((most < left ? most : left))" "$@" >"$out/$name.txt" 2>&1
   code=$?
   ((code == 0)) || failed=1
   printf '%s\t%d\t%d\n' "$name" "$code" "$((SECONDS - start))" | tee -a "$out/steps.tsv"
@@ -63,14 +75,15 @@ sys.exit(main(['info']))")
 tests=(python -c "import sys; sys.path.pop(0)
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))" -q -p no:cacheprovider)
-sanitizer=(compute-sanitizer --kernel-regex kns=ella --error-exitcode 1 --print-limit 20)
+# Calls that fail are torch's own questions, and what of ours fails raises.
+sanitizer=(compute-sanitizer --kernel-regex kns=ella --report-api-errors no --error-exitcode 1 --print-limit 20)
 
 step kernels 60 "${kernels[@]}"
 step tests 150 "${tests[@]}" -k cuda \
   python_tests/ops python_tests/nn python_tests/laplace python_tests/test_models.py python_tests/test_training.py \
   python_tests/test_training_graph.py
 step memcheck 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
-step paper_scale 90 "${tests[@]}" benchmarks/bench_paper_scale.py --device cuda \
+step paper_scale 120 "${tests[@]}" benchmarks/bench_paper_scale.py --device cuda \
   --benchmark-json "$out/paper_scale.json"
 step benchmarks 180 "${tests[@]}" benchmarks --device cuda --ignore benchmarks/bench_paper_scale.py \
   --ignore benchmarks/bench_dense_structure.py --ignore benchmarks/bench_growth.py --benchmark-json "$out/benchmarks.json"
@@ -80,6 +93,8 @@ step initcheck 60 "${sanitizer[@]}" --tool initcheck "${kernels[@]}"
 if [[ $capability == 9.0 ]]; then
   step build_9.0a 120 env ELLA_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a \
     python -m pip install -v --no-build-isolation --no-deps --target "$work/site_9.0a" .
+  step archs_9.0a 30 env PYTHONPATH="$work/site_9.0a" \
+    python -c "import sys; sys.path.pop(0); import ella_cuda; i = ella_cuda.build_info(); assert '9.0a' in i['cuda_archs'], i"
   step kernels_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${kernels[@]}"
   step tests_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${tests[@]}" -k "cuda and kron_accumulate" python_tests/ops
   step benchmarks_9.0a 60 env PYTHONPATH="$work/site_9.0a" "${tests[@]}" benchmarks/bench_kron_accumulate.py \

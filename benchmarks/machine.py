@@ -19,7 +19,8 @@ class Peaks:
     """Float32 rates that this machine reaches on what it does best.
 
     Attributes:
-        flops: floating point operations a second of a large square matrix product or, where it is faster, a large convolution.
+        flops: floating point operations a second of a large square matrix product or, where it is faster, of a large convolution (CPU)
+            or of three products in TF32 (CUDA), which together are as accurate.
         bandwidth: bytes a second of a large copy, read and written.
     """
 
@@ -54,6 +55,11 @@ def measure_peaks(device: torch.device) -> Peaks:
         weight = torch.randn(256, 256, 3, 3).to(memory_format=torch.channels_last)
         operations = 2 * 4 * 64**2 * weight.numel()
         flops = max(flops, operations / _best_seconds(lambda: torch.conv2d(x, weight), device))
+    elif torch.cuda.get_device_capability(device) >= (8, 0):
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        flops = max(flops, 2 * size**3 / _best_seconds(lambda: torch.mm(a, b, out=out), device) / 3)
+        torch.backends.cuda.matmul.allow_tf32 = before
     source = torch.randn(words, device=device)
     target = torch.empty_like(source)
     bandwidth = 2 * 4 * words / _best_seconds(lambda: target.copy_(source), device)

@@ -41,7 +41,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ella_cuda's compiled module ella_cuda._C could not be loaded: {_advice(Path(__file__).resolve().parent, sys.path, error)}"
-    ) from error
+    ) from (error if _is_built(Path(__file__).resolve().parent) else None)
 
 
 @functools.cache

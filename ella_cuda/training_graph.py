@@ -159,20 +159,23 @@ class GraphedStep:
         with self._capturable():
             try:
                 replay = self._graphs.record(lambda: self._run(place, labels))
-            except RuntimeError as error:
+            except (AssertionError, RuntimeError) as error:
+                # That the capture cannot end hides why.
+                cause = error.__context__ or error
                 raise RuntimeError(
-                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({error}). "
+                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({cause}). "
                     "What the model does must not depend on values, nor read any back. In a new process, pass cuda_graph=False."
                 ) from error
         return _Recorded(place, labels, replay)
 
     @contextmanager
     def _capturable(self) -> Iterator[None]:
-        """The optimizer with its rates and its counts of steps on the device; outside of the context it is as its owner made it."""
+        """The optimizer with its rates and single numbers on the device; outside of the context it is as its owner made it."""
         optimizer = self._step.optimizer
         for parameter, state in optimizer.state.items():
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device)
+            for key, value in state.items():  # the count of steps, and what NAdam multiplies up
+                if isinstance(value, Tensor) and value.dim() == 0:
+                    state[key] = value.to(parameter.device)
         before = [(group["capturable"], group["lr"]) for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
             group["capturable"], group["lr"] = True, rate

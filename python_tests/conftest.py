@@ -28,6 +28,12 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def float32_convolutions() -> None:
+    """cuDNN computes in float32, not in TF32 as it may by default: tests compare to float32 accuracy."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture
 def beside_the_tests(tmp_path: Path) -> Path:
     """A working directory for a new Python process that can import ``python_tests`` but not the checkout's unbuilt package."""

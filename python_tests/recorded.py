@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,6 +18,15 @@ REFUSED = {
     aten.nonzero.default: "reads a value",
     aten.lift_fresh.default: "makes a tensor of Python's numbers, which for a GPU is a copy from the host",
 }
+
+
+class DevicesNamed(TorchFunctionMode):
+    """Refuses functions that make a tensor and are not told where: that is on the host, from where it would have to be copied."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _device_constructors() and (kwargs or {}).get("device") is None:
+            raise RuntimeError(f"{function.__name__} makes a tensor without being told on which device")
+        return function(*args, **(kwargs or {}))
 
 
 class Recorder(TorchDispatchMode):
@@ -82,7 +93,7 @@ class RecordedGraphs:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         self.recorded += 1
         recorder = Recorder()
-        with recorder:
+        with recorder, DevicesNamed():
             work()
         recorder.undo()
 

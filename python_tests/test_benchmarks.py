@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
-from python_tests.benchmark_files import load
+from python_tests.benchmark_files import FOLDER, load
 
 compare, counting, dense = load("compare"), load("counting"), load("dense_formulation")
 machine = load("machine")
@@ -173,3 +177,33 @@ def test_least_of_several_runs():
     for other in (run("b", 4, 8), {**runs[0], "benchmarks": runs[0]["benchmarks"][1:]}):
         with pytest.raises(ValueError, match="same benchmarks on the same machine and commit"):
             compare.least([runs[0], other])
+
+
+INTERRUPTED = """
+import os
+import signal
+
+
+def test_whole(time):
+    time(lambda: None, work="w", who="whole", flops=1, bytes=1)
+
+
+def test_not_by_time(benchmark):
+    benchmark.pedantic(lambda: None, rounds=1)
+
+
+def test_cut_short(time):
+    time(lambda: os.kill(os.getpid(), signal.SIGINT), work="w", who="cut short", flops=1, bytes=1, once=True)
+"""
+
+
+def test_an_interrupted_session_reports_what_was_done(tmp_path):
+    """As ``gpu_check.sh`` interrupts a step whose time is over."""
+    shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("bench_*", "results"))
+    (tmp_path / "benchmarks" / "bench_interrupted.py").write_text(INTERRUPTED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks/bench_interrupted.py"]
+    command += ["--rootdir", ".", "--benchmark-json", "report.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [one["extra_info"]["who"] for one in report["benchmarks"]] == ["whole"]

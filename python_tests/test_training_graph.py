@@ -93,10 +93,11 @@ def test_same_numbers_as_step_by_step(device, graphs):
     assert recorded[2][-1] < recorded[2][0]
 
 
-def test_optimizers_that_are_not_fused(device, graphs):
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+def test_optimizers_that_are_not_fused(optimizer, device, graphs):
     if device.type == "cpu":
         pytest.skip("torch's optimizers that are not fused keep their options for graphs to accelerators")
-    options = {"optimizer_cls": torch.optim.AdamW, "optimizer_kwargs": {"lr": 0.01}}
+    options = {"optimizer_cls": optimizer, "optimizer_kwargs": {"lr": 0.01}}
     same_numbers(run(device, True, **options), run(device, False, **options))
     assert graphs[0].replayed
 

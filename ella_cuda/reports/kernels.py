@@ -110,7 +110,7 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
             leaves = [t.requires_grad_() for t in inputs]
             y = function(*leaves)
             weight = (  # not symmetric: the gradients of biases would vanish
-                torch.linspace(-1, 2, y.numel(), dtype=torch.float64).to(y).view_as(y)
+                torch.linspace(-1, 2, y.numel(), dtype=torch.float64, device=y.device).to(y.dtype).view_as(y)
                 if y.dim()
                 else torch.ones_like(y)
             )

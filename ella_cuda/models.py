@@ -237,11 +237,14 @@ def neyshabur(
         A module ``(N, in_channels, image_size, image_size) -> (N, num_classes)``.
 
     Raises:
+        TypeError: layer is no string.
         ValueError: an unknown or repeated path or init, or a size that is not positive or not a multiple of 32.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 6 and appendix; Neyshabur, "Towards learning convolutions from scratch",
     NeurIPS 2020.
     """
+    if not isinstance(layer, str):
+        raise TypeError(f"layer must be names of paths joined by '+', such as \"f_fc+conv\", got {layer!r}.")
     paths = tuple(layer.split("+"))
     unknown = [p for p in paths if p not in PATHS]
     if unknown or len(set(paths)) != len(paths):

@@ -172,6 +172,11 @@ def test_errors(arguments, words):
         neyshabur(**{"width": 1, **arguments})
 
 
+def test_a_list_of_paths_is_refused():
+    with pytest.raises(TypeError, match="joined by"):
+        neyshabur(["f_fc", "conv"])
+
+
 def test_a_batch_of_another_size_is_refused():
     with pytest.raises(ValueError, match="x must have shape"):
         neyshabur("conv", 1, width=1)(torch.zeros(2, 1, 28, 28))

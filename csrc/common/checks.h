@@ -25,38 +25,37 @@ class ArgumentCheck {
  public:
   ArgumentCheck(const char* op, const char* name, const Tensor& reference) : op_(op), name_(name), reference_(reference) {
     const ScalarType type = reference.scalar_type();
-    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::Double, op_, ": ", name,
-                    " must be float32 or float64, got ", torch::headeronly::toString(type));
+    ELLA_CHECK(type == ScalarType::Float || type == ScalarType::Double, op_, ": ", name, " must be float32 or float64, got ",
+               dtype_name(type));
   }
 
   // Shape, dtype and device; -1 in `shape` accepts any size. `meaning` names the axes in the message.
   void tensor(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);
-    STD_TORCH_CHECK(value.scalar_type() == reference_.scalar_type(), op_, ": ", name, " must have the dtype of ", name_, " (",
-                    torch::headeronly::toString(reference_.scalar_type()), "), got ",
-                    torch::headeronly::toString(value.scalar_type()));
+    ELLA_CHECK(value.scalar_type() == reference_.scalar_type(), op_, ": ", name, " must have the dtype of ", name_, " (",
+               dtype_name(reference_.scalar_type()), "), got ", dtype_name(value.scalar_type()));
     device(name, value);
   }
 
   void index(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);
-    STD_TORCH_CHECK(value.scalar_type() == ScalarType::Long, op_, ": ", name, " must be int64, got ",
-                    torch::headeronly::toString(value.scalar_type()));
+    ELLA_CHECK(value.scalar_type() == ScalarType::Long, op_, ": ", name, " must be int64, got ",
+               dtype_name(value.scalar_type()));
     device(name, value);
   }
 
   void coordinates(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);
-    STD_TORCH_CHECK(value.scalar_type() == ScalarType::Double, op_, ": ", name, " must be float64 whatever the dtype of ",
-                    name_, ", got ", torch::headeronly::toString(value.scalar_type()));
+    ELLA_CHECK(value.scalar_type() == ScalarType::Double, op_, ": ", name, " must be float64 whatever the dtype of ", name_,
+               ", got ", dtype_name(value.scalar_type()));
     device(name, value);
   }
 
   void number(const char* name, double value) const {
     const bool single = reference_.scalar_type() == ScalarType::Float;
     const double most = single ? std::numeric_limits<float>::max() : std::numeric_limits<double>::max();
-    STD_TORCH_CHECK(std::abs(value) <= most, op_, ": ", name, " must be a finite number in the dtype of ", name_, " (",
-                    torch::headeronly::toString(reference_.scalar_type()), "), got ", value);
+    ELLA_CHECK(std::abs(value) <= most, op_, ": ", name, " must be a finite number in the dtype of ", name_, " (",
+               dtype_name(reference_.scalar_type()), "), got ", value);
   }
 
   void dimensions(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
@@ -68,7 +67,7 @@ class ArgumentCheck {
         ++axis;
       }
     }
-    STD_TORCH_CHECK(matches, op_, ": ", name, " must have shape ", meaning, expected(shape), ", got ", shape_string(value));
+    ELLA_CHECK(matches, op_, ": ", name, " must have shape ", meaning, expected(shape), ", got ", shape_string(value));
   }
 
  private:
@@ -93,9 +92,9 @@ class ArgumentCheck {
     int32_t expected_type = 0, got_type = 0;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(reference_.get(), &expected_type));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(value.get(), &got_type));
-    STD_TORCH_CHECK(expected_type == got_type && reference_.get_device_index() == value.get_device_index(), op_, ": ", name,
-                    " must be on the device of ", name_, " (", device_string(expected_type, reference_), "), got ",
-                    device_string(got_type, value));
+    ELLA_CHECK(expected_type == got_type && reference_.get_device_index() == value.get_device_index(), op_, ": ", name,
+               " must be on the device of ", name_, " (", device_string(expected_type, reference_), "), got ",
+               device_string(got_type, value));
   }
 
   static std::string device_string(int32_t type, const Tensor& tensor) {
@@ -151,7 +150,7 @@ struct FactoredLinearWanted {
 // z as the forward pass kept it, in `shape`.
 inline void check_kept_middle(const Tensor& x, const Tensor& middle, std::initializer_list<int64_t> shape) {
   ArgumentCheck("factored_linear_backward_keeping", "x", x).tensor("middle", middle, shape, "(what the forward kept,)");
-  STD_TORCH_CHECK(middle.is_contiguous(), "factored_linear_backward_keeping: middle must be contiguous");
+  ELLA_CHECK(middle.is_contiguous(), "factored_linear_backward_keeping: middle must be contiguous");
 }
 
 // ---- kron_accumulate_ ----
@@ -166,7 +165,7 @@ inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Ten
   const int64_t G = factor.size(0), d = factor.size(1);
   check.tensor("factor", factor, {G, d, d}, "(G, d, d)");
   check.tensor("rows", rows, {-1, G, d}, "(N, G, d)");
-  STD_TORCH_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
+  ELLA_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
   check.number("alpha", alpha);
   return {rows.size(0), G, d};
 }
@@ -192,9 +191,9 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.number("alpha", alpha);
   const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t least) {
-    STD_TORCH_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
-    STD_TORCH_CHECK(value[0] >= least && value[1] >= least, op, ": ", name, " must be at least ", least, ", got (", value[0],
-                    ", ", value[1], ")");
+    ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
+    ELLA_CHECK(value[0] >= least && value[1] >= least, op, ": ", name, " must be at least ", least, ", got (", value[0], ", ",
+               value[1], ")");
   };
   pair("kernel_size", kernel_size, 1);
   pair("stride", stride, 1);
@@ -208,14 +207,13 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   g.dilation_h = dilation[0], g.dilation_w = dilation[1];
   g.circular = circular;
   check.tensor("factor", factor, {g.patch(), g.patch()}, "(C*kh*kw, C*kh*kw)");
-  STD_TORCH_CHECK(factor.is_contiguous(), op, ": factor must be contiguous, it is updated in place");
-  STD_TORCH_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op, ": circular padding must not exceed the image (",
-                  g.H, ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w, ")");
+  ELLA_CHECK(factor.is_contiguous(), op, ": factor must be contiguous, it is updated in place");
+  ELLA_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op, ": circular padding must not exceed the image (", g.H,
+             ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w, ")");
   const int64_t span_h = g.H + 2 * g.padding_h - g.dilation_h * (g.kernel_h - 1) - 1;
   const int64_t span_w = g.W + 2 * g.padding_w - g.dilation_w * (g.kernel_w - 1) - 1;
-  STD_TORCH_CHECK(span_h >= 0 && span_w >= 0, op, ": kernel_size (", g.kernel_h, ", ", g.kernel_w, ") with dilation (",
-                  g.dilation_h, ", ", g.dilation_w, ") does not fit the padded image (", g.H + 2 * g.padding_h, ", ",
-                  g.W + 2 * g.padding_w, ")");
+  ELLA_CHECK(span_h >= 0 && span_w >= 0, op, ": kernel_size (", g.kernel_h, ", ", g.kernel_w, ") with dilation (", g.dilation_h,
+             ", ", g.dilation_w, ") does not fit the padded image (", g.H + 2 * g.padding_h, ", ", g.W + 2 * g.padding_w, ")");
   g.out_h = span_h / g.stride_h + 1;
   g.out_w = span_w / g.stride_w + 1;
   return g;
@@ -235,8 +233,8 @@ inline KronLogdetSizes check_kron_logdet(const char* op, const Tensor& eigenvalu
   check.tensor("eigenvalues_out", eigenvalues_out, {-1, -1}, "(G, b) or (1, b)");
   check.tensor("precision", precision, {}, "()");
   const int64_t G = eigenvalues_in.size(0), rows = eigenvalues_out.size(0);
-  STD_TORCH_CHECK(rows == G || rows == 1, op, ": eigenvalues_out must have shape (G, b) or (1, b) with G = ", G, ", got ",
-                  shape_string(eigenvalues_out));
+  ELLA_CHECK(rows == G || rows == 1, op, ": eigenvalues_out must have shape (G, b) or (1, b) with G = ", G, ", got ",
+             shape_string(eigenvalues_out));
   return {G, eigenvalues_in.size(1), eigenvalues_out.size(1), rows == 1};
 }
 
@@ -264,8 +262,8 @@ inline KronEvidenceSizes check_kron_spectra(const char* op, const Tensor& eigenv
   check.tensor("eigenvalues", eigenvalues, {-1}, "(E,)");
   check.index("tiles", tiles, {-1, 5}, "(T, 5)");
   check.index("starts", starts, {-1}, "(B + 1,)");
-  STD_TORCH_CHECK(tiles.is_contiguous() && starts.is_contiguous(), op, ": tiles and starts must be contiguous");
-  STD_TORCH_CHECK(starts.size(0) > 0, op, ": starts must have B + 1 entries, got none");
+  ELLA_CHECK(tiles.is_contiguous() && starts.is_contiguous(), op, ": tiles and starts must be contiguous");
+  ELLA_CHECK(starts.size(0) > 0, op, ": starts must have B + 1 entries, got none");
   return {starts.size(0) - 1, tiles.size(0)};
 }
 
@@ -285,7 +283,7 @@ inline KronEvidenceSizes check_kron_evidence_derivative(const Tensor& eigenvalue
   const char* op = "kron_evidence_derivative";
   const KronEvidenceSizes s = check_kron_spectra(op, eigenvalues, tiles, starts);
   ArgumentCheck(op, "eigenvalues", eigenvalues).tensor("log_ratio", log_ratio, {s.tensors}, "(B,)");
-  STD_TORCH_CHECK(order >= 2 && order <= max_order, op, ": order must be from 2 to ", max_order, ", got ", order);
+  ELLA_CHECK(order >= 2 && order <= max_order, op, ": order must be from 2 to ", max_order, ", got ", order);
   return s;
 }
 
@@ -329,19 +327,19 @@ inline std::vector<int64_t> polyphase_components(const char* op, const Tensor& i
   const int64_t* data = index.const_data_ptr<int64_t>();
   for (size_t n = 0; n < out.size(); ++n) {
     out[n] = data[static_cast<int64_t>(n) * index.stride(0)];
-    STD_TORCH_CHECK(out[n] >= 0 && out[n] < 4, op, ": index must be in 0..3, got ", out[n], " for image ", n);
+    ELLA_CHECK(out[n] >= 0 && out[n] < 4, op, ": index must be in 0..3, got ", out[n], " for image ", n);
   }
   return out;
 }
 
 inline PolyphaseSizes check_polyphase_image(const ArgumentCheck& check, const char* op, const Tensor& x) {
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
-  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  ELLA_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
   return {x.size(0), x.size(1), x.size(2) / 2, x.size(3) / 2};
 }
 
 inline void check_polyphase_norm(const char* op, double norm) {
-  STD_TORCH_CHECK(norm == 1.0 || norm == 2.0 || (std::isinf(norm) && norm > 0), op, ": norm must be 1, 2 or inf, got ", norm);
+  ELLA_CHECK(norm == 1.0 || norm == 2.0 || (std::isinf(norm) && norm > 0), op, ": norm must be 1, 2 or inf, got ", norm);
 }
 
 inline PolyphaseSizes check_polyphase_pool(const Tensor& x, double norm) {
@@ -381,12 +379,12 @@ inline CircularPadSizes check_circular_pad(const char* op, const char* name, con
   constexpr int64_t kMost = int64_t(1) << 30;
   const ArgumentCheck check(op, name, image);
   check.tensor(name, image, {-1, -1, -1, -1}, padded ? "(N, C, H + 2 pad_h, W + 2 pad_w)" : "(N, C, H, W)");
-  STD_TORCH_CHECK(pad_h >= 0 && pad_w >= 0 && pad_h <= kMost && pad_w <= kMost, op,
-                  ": pad_h and pad_w must be from 0 to 2^30, got ", pad_h, " and ", pad_w);
+  ELLA_CHECK(pad_h >= 0 && pad_w >= 0 && pad_h <= kMost && pad_w <= kMost, op, ": pad_h and pad_w must be from 0 to 2^30, got ",
+             pad_h, " and ", pad_w);
   const int64_t H = image.size(2) - (padded ? 2 * pad_h : 0), W = image.size(3) - (padded ? 2 * pad_w : 0);
-  STD_TORCH_CHECK((H > 0 || (H == 0 && pad_h == 0)) && (W > 0 || (W == 0 && pad_w == 0)), op, ": ", name,
-                  " must have a pixel in each direction that is padded, got ", shape_string(image), " with pad_h ", pad_h,
-                  " and pad_w ", pad_w);
+  ELLA_CHECK((H > 0 || (H == 0 && pad_h == 0)) && (W > 0 || (W == 0 && pad_w == 0)), op, ": ", name,
+             " must have a pixel in each direction that is padded, got ", shape_string(image), " with pad_h ", pad_h,
+             " and pad_w ", pad_w);
   return {image.size(0), image.size(1), H, W, pad_h, pad_w};
 }
 
@@ -405,8 +403,8 @@ struct CircularConvSizes {
 };
 
 inline void check_circular_kernel(const char* op, const char* name, int64_t kernel_h, int64_t kernel_w) {
-  STD_TORCH_CHECK(kernel_h > 0 && kernel_w > 0 && kernel_h % 2 == 1 && kernel_w % 2 == 1, op, ": ", name,
-                  " must have odd height and width, got (", kernel_h, ", ", kernel_w, ")");
+  ELLA_CHECK(kernel_h > 0 && kernel_w > 0 && kernel_h % 2 == 1 && kernel_w % 2 == 1, op, ": ", name,
+             " must have odd height and width, got (", kernel_h, ", ", kernel_w, ")");
 }
 
 inline CircularConvSizes check_circular_conv2d(const char* op, const Tensor& x, const Tensor& weight,
@@ -425,7 +423,7 @@ inline CircularConvSizes check_circular_conv2d_pool(const Tensor& x, const Tenso
   const char* op = "circular_conv2d_pool";
   check_polyphase_norm(op, norm);
   const CircularConvSizes s = check_circular_conv2d(op, x, weight, bias);
-  STD_TORCH_CHECK(s.H % 2 == 0 && s.W % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  ELLA_CHECK(s.H % 2 == 0 && s.W % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
   return s;
 }
 
@@ -437,8 +435,8 @@ inline CircularConvSizes check_circular_conv2d_scattered(const Tensor& x, const 
   check.index("index", index, {x.size(0)}, "(N,)");
   check.tensor("weight", weight, {-1, x.size(1), -1, -1}, "(D, C, kh, kw)");
   check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
-  STD_TORCH_CHECK(weight.size(2) >= 3 && weight.size(3) >= 3, op, ": weight must have height and width of at least 3, got (",
-                  weight.size(2), ", ", weight.size(3), ")");
+  ELLA_CHECK(weight.size(2) >= 3 && weight.size(3) >= 3, op, ": weight must have height and width of at least 3, got (",
+             weight.size(2), ", ", weight.size(3), ")");
   return {x.size(0), x.size(1), 2 * x.size(2), 2 * x.size(3), weight.size(0), weight.size(2), weight.size(3)};
 }
 
@@ -457,7 +455,7 @@ inline CircularConvSizes check_circular_conv2d_scattered_weight_grad(const Tenso
   const char* op = "circular_conv2d_scattered_weight_grad";
   const ArgumentCheck check(op, "x", x);
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
-  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
+  ELLA_CHECK(x.size(2) % 2 == 0 && x.size(3) % 2 == 0, op, ": x must have even height and width, got ", shape_string(x));
   check.tensor("grad", grad, {x.size(0), -1, x.size(2) / 2, x.size(3) / 2}, "(N, D, H/2, W/2)");
   check.index("index", index, {x.size(0)}, "(N,)");
   check_circular_kernel(op, "the kernel", kernel_h, kernel_w);

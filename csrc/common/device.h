@@ -50,7 +50,7 @@ template <class... P, class... A>
 void launch(const Device&, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
             A... arguments) {
   if (blocks == 0) return;
-  STD_TORCH_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
+  ELLA_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
   cusim::launch(name, kernel, static_cast<unsigned>(blocks), threads, shared_bytes, arguments...);
 }
 
@@ -70,7 +70,7 @@ inline Tensor device_empty(const Tensor& like, std::initializer_list<int64_t> sh
 #else
 
 inline void check_cuda(cudaError_t error, const char* name) {
-  STD_TORCH_CHECK(error == cudaSuccess, "ella_cuda: ", name, ": ", cudaGetErrorString(error));
+  ELLA_CHECK(error == cudaSuccess, "ella_cuda: ", name, ": ", cudaGetErrorString(error));
 }
 
 // Symbols of libtorch_cuda are looked up in the running process at first use: linking against them would stop this library
@@ -78,7 +78,7 @@ inline void check_cuda(cudaError_t error, const char* name) {
 inline void* torch_cuda_symbol(const char* name) {
   static void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
   void* const symbol = library ? dlsym(library, name) : nullptr;
-  STD_TORCH_CHECK(symbol, "ella_cuda: ", name, " not found: the installed torch was built without CUDA; install a CUDA build");
+  ELLA_CHECK(symbol, "ella_cuda: ", name, " not found: the installed torch was built without CUDA; install a CUDA build");
   return symbol;
 }
 
@@ -122,7 +122,7 @@ template <class... P, class... A>
 void launch(const Device& device, const char* name, void (*kernel)(P...), int64_t blocks, unsigned threads, size_t shared_bytes,
             A... arguments) {
   if (blocks == 0) return;
-  STD_TORCH_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
+  ELLA_CHECK(blocks <= kMaxBlocks, "ella_cuda: ", name, ": ", blocks, " blocks exceed the grid limit ", kMaxBlocks);
   if (shared_bytes > kPlainSharedBytes) {
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)), name);
   }

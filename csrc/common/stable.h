@@ -8,12 +8,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/Dispatch.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <vector>
+
+#include "error.h"
 
 // Headers before 2.13 know the check under its old name only.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK

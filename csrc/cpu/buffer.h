@@ -13,8 +13,8 @@ template <class T>
 class Buffer {
  public:
   explicit Buffer(int64_t count) : data_(static_cast<T*>(::operator new(bytes(count), kLine, std::nothrow))) {
-    STD_TORCH_CHECK(data_, "ella_cuda: the system has no ", bytes(count),
-                    " bytes of scratch memory left; free some, or use smaller batches");
+    ELLA_CHECK(data_, "ella_cuda: the system has no ", bytes(count),
+               " bytes of scratch memory left; free some, or use smaller batches");
   }
 
   T* data() const { return data_.get(); }

@@ -48,8 +48,8 @@ class Tiles {
         fits = tile.tensor == b && inside(tile.row, tile.rows, count) && inside(tile.column, tile.columns, count);
       }
     }
-    STD_TORCH_CHECK(fits, op, ": tiles and starts do not fit together or leave the ", count,
-                    " eigenvalues; take them from pack_spectra");
+    ELLA_CHECK(fits, op, ": tiles and starts do not fit together or leave the ", count,
+               " eigenvalues; take them from pack_spectra");
   }
 
   Tile operator[](int64_t t) const {

@@ -77,9 +77,9 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
                            const std::vector<int64_t>& dilation, bool circular, double alpha) {
   const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (geometry.positions() == 0 || factor.numel() == 0) return;
-  STD_TORCH_CHECK(std::max(geometry.H + 2 * geometry.padding_h, geometry.W + 2 * geometry.padding_w) <= kMaxSide,
-                  "conv_kron_accumulate_: a padded image may have at most ", kMaxSide, " rows and columns, got (", geometry.H,
-                  ", ", geometry.W, ") with padding (", geometry.padding_h, ", ", geometry.padding_w, ")");
+  ELLA_CHECK(std::max(geometry.H + 2 * geometry.padding_h, geometry.W + 2 * geometry.padding_w) <= kMaxSide,
+             "conv_kron_accumulate_: a padded image may have at most ", kMaxSide, " rows and columns, got (", geometry.H, ", ",
+             geometry.W, ") with padding (", geometry.padding_h, ", ", geometry.padding_w, ")");
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
     const Patches<scalar_t> policy(x, geometry);

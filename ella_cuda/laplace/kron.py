@@ -70,7 +70,7 @@ class KronLaplace:
         n_outputs: K; 0 before ``fit``.
 
     Raises:
-        TypeError: a layer with trainable parameters has no rule; the message names it and
+        TypeError: model is no module, or a layer of its with trainable parameters has no rule; the message names it and
             ``ella_cuda.laplace.register``.
         ValueError: an argument out of range, tied parameters, no trainable parameter.
 
@@ -89,6 +89,8 @@ class KronLaplace:
         memory_budget: int | None = None,
         column_tolerance: float = 0.0,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
         _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
         _check_choice("fisher", fisher, FISHERS)
         _check_choice("resolution", resolution, RESOLUTIONS)
@@ -152,7 +154,7 @@ class KronLaplace:
             self.
 
         Raises:
-            TypeError: the loader yields something else than pairs of tensors.
+            TypeError: the loader yields something else than pairs of tensors, or single examples.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
@@ -398,6 +400,32 @@ class KronLaplace:
         penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
         return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
 
+    def optimize_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
+        """Raise the evidence by Adam on the logarithms of the precisions, from the present ones on.
+
+        Args:
+            n_steps: how many steps.
+            lr: of Adam, in units of the logarithm.
+
+        Returns:
+            ``self.prior_precision``, now the last step's: one value per parameter tensor.
+
+        Raises:
+            ValueError: n_steps or lr is not positive.
+            RuntimeError: as :meth:`log_marginal_likelihood`.
+        """
+        if n_steps < 1 or lr <= 0:
+            raise ValueError(f"optimize_prior_precision: n_steps and lr must be positive, got {n_steps!r} and {lr!r}.")
+        self._fitted()
+        self._bases.check()
+        log_precision = self.prior_precision.log().requires_grad_()
+        optimizer = torch.optim.Adam([log_precision], lr=lr, maximize=True)
+        for _ in range(n_steps):
+            (log_precision.grad,) = torch.autograd.grad(self.evidence_at(log_precision), log_precision)
+            optimizer.step()
+        self.prior_precision = log_precision.detach().exp()
+        return self.prior_precision
+
     # effective parameters --------------------------------------------------------------------------------------------
 
     def effective_parameters(self) -> dict[str, float]:
@@ -531,7 +559,13 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         if isinstance(batch, (tuple, list)):
             got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
         raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {got}.")
-    return batch[0], batch[1]
+    x, y = batch
+    if y.dim() == 0 or x.dim() == 0:
+        raise TypeError(
+            f"fit: the loader must yield batches (x, y) with an axis of examples in front, got shapes {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; a data set yields single examples, pass torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    return x, y
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

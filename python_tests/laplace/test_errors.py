@@ -73,6 +73,17 @@ def test_a_loader_that_yields_no_pairs(model, data):
         KronLaplace(model).fit(data[0])
 
 
+def test_single_examples_are_refused():
+    data = torch.utils.data.TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
+    with pytest.raises(TypeError, match="DataLoader"):
+        KronLaplace(nn.Linear(4, 3)).fit(data)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got function"):
+        KronLaplace(lambda x: x)
+
+
 def test_evidence_before_a_fit(model):
     la = KronLaplace(model)
     for ask in (la.log_marginal_likelihood, la.effective_parameters, lambda: la.factors, lambda: la.log_likelihood):

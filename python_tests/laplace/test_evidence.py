@@ -169,6 +169,32 @@ def test_gradient_in_the_log_precisions_is_the_published_formula(fitted):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_optimized_precisions_are_the_fixed_point(fitted):
+    """delta_l |theta_l|^2 = gamma_l (MacKay, "Bayesian interpolation", 1992), with gamma of the dense matrices."""
+    for p in fitted.model.parameters():  # of a tensor of zeros the best precision is 0
+        nn.init.normal_(p)
+    fitted.fit([(torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,)))])
+    before = fitted.log_marginal_likelihood()
+    returned = fitted.optimize_prior_precision(n_steps=600)
+    assert torch.equal(returned, fitted.prior_precision) and fitted.log_marginal_likelihood() > before
+    for (name, factor), d in zip(fitted.factors.items(), returned, strict=True):
+        dense = torch.block_diag(*factor.to_dense())
+        gamma = torch.trace(torch.linalg.solve(dense + d * torch.eye(len(dense), dtype=torch.float64), dense))
+        norm = fitted.model.get_parameter(name).detach().square().sum()
+        torch.testing.assert_close(d * norm, gamma, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"n_steps": 0}, {"lr": 0.0}])
+def test_optimizing_needs_positive_numbers(fitted, wrong):
+    with pytest.raises(ValueError, match="n_steps and lr must be positive"):
+        fitted.optimize_prior_precision(**wrong)
+
+
+def test_optimizing_needs_a_fit():
+    with pytest.raises(RuntimeError, match="fit"):
+        KronLaplace(nn.Linear(2, 2)).optimize_prior_precision()
+
+
 def test_second_derivatives_exist(fitted):
     count = len(fitted.parameter_names)
     assert torch.autograd.gradgradcheck(

@@ -87,7 +87,8 @@ def marglik_training(
         lr_hyp: Adam's learning rate on the log hyperparameters, kept from one evidence step to the next.
         prior_structure: which tensors share a precision: "layerwise" (none: one precision per tensor), "module" (the tensors of
             one module) or "scalar" (all).
-        n_epochs_burnin: epochs before the first evidence step.
+        n_epochs_burnin: the first evidence step is after the first multiple of ``marglik_frequency`` above it, as in the paper's
+            recipe (laplace-torch does one at a multiple equal to it too).
         n_hypersteps: hyperparameter steps per evidence step.
         marglik_frequency: epochs between evaluations (evidence step and checkpoint).
         prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 
 def default_jobs(calls: int) -> int:
@@ -85,6 +86,7 @@ def _keep_freed_memory() -> None:
 def _start_worker(threads: int) -> None:
     torch.set_num_threads(threads)
     prepare_process()
+    tqdm.set_lock(threading.RLock())  # not a semaphore of the system's, which an interrupted worker would leave behind
     parent = multiprocessing.parent_process()
 
     def follow() -> None:

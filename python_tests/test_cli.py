@@ -171,7 +171,7 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
 
 @pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(tmp_path):
-    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--out", "dir"]
+    options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--jobs", "2", "--out", "dir"]
     # A shell's background jobs ignore SIGINT, and so would what the tests start when they are one of those.
     started = subprocess.Popen(
         command(*options),

@@ -1,9 +1,12 @@
-"""The simulator as a fixture. `-m simulator` runs the kernels' source on the CPU, `-m nvcc` compiles it with nvcc."""
+"""The simulator and nvcc as fixtures. `-m simulator` runs the kernels' source on the CPU, `-m nvcc` compiles it with nvcc."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from . import nvcc as compiler
 from . import simulator as build
 
 
@@ -18,3 +21,12 @@ def simulator() -> build.Simulator:
     if build.compiler() is None:
         pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
     return build.Simulator(build.build(build.all_sources()))
+
+
+@pytest.fixture(scope="session")
+def nvcc() -> Path:
+    """The compiler of the CUDA toolkit."""
+    found, reason = compiler.find_nvcc()
+    if found is None:
+        pytest.skip(reason)
+    return found

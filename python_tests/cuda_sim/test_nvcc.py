@@ -20,14 +20,6 @@ pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def nvcc() -> Path:
-    found, reason = compiler.find_nvcc()
-    if found is None:
-        pytest.skip(reason)
-    return found
-
-
-@pytest.fixture(scope="module")
 def compiled(nvcc: Path) -> list[compiler.Compiled]:
     return compiler.compile_all(nvcc)
 

@@ -6,16 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .. import nvcc as compiler
 from .device import PtxDevice
-
-
-@pytest.fixture(scope="session")
-def nvcc() -> Path:
-    found, reason = compiler.find_nvcc()
-    if found is None:
-        pytest.skip(reason)
-    return found
 
 
 @pytest.fixture(scope="session")

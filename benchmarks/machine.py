@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,13 +67,24 @@ def measure_peaks(device: torch.device) -> Peaks:
     return Peaks(flops, bandwidth)
 
 
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's model, with the numbers of its family and model where Linux tells: virtual machines name the maker alone."""
+    name, known = device_name(torch.device("cpu")), {}
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            known.setdefault(key.strip(), value.strip())
+    numbers = [f"{short} {known[key]}" for key, short in (("cpu family", "family"), ("model", "model")) if key in known]
+    return f"{name} ({' '.join(numbers)})" if numbers else name
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on and with."""
     return {
         "ella_cuda": __version__,
         "build": {key: str(value) for key, value in build_info().items()},
         "torch": torch.__version__,
-        "cpu": device_name(torch.device("cpu")),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "device": device_name(device) if device.type == "cuda" else "cpu",

@@ -160,6 +160,14 @@ def test_a_copy_without_history_is_told_its_commit(monkeypatch):
     assert machine.told_commit() == {"id": "0123456", "dirty": False}
 
 
+def test_a_processor_is_told_from_others_of_its_maker(tmp_path):
+    (tmp_path / "cpuinfo").write_text(
+        "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: X\n\ncpu family\t: 6\n"
+    )
+    assert machine.processor(tmp_path / "cpuinfo").endswith(" (family 25 model 17)")
+    assert "family" not in machine.processor(tmp_path / "none")
+
+
 def test_least_of_several_runs():
     def run(commit: str, *seconds: float, peak: float | None = 1, floor: float = 1) -> dict:
         entries = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_kernel_size
+from ella_cuda.nn._sizes import Size, as_kernel_size, check_image
 
 
 class CircularConv2d(nn.Conv2d):
@@ -21,8 +21,8 @@ class CircularConv2d(nn.Conv2d):
         bias: whether the layer has a bias.
 
     Raises:
-        ValueError: kernel_size is not positive or even.
-        RuntimeError: in forward, the input does not fit.
+        ValueError: kernel_size is not positive or even; in forward, the input does not fit.
+        TypeError: in forward, the input is no tensor.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: Size = 3, bias: bool = True) -> None:
@@ -31,4 +31,5 @@ class CircularConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
+        check_image("CircularConv2d", x, self.in_channels, None, self.weight)
         return ops.circular_conv2d(x, self.weight, self.bias)

@@ -272,8 +272,7 @@ class SparseConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
-        shape = x.shape[2:] if isinstance(x, Tensor) and x.dim() == 4 else ("H", "W")
-        check_image("SparseConv2d", x, self.in_channels, shape, self.weight)
+        check_image("SparseConv2d", x, self.in_channels, None, self.weight)
         if not self.projects_input(x.shape[0], math.prod(x.shape[2:])):
             return ops.circular_conv2d(x, self.kernel(), self.bias)
         # Correlating with function a gives the anchors' projections of every patch: (N*C, 1, H, W) -> (N*C, A, H, W).

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size
+from ella_cuda.nn._sizes import Size, check_image
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.pooling import PolyphasePool2d
 
@@ -26,8 +26,10 @@ class StridedCircularConv2d(nn.Sequential):
         norm: that decides, 1, 2 or ``math.inf``.
 
     Raises:
-        ValueError: kernel_size is not positive or even; in forward, ``norm`` is none of these.
-        RuntimeError: in forward, the input does not fit.
+        ValueError: kernel_size is not positive or even; in forward, ``norm`` is none of these, or the input has other channels, dtype
+            or device.
+        TypeError: in forward, the input is no tensor.
+        RuntimeError: in forward, H or W is odd.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class StridedCircularConv2d(nn.Sequential):
         if not self._closed():
             return super().forward(x)
         conv, pool = self
+        check_image("StridedCircularConv2d", x, conv.in_channels, None, conv.weight)
         return ops.circular_conv2d_pool(x, conv.weight, conv.bias, pool.norm)
 
     def _closed(self) -> bool:

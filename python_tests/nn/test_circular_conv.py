@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.nn import CircularConv2d
+from ella_cuda.nn import CircularConv2d, StridedCircularConv2d
 from python_tests.ops.checks import assert_same
 
 SIZES = [(3, 8, 8), ((3, 5), 4, 20), ((1, 3), 2, 2), (3, 1, 1)]  # kernel_size, H, W
@@ -46,9 +46,16 @@ def test_sizes_that_keep_no_size_are_refused(kernel_size):
         CircularConv2d(1, 1, kernel_size)
 
 
-def test_a_wrong_number_of_channels_is_refused():
-    with pytest.raises(RuntimeError, match="weight"):
-        CircularConv2d(2, 3)(torch.zeros(1, 3, 4, 4))
+@pytest.mark.parametrize("layer", [CircularConv2d, StridedCircularConv2d])
+def test_images_that_do_not_fit_are_refused(layer):
+    with pytest.raises(ValueError, match=rf"{layer.__name__}: x must have shape \(N, 2, H, W\), got \(1, 3, 4, 4\)"):
+        layer(2, 3)(torch.zeros(1, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"x must have shape .* got \(2, 4, 4\)"):
+        layer(2, 3)(torch.zeros(2, 4, 4))
+    with pytest.raises(ValueError, match=r"x is torch.float64, the layer's parameters are torch.float32"):
+        layer(2, 3)(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        layer(2, 3)([[0.0]])
 
 
 @pytest.mark.parametrize(("kernel_size", "height", "width"), [(3, 6, 6), ((3, 5), 4, 16), (3, 2, 2)])

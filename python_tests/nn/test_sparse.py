@@ -291,7 +291,7 @@ def test_anchors_and_lengthscales_are_no_parameters_but_saved():
         (lambda: SparseFactoredLinear2d(2, 2.5, 4, 4), "out_channels"),
         (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=(1, 2, 3)), "num_anchors"),
         (lambda: SparseFactoredLinear2d(2, 3, 4, 4, num_anchors=True), "num_anchors"),
-        (lambda: SparseConv2d(20, 40)(torch.zeros(128, 7, 4, 4)), r"\(N, 20, 4, 4\)"),
+        (lambda: SparseConv2d(20, 40)(torch.zeros(128, 7, 4, 4)), r"\(N, 20, H, W\)"),
         (lambda: SparseConv2d(2, 3).double()(torch.zeros(1, 2, 4, 4)), "SparseConv2d: x is torch.float32"),
         (lambda: SparseConv2d(2, 3, basis="cubic"), "cubic"),
         (lambda: SparseConv2d.from_dense(nn.Conv2d(2, 3, 3, padding=1)), "padding_mode='circular'"),

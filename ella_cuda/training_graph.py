@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -156,14 +157,16 @@ class GraphedStep:
 
     def _record(self, x: Tensor, y: Tensor) -> _Recorded:
         place, labels = torch.empty_like(x), torch.empty_like(y)
+        handled = sys.exc_info()[1]  # by whoever trains, no matter of ours
         with self._capturable():
             try:
                 replay = self._graphs.record(lambda: self._run(place, labels))
             except (AssertionError, RuntimeError) as error:
-                # That the capture cannot end hides why.
-                cause = error.__context__ or error
+                hidden = None if error.__suppress_context__ else error.__context__
+                # A capture that cannot end hides why.
+                words = str(error) if hidden in (None, handled) else f"{hidden}; {error}"
                 raise RuntimeError(
-                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({cause}). "
+                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({words}). "
                     "What the model does must not depend on values, nor read any back. In a new process, pass cuda_graph=False."
                 ) from error
         return _Recorded(place, labels, replay)

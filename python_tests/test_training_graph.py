@@ -283,6 +283,11 @@ def test_a_model_that_reads_values_is_refused(device, graphs):
         match=r"batches \(10, 1, 8, 8\) cannot be recorded as a CUDA graph.*In a new process, pass cuda_graph=False",
     ):
         run(device, True, Reads())
+    try:
+        raise KeyError("of whoever trains")
+    except KeyError:  # no cause of what happens while it is handled
+        with pytest.raises(RuntimeError, match=r"as a CUDA graph \(.*reads a value"):
+            run(device, True, Reads())
 
 
 def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):

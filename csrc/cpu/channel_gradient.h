@@ -16,14 +16,16 @@ namespace ella {
 // Where it is the faster way. Every position passes over all results, and sums no more than the images at each: that is little
 // where positions are few, and much beside few images. Tasks have sums of their own, for which there is memory up to some
 // number of results: of more than kHuge a single task is left, of more than kMany few. The limits are where the two ways took
-// the same time, on two threads, for 80 to 400 channels, 2 x 2 to 64 x 64 positions and 1 to 128 images. `component`: only one
-// of the gradient's four polyphase components is not zero.
+// about the same time, on two threads, for 80 to 400 channels, 2 x 2 to 64 x 64 positions and 1 to 128 images. `component`:
+// only one of the gradient's four polyphase components is not zero.
 inline bool by_channels(const CircularConvSizes& s, bool component) {
   constexpr int64_t kSome = 48 * 1024, kMany = 128 * 1024, kHuge = 300 * 1024;
   const int64_t results = s.D * s.C * s.kernel_h * s.kernel_w, positions = s.H * s.W / (component ? 4 : 1);
-  if (positions <= 16) return results > kSome || (component && positions <= 4);
+  if (component && positions <= 4) return true;
+  if (s.D < 16) return false;  // lanes would be left empty
+  if (positions <= 16) return results > kSome;
   if (positions <= 64) return results > (s.N <= 8 ? kSome : s.N <= 16 ? kMany : kHuge);
-  return results > kHuge && s.N >= (positions <= 256 ? 4 : 8);
+  return results > kHuge && s.N >= (component ? 64 : positions <= 256 ? 4 : 8);
 }
 
 template <class T>

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from ella_cuda import ops
@@ -155,11 +156,16 @@ class KronLaplace:
             self.
 
         Raises:
-            TypeError: the loader yields something else than pairs of tensors, or single examples.
+            TypeError: the loader is a data set, or yields something else than pairs of tensors.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
+        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+            raise TypeError(
+                "fit: loader must yield batches (x, y), but a data set yields single examples; pass "
+                "torch.utils.data.DataLoader(dataset, batch_size=...)."
+            )
         data_fit = DataFitGradient(self.model)
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         fingerprint = _fingerprint(self.model).to(self._device)
@@ -419,11 +425,12 @@ class KronLaplace:
             raise ValueError(f"optimize_prior_precision: n_steps and lr must be positive, got {n_steps!r} and {lr!r}.")
         self._fitted()
         self._bases.check()
-        log_precision = self.prior_precision.log().requires_grad_()
-        optimizer = torch.optim.Adam([log_precision], lr=lr, maximize=True)
-        for _ in range(n_steps):
-            (log_precision.grad,) = torch.autograd.grad(self.evidence_at(log_precision), log_precision)
-            optimizer.step()
+        with torch.inference_mode(False), torch.enable_grad():
+            log_precision = self.prior_precision.log().requires_grad_()
+            optimizer = torch.optim.Adam([log_precision], lr=lr, maximize=True)
+            for _ in range(n_steps):
+                (log_precision.grad,) = torch.autograd.grad(self.evidence_at(log_precision), log_precision)
+                optimizer.step()
         self.prior_precision = log_precision.detach().exp()
         return self.prior_precision
 
@@ -560,13 +567,7 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         if isinstance(batch, (tuple, list)):
             got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
         raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {got}.")
-    x, y = batch
-    if y.dim() == 0 or x.dim() == 0:
-        raise TypeError(
-            f"fit: the loader must yield batches (x, y) with an axis of examples in front, got shapes {tuple(x.shape)} and "
-            f"{tuple(y.shape)}; a data set yields single examples, pass torch.utils.data.DataLoader(dataset, batch_size=...)."
-        )
-    return x, y
+    return batch[0], batch[1]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +41,9 @@ class StridedCircularConv2d(nn.Sequential):
 
     def __getitem__(self, index: slice | int) -> nn.Module:
         """A part, or some in a row as an ``nn.Sequential``."""
-        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)
+        if isinstance(index, slice):
+            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
+        return super().__getitem__(index)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H/2, W/2)``."""

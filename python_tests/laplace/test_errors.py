@@ -73,10 +73,11 @@ def test_a_loader_that_yields_no_pairs(model, data):
         KronLaplace(model).fit(data[0])
 
 
-def test_single_examples_are_refused():
-    data = torch.utils.data.TensorDataset(torch.randn(6, 4), torch.randint(3, (6,)))
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_single_examples_are_refused(likelihood):
+    y = torch.randint(3, (6,)) if likelihood == "classification" else torch.randn(6, 3)
     with pytest.raises(TypeError, match="DataLoader"):
-        KronLaplace(nn.Linear(4, 3)).fit(data)
+        KronLaplace(nn.Linear(4, 3), likelihood).fit(torch.utils.data.TensorDataset(torch.randn(6, 4), y))
 
 
 def test_what_is_no_module_is_refused():

@@ -175,7 +175,8 @@ def test_optimized_precisions_are_the_fixed_point(fitted):
         nn.init.normal_(p)
     fitted.fit([(torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(3, (6,)))])
     before = fitted.log_marginal_likelihood()
-    returned = fitted.optimize_prior_precision(n_steps=600)
+    with torch.no_grad():
+        returned = fitted.optimize_prior_precision(n_steps=600)
     assert torch.equal(returned, fitted.prior_precision) and fitted.log_marginal_likelihood() > before
     for (name, factor), d in zip(fitted.factors.items(), returned, strict=True):
         dense = torch.block_diag(*factor.to_dense())

@@ -58,6 +58,7 @@ def test_its_parts():
     first = strided[:1]
     assert type(first) is nn.Sequential and list(first) == [strided[0]]
     assert list(strided[:]) == list(strided)
+    assert [name for name, _ in strided[1:].named_children()] == ["1"]  # as nn.Sequential names them
 
 
 def norms_seen(strided: StridedCircularConv2d, kept: list[Tensor]) -> None:

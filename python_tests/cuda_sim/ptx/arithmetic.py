@@ -46,20 +46,28 @@ def _shift(left: bool) -> Callable[[Array, Array], Array]:
     return shift
 
 
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The sum, and what its rounding left out; 0 for that where it is not finite."""
+    total = a + b
+    other = total - a
+    lost = (a - (total - other)) + (b - other)
+    return total, np.where(np.isfinite(lost), lost, 0.0)
+
+
 def _fma32(a: Array, b: Array, c: Array) -> Array:
-    return (a.astype(np.float64) * b + c).astype(np.float32)
+    """The product is exact in float64; the sum is rounded to odd there, so that the second rounding is the only one that counts."""
+    total, lost = _two_sum(a.astype(np.float64) * b, c.astype(np.float64))
+    bits = total.view(np.int64)
+    towards = np.where((lost > 0) == (total > 0), 1, -1)
+    odd = np.where((lost != 0) & (bits % 2 == 0), bits + towards, bits)
+    return odd.view(np.float64).astype(np.float32)
 
 
 def _fma32_down(a: Array, b: Array, c: Array) -> Array:
-    exact = a.astype(np.float64) * b + c
-    near = exact.astype(np.float32)
-    return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
+    total, lost = _two_sum(a.astype(np.float64) * b, c.astype(np.float64))
+    near = total.astype(np.float32)
+    above = (near > total) | ((near == total) & (lost < 0))
+    return np.where(above, np.nextafter(near, np.float32(-np.inf)), near)
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
@@ -114,36 +122,32 @@ def _comparison(name: str, dtype: np.dtype) -> Callable[[Array, Array], Array]:
     return lambda a, b: ORDERED[name](a, b) & ~np.isnan(a) & ~np.isnan(b)
 
 
-def _conversion(parts: list[str]) -> Operation:
-    target, source = DTYPES[parts[-2]], DTYPES[parts[-1]]
-    how = set(parts[1:-2])
-
-    def convert(a: Array) -> Array:
-        if "sat" in how:
-            a = np.where(np.isnan(a), 0, np.clip(a, 0, 1))
-        if source.kind == "f" and target.kind in "iu":
-            rounded = (
-                np.trunc(a)
-                if "rzi" in how
-                else np.floor(a)
-                if "rmi" in how
-                else np.ceil(a)
-                if "rpi" in how
-                else np.rint(a)
-            )
-            limits = np.iinfo(target)
-            inside = (rounded > float(limits.min)) & (rounded < float(limits.max))
-            ends = np.where(rounded > 0, limits.max, limits.min).astype(target)
-            return np.where(
-                inside, np.where(inside, rounded, 0).astype(target), np.where(np.isnan(a), target.type(0), ends)
-            )
-        return a.astype(target)
-
-    assert how <= {"rn", "rzi", "rmi", "rpi", "rni", "sat", "ftz"}, parts
-    return Operation((source,), target, convert)
+TO_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
-ANY_ROUNDING = {"rn", "ftz", "approx", "full", "uni"}
+def _conversion(parts: list[str]) -> Operation | None:
+    target, source, how = DTYPES[parts[-2]], DTYPES[parts[-1]], [part for part in parts[1:-2] if part != "ftz"]
+    if source.kind == "f" and target.kind in "iu" and len(how) == 1 and how[0] in TO_WHOLE:
+        limits = np.iinfo(target)
+        narrow = source.itemsize < 8 and target.itemsize < 8
+        of_nan = 0 if narrow else limits.min if target.kind == "i" else 1 << (8 * target.itemsize - 1)
+
+        def to_integer(a: Array) -> Array:
+            whole = TO_WHOLE[how[0]](a.astype(np.float64))
+            inside = (whole > float(limits.min)) & (whole < float(limits.max))
+            ends = np.where(whole > 0, limits.max, limits.min).astype(target)
+            numbers = np.where(inside, np.where(inside, whole, 0).astype(target), ends)
+            return np.where(np.isnan(a), np.array(of_nan, target), numbers)
+
+        return Operation((source,), target, to_integer)
+    if how == ["sat"] and source == target and target.kind == "f":
+        return Operation((source,), target, lambda a: np.where(np.isnan(a), 0, np.clip(a, 0, 1)))
+    if how == (["rn"] if target.kind == "f" and source.itemsize >= target.itemsize else []) or how == ["rn"]:
+        return Operation((source,), target, lambda a: a.astype(target))
+    return None
+
+
+NEAREST = {"rn", "ftz"}
 SIMPLE: dict[str, tuple[int, Callable[..., Array]]] = {
     "add": (2, lambda a, b: a + b),
     "sub": (2, lambda a, b: a - b),
@@ -182,7 +186,7 @@ def operation(parts: list[str]) -> Operation | None:
         return Operation((dtype, dtype), wide, lambda a, b: a.astype(wide) * b.astype(wide))
     if name == "bfi":
         return Operation((dtype, dtype, DTYPES["u32"], DTYPES["u32"]), dtype, _bit_field_insert)
-    if name == "mul" and (how == ["lo"] or dtype.kind == "f"):
+    if name == "mul" and (set(how) <= NEAREST if dtype.kind == "f" else how == ["lo"]):
         return Operation((dtype, dtype), dtype, lambda a, b: a * b)
     if name == "mad" and how == ["lo"]:
         return Operation((dtype,) * 3, dtype, lambda a, b, c: a * b + c)
@@ -190,11 +194,11 @@ def operation(parts: list[str]) -> Operation | None:
         return Operation((dtype,) * 3, dtype, _fma32_down)
     if name == "fma" and how == ["rn"]:
         return Operation((dtype,) * 3, dtype, _fma32 if dtype == np.float32 else _fma64)
-    if name == "div":
+    if name == "div" and set(how) <= NEAREST:
         return Operation((dtype, dtype), dtype, (lambda a, b: a / b) if dtype.kind == "f" else _divide)
-    if name == "rcp":
+    if name == "rcp" and (set(how) <= NEAREST or (how == ["approx", "ftz"] and dtype == np.float64)):
         return Operation((dtype,), dtype, _approximate_reciprocal if "approx" in how else lambda a: 1 / a)
-    if name in SIMPLE and set(how) <= ANY_ROUNDING:
+    if name in SIMPLE and set(how) <= (NEAREST | {"approx"} if name == "ex2" else NEAREST):
         count, compute = SIMPLE[name]
         return Operation((dtype,) * count, dtype, compute)
     return None

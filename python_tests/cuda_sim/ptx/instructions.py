@@ -32,6 +32,7 @@ def is_together(instruction: Instruction) -> bool:
 def step_of(instruction: Instruction) -> Step:
     """What the instruction does to a block's active threads."""
     parts, operands = instruction.parts, instruction.operands
+    assert not (is_together(instruction) and instruction.guard), f"{instruction} for some threads is not known"
     special = SPECIAL.get(parts[0]) or SPECIAL.get(".".join(parts[:2])) or SPECIAL.get(".".join(parts[:3]))
     if parts[0] == "mov" and any(isinstance(operand, tuple) for operand in operands):
         return _pack(instruction)
@@ -141,7 +142,7 @@ def _shuffle(instruction: Instruction) -> Step:
         if np.any(block.read(members, DTYPES["u32"])[active] != 0xFFFFFFFF):
             raise Fault("a shuffle of less than a whole warp is not known here")
         values = block.read(source, DTYPES["b32"])
-        lane, step_ = block.all % WARP, block.read(by, DTYPES["u32"]).astype(np.int64)
+        lane, step_ = block.all % WARP, block.read(by, DTYPES["u32"]).astype(np.int64) & 31
         limits = block.read(clamp, DTYPES["u32"]).astype(np.int64)
         segment, most = limits >> 8 & 31, limits & 31
         least = lane & segment
@@ -219,7 +220,11 @@ def _mma(instruction: Instruction) -> Step:
 def _warpgroup(instruction: Instruction) -> Step:
     kind = instruction.parts[1]
     if kind == "fence":
-        return lambda block, active: None
+
+        def fence(block: Block, active: Array) -> None:
+            block.fenced[np.unique(active // WARPGROUP)] = True
+
+        return fence
     if kind == "commit_group":
 
         def commit(block: Block, active: Array) -> None:
@@ -232,12 +237,14 @@ def _warpgroup(instruction: Instruction) -> Step:
         def wait(block: Block, active: Array) -> None:
             rest, waits = [], set((active // WARPGROUP).tolist())
             for product in block.products:
-                warpgroup, group, words = product
+                warpgroup, group, words, _ = product
                 if warpgroup in waits and group < block.product_groups[warpgroup] - pending:
                     block.shared.end_product(words)
                 else:
                     rest.append(product)
             block.products = rest
+            block.in_flight = {name for *_, names in rest for name in names}
+            block.fenced[list(waits)] = False  # what follows may touch the accumulators
 
         return wait
     assert instruction.name == "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32", instruction
@@ -248,16 +255,19 @@ def _warpgroup(instruction: Instruction) -> Step:
 
     def step(block: Block, active: Array) -> None:
         _whole(active, WARPGROUP)
+        block.in_flight -= set(results)  # a product may add to what the one before it adds to
         c, a = (_matrices(block, names, DTYPES[kind], active) for names, kind in ((results, "f32"), (left, "b32")))
         answers = []
         for i, mine in enumerate(active.reshape(-1, WARPGROUP)):
+            if not block.fenced[mine[0] // WARPGROUP]:
+                raise Fault("a product of a warpgroup without a fence before it")
             described = set(block.read(descriptor, DTYPES["u64"])[mine].tolist())
             adding = set(block.read(add, DTYPES["pred"])[mine].tolist())
             if len(described) > 1 or len(adding) > 1:
                 raise Fault("the threads of a warpgroup ask for different products")
             operand, words = block.shared.start_product(mine, products.operand_bytes(described.pop()))
             warpgroup, warps = int(mine[0]) // WARPGROUP, slice(4 * i, 4 * i + 4)
-            block.products.append((warpgroup, int(block.product_groups[warpgroup]), words))
+            block.products.append((warpgroup, int(block.product_groups[warpgroup]), words, results))
             sums, matrix = np.zeros((4, 16, 64), np.float32), np.zeros((4, 16, 8), np.uint32)
             if adding.pop():
                 sums[:, rows, columns] = c[warps]
@@ -265,8 +275,16 @@ def _warpgroup(instruction: Instruction) -> Step:
             answers.append(products.multiply(sums, matrix, operand)[:, rows, columns].reshape(WARPGROUP, -1))
         for name, column in zip(results, np.concatenate(answers).T, strict=True):
             block.write(name, np.ascontiguousarray(column), active)
+        block.in_flight |= set(results)
 
     return step
+
+
+def _barrier(instruction: Instruction) -> Step:
+    assert instruction.name == "bar.sync" and instruction.operands == ("0",), (
+        f"only bar.sync 0 is known, not {instruction}"
+    )
+    return lambda block, active: None  # Block.run does what it does
 
 
 def _fence(instruction: Instruction) -> Step:
@@ -286,7 +304,7 @@ SPECIAL = {
     "wgmma": _warpgroup,
     "membar": _fence,
     "fence": _fence,
-    "bar": lambda instruction: lambda block, active: None,  # Block.run does what these do
-    "bra": lambda instruction: lambda block, active: None,
+    "bar": _barrier,
+    "bra": lambda instruction: lambda block, active: None,  # Block.run does what these do
     "ret": lambda instruction: lambda block, active: None,
 }

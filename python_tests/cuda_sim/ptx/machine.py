@@ -3,8 +3,8 @@
 Instructions that warps or blocks execute together wait for every thread that has not ended; where some cannot come, that is
 an error. Registers of a thread start as bits that are a NaN, and large as a number.
 
-Not covered: more than one kernel at a time, timing, bounds of global memory (tests surround inputs with NaN), what ptxas makes
-of the PTX, copies in bulk, clusters, results of asynchronous products that are touched before they are waited for.
+Not covered: more than one kernel at a time, timing, bounds and races of global memory (tests surround inputs with NaN), what ptxas makes
+of the PTX, copies in bulk, clusters.
 """
 
 from __future__ import annotations
@@ -95,14 +95,21 @@ class Block:
             "%nctaid.x": np.full(threads, blocks, np.uint32),
         }
         self._constants: dict[tuple[str, np.dtype], Array] = {}
-        # Of products under way: their warpgroup, the group that they will be committed with, the words that they read.
-        self.products: list[tuple[int, int, Array]] = []
+        # Of products under way: their warpgroup, the group that they will be committed with, the words that they read, where
+        # their results will be.
+        self.products: list[tuple[int, int, Array, tuple[str, ...]]] = []
+        self.in_flight: set[str] = set()  # their registers
+        self.fenced = np.zeros(
+            -(-threads // WARPGROUP), bool
+        )  # whether a warpgroup's registers are ready for a product
         self.product_groups = np.zeros(-(-threads // WARPGROUP), int)
 
     # ---- registers ----
 
     def read(self, operand: str, dtype: np.dtype) -> Array:
         """All threads' values of a register or number."""
+        if operand in self.in_flight:
+            raise Fault(f"{operand} is used while a product under way adds to it")
         value = self.registers.get(operand)
         if value is None:
             return self._read_other(operand, dtype)
@@ -131,6 +138,8 @@ class Block:
         """`value` of all threads, or of the active ones, into a register of the active ones."""
         if register == "_":
             return
+        if register in self.in_flight:
+            raise Fault(f"{register} is written while a product under way adds to it")
         kept = self.program.dtype_of(register)
         assert kept is not None, f"{register} is not declared"
         if value.dtype != kept:
@@ -172,15 +181,16 @@ class Block:
                     instruction = code[here]
                     self.instruction = instruction
                     if together[here]:
+                        at[active] = here
+                        active = np.flatnonzero((at == here) & ~self.ended)  # with those that wait here
+                        waiting[active] = False
                         late = self._late(instruction, active)
                         if len(late):
-                            at[active] = here
                             waiting[late] = True
                             active = np.setdiff1d(active, late)
                             if not len(active):
                                 break
                         if instruction.parts[0] == "bar":
-                            at[active] = here
                             waiting[active] = True
                             break
                     if instruction.parts[0] in ("bra", "ret"):
@@ -224,11 +234,19 @@ class Block:
         return active[(members < alive)[active // group]]
 
     def _release(self, at: Array, waiting: Array) -> None:
-        alive = self.all[~self.ended]
+        """All threads wait: for a barrier, which opens, or for others of a warp, which may have ended since."""
+        code, alive = self.program.kernel.code, self.all[~self.ended]
         places = np.unique(at[alive])
-        if len(places) > 1 or self.program.kernel.code[places[0]].parts[0] != "bar":
-            names = ", ".join(str(self.program.kernel.code[place]) for place in places)
-            raise Fault(f"threads wait for others that cannot come, at {names}")
-        waiting[:] = False
-        at[alive] += 1
-        self.shared.barrier()
+        if len(places) == 1 and code[places[0]].parts[0] == "bar":
+            waiting[:] = False
+            at[alive] += 1
+            self.shared.barrier()
+            return
+        for place in places:
+            here = alive[at[alive] == place]
+            complete = np.setdiff1d(here, self._late(code[place], here))
+            if code[place].parts[0] != "bar" and len(complete):
+                waiting[complete] = False
+                return
+        names = ", ".join(str(code[place]) for place in places)
+        raise Fault(f"threads wait for others that cannot come, at {names}")

@@ -115,9 +115,8 @@ class SharedMemory:
         if np.any((self._write_interval[words] == self._interval) & (self._writer[words] != who)):
             raise Fault("a read of what another thread wrote to shared memory, without a barrier between")
         several = (self._read_interval[words] == self._interval) & (self._reader[words] != who)
-        self._reader[words] = np.where(several, -2, who)
-        same = self._reader[words]
-        self._reader[words[(same != who) & ~several]] = -2
+        self._reader[words] = who
+        self._reader[words[several | (self._reader[words] != who)]] = -2  # others before, or others of these threads
         self._read_interval[words] = self._interval
 
     def store(self, threads: Array, addresses: Array, values: Array) -> None:
@@ -149,6 +148,8 @@ class SharedMemory:
         """Words `data` (threads, words) on their way to shared memory, there when their group was waited for."""
         words = self._words(addresses, WORD * data.shape[1])
         self._claim(threads, words)
+        if len(np.unique(words)) < words.size:
+            raise Fault("two asynchronous copies to one word of shared memory")
         self._arriving[words] = True
         self._copies.append(Copy(threads, words, data, self._committed[threads]))
 

@@ -100,3 +100,16 @@ def test_kron_accumulate(ampere: PtxDevice, shape: tuple[int, int, int]) -> None
     with ampere.scheduled("random"):
         for layout in ("contiguous", "strided", "permuted", "expanded"):
             Checked(ampere).kron_accumulate_(torch.randn(shape[1], *shape[2:] * 2), arrange(rows, layout), -1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Several tiles of eigenvalues in both directions."""
+    torch.manual_seed(3)
+    sides = torch.rand(2, 300, dtype=dtype), torch.rand(2, 70, dtype=dtype)
+    precision = torch.tensor(0.3, dtype=dtype)
+    with ampere.scheduled("reverse"):
+        ops = Checked(ampere)
+        ops.kron_logdet(*sides, precision)
+        ops.kron_logdet_gradient(*sides, precision)
+        ops.kron_logdet_hvp(*sides, precision, *map(torch.randn_like, (*sides, precision)))

@@ -62,6 +62,33 @@ def test_threads_that_part_meet_again() -> None:
     assert run(loop + STORE)[:32].tolist() == [3 * 31 * 16] * 32
 
 
+def test_some_that_go_on_early_wait_for_the_others() -> None:
+    """Odd lanes leave out the second half of each round, and meet the others in the shuffle at its begin."""
+    body = """
+    mov.u32 %r5, 0;
+    mov.u32 %r6, 0;
+    and.b32 %r8, %r1, 1;
+    setp.eq.u32 %p1, %r8, 1;
+    $L1:
+    shfl.sync.bfly.b32 %r7|%p2, %r1, 33, 31, -1;
+    add.s32 %r5, %r5, %r7;
+    add.s32 %r6, %r6, 1;
+    setp.lt.u32 %p3, %r6, 3;
+    @!%p3 bra $L3;
+    @%p1 bra $L1;
+    add.s32 %r5, %r5, 100;
+    bra $L1;
+    $L3:
+    """
+    assert run(body + STORE)[:32].tolist() == [3 * (i ^ 1) + (0 if i % 2 else 200) for i in range(32)]
+
+
+def test_lanes_that_have_ended_are_not_waited_for() -> None:
+    body = "setp.gt.u32 %p1, %r1, 7;\n@!%p1 bra $L1;\nmov.u32 %r5, 1;\n" + STORE + "ret;\n$L1:\n"
+    body += "shfl.sync.bfly.b32 %r5|%p2, %r1, 1, 31, -1;\n" + STORE
+    assert run(body)[:32].tolist() == [i ^ 1 for i in range(8)] + [1] * 24
+
+
 def test_values_pass_through_shared_memory() -> None:
     swap = (
         "st.shared.u32 [%rd4], %r1;\nbar.sync 0;\nxor.b32 %r6, %r1, 33;\nshl.b32 %r6, %r6, 2;\nadd.s32 %r6, %r2, %r6;\n"
@@ -119,6 +146,17 @@ FAULTS = {
         32,
         "another thread read",
     ),
+    "written after all have read, the last one twice": (
+        "st.shared.u32 [%rd4], %r1;\nbar.sync 0;\nmov.u64 %rd5, 1024;\nsetp.ne.u32 %p1, %r1, 31;\n"
+        "@!%p1 ld.shared.u32 %r5, [%rd5];\nld.shared.u32 %r5, [%rd5];\n@!%p1 st.shared.u32 [%rd5], %r1;",
+        32,
+        "another thread read",
+    ),
+    "copies to one word": (
+        "cvt.u64.u32 %rd5, %r2;\ncp.async.ca.shared.global [%rd5], [%rd3], 4, 4;",
+        32,
+        "two asynchronous copies",
+    ),
     "written by two at once": ("cvt.u64.u32 %rd5, %r2;\nst.shared.u32 [%rd5], %r1;", 32, "two threads"),
     "outside": ("mov.u64 %rd5, 2048;\nld.shared.u32 %r5, [%rd5];", 32, "outside the block's"),
     "not aligned": ("ld.global.v2.u32 {%r5, %r6}, [%rd3];", 32, "multiple of 8"),
@@ -150,6 +188,16 @@ FAULTS = {
     "a product of what it does not see": (OPERAND + "bar.sync 0;\n" + WIDE + WAIT, 128, "without making it visible"),
     "a product without a barrier": (OPERAND + VISIBLE + WIDE + WAIT, 128, "without a barrier"),
     "a product not waited for": (OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE, 128, "before its products"),
+    "a product without a fence": (
+        OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE.replace("wgmma.fence.sync.aligned;", "") + WAIT,
+        128,
+        "without a fence",
+    ),
+    "a result before the wait": (
+        OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE + "mov.b32 %r5, %f11;\n" + WAIT,
+        128,
+        "%f11 is used while a product",
+    ),
     "a write under a product": (
         OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE + "bar.sync 0;\n" + OPERAND + WAIT,
         128,
@@ -164,6 +212,14 @@ def test_faults(name: str) -> None:
     body, threads, says = FAULTS[name]
     with pytest.raises(Fault, match=says):
         run(body, threads, shared=8192 if threads == 128 else 1024, words=1024)
+
+
+@pytest.mark.parametrize(
+    "body", ["bar.sync 1, 32;", "bar.warp.sync -1;", "mul.rz.f32 %f1, %f1, %f1;", "vote.sync.any.pred %p1, %p1, -1;"]
+)
+def test_what_is_not_known_is_refused(body: str) -> None:
+    with pytest.raises(AssertionError, match="known"):
+        run(body)
 
 
 def test_blocks_run_in_any_order() -> None:
@@ -198,10 +254,16 @@ NUMBERS = np.random.default_rng(3).standard_normal(400)
         ("setp.ne.f32", ([1.0, 2.0, np.nan], [2.0, 2.0, 2.0]), [True, False, False]),
         ("setp.num.f64", ([1.0, np.nan], [1.0, 1.0]), [True, False]),
         ("max.f32", ([1.0, np.nan], [2.0, 2.0]), [2.0, 2.0]),
-        ("cvt.rzi.s64.f64", ([2.7, -2.7, 1e300, np.nan],), [2, -2, 2**63 - 1, 0]),
+        ("cvt.rzi.s64.f64", ([2.7, -2.7, 1e300, np.nan],), [2, -2, 2**63 - 1, -(2**63)]),
+        ("cvt.rni.s32.f32", ([2.5, -3.5, 1e30, np.nan],), [2, -4, 2**31 - 1, 0]),
+        ("cvt.rmi.u32.f64", ([2.7, -2.7, np.nan],), [2, 0, 2**31]),
+        ("cvt.rn.f32.f64", ([1 + 2.0**-30],), [1.0]),
         ("cvt.sat.f32.f32", ([-1.0, 0.5, 7.0, np.nan],), [0.0, 0.5, 1.0, 0.0]),
         ("cvt.s64.s32", ([-3],), [-3]),
-        ("fma.rm.f32", ([1.0], [1.0], [2.0**-30]), [1.0]),
+        ("fma.rm.f32", ([1.0, 1.0], [1.0, 1.0], [2.0**-30, -(2.0**-60)]), [1.0, 1 - 2.0**-24]),
+        # 1 + 2^-24 + 2^-60: rounded to float64 first it would be halfway, and go down.
+        ("fma.rn.f32", ([1774001 * 2.0**-30], [38737 * 2.0**-30], [1.0]), [1 + 2.0**-23]),
+        ("fma.rn.f32", ([3.0], [1.0], [np.inf]), [np.inf]),
         ("fma.rn.f64", (NUMBERS, NUMBERS[::-1], -NUMBERS * NUMBERS[::-1]), None),
     ],
 )

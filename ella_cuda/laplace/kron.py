@@ -71,7 +71,7 @@ class KronLaplace:
         n_outputs: K; 0 before ``fit``.
 
     Raises:
-        TypeError: model is no module, or a layer of its with trainable parameters has no rule; the message names it and
+        TypeError: model is no module, or one of its layers with trainable parameters has no rule; the message names it and
             ``ella_cuda.laplace.register``.
         ValueError: an argument out of range, tied parameters, no trainable parameter.
 

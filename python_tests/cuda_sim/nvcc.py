@@ -65,11 +65,15 @@ def find_cuobjdump(nvcc: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def language_flags() -> list[str]:
+    """Those of the build whatever the architecture."""
+    options = ["-std=c++17", "-O3", build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
+    return [*options, "-I", str(build.TORCH / "include")]
+
+
 def flags(archs: list[str]) -> list[str]:
     """Those of the build for an arch list, and a report of ptxas."""
-    config = build_config()
-    options = ["-std=c++17", "-O3", config.TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr", "-Xptxas", "-v"]
-    return [*options, *config.gencode_flags(archs), "-I", str(build.TORCH / "include")]
+    return [*language_flags(), "-Xptxas", "-v", *build_config().gencode_flags(archs)]
 
 
 def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:

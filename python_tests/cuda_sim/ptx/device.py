@@ -23,21 +23,11 @@ WRAPPED = ["dlopen", "dlsym", "aoti_torch_create_device_guard", "aoti_torch_dele
 
 def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path, Path]:
     """Object and PTX of csrc/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
-    config = compiler.build_config()
     source = build.SOURCES / "cuda" / f"{name}.cu"
     headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
-    options = [
-        "-std=c++17",
-        "-O3",
-        config.TARGET_VERSION,
-        "-DUSE_CUDA",
-        "--expt-relaxed-constexpr",
-        "-Xcompiler",
-        "-fPIC",
-    ]
+    options = [*compiler.language_flags(), f"-gencode=arch=compute_{arch},code=compute_{arch}", "-Xcompiler", "-fPIC"]
     options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU", build.FEW_PLACES]
     options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []
-    options += [f"-gencode=arch=compute_{arch},code=compute_{arch}", "-I", str(build.TORCH / "include")]
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     made, ptx = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("o", "ptx"))
     if not (made.exists() and ptx.exists()):
@@ -67,9 +57,8 @@ class PtxDevice:
         self._path = self._link(nvcc, library, [made for made, _ in compiled])
         torch.ops.load_library(str(self._path))
         self.ops = getattr(torch.ops, library)
-        kernels = {name: kernel for _, ptx in compiled for name, kernel in parse(ptx.read_text()).items()}
-        self.kernels = {name: kernel.parameters for name, kernel in kernels.items()}
-        self._parsed, self._programs = kernels, {}
+        self.kernels = {name: kernel for _, ptx in compiled for name, kernel in parse(ptx.read_text()).items()}
+        self._programs: dict[str, Program] = {}
         self.launched: set[str] = set()
         self.stopped_by: Exception | None = None
         self._callback = ctypes.CFUNCTYPE(
@@ -135,7 +124,7 @@ class PtxDevice:
             self.schedule()
 
     def _launch(self, name: bytes, blocks: int, threads: int, shared_bytes: int, arguments: ctypes.Array) -> bool:
-        kernel = self._parsed[name.decode()]
+        kernel = self.kernels[name.decode()]
         self.launched.add(kernel.name)
         values = [ctypes.string_at(arguments[i], size) for i, size in enumerate(kernel.parameters.values())]
         try:

@@ -39,61 +39,129 @@ struct Seen {
   std::vector<std::array<int64_t, 2>> entries;
 };
 
+// The weights by which outputs at each of the four distances from the only component see it, one set after the other.
+template <class T>
+void pack_seen(const std::vector<Seen<T>>& seen, const CircularConvSizes& s, int64_t group, const Tensor& weight, T* packed) {
+  const Images<T> w(weight);
+  torch::stable::parallel_for(0, ceil_divide(s.D, group), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * group; first < std::min(end * group, s.D); first += group) {
+      const int64_t width = std::min(group, s.D - first);
+      T* set = packed;
+      for (const Seen<T>& part : seen) {
+        T* to = set + first * s.C * part.count();
+        for (int64_t c = 0; c < s.C; ++c) {
+          for (const auto& [i, j] : part.entries) {
+            const T* entry = w.data + first * w.image + c * w.channel + i * w.down + j * w.right;
+            for (int64_t d = 0; d < width; ++d) *to++ = entry[d * w.image];
+          }
+        }
+        set += s.D * s.C * part.count();
+      }
+    }
+  });
+}
+
+// The work of run_units for images of which one component is not zero. x are the images or, if `gathered`, their components.
+template <class T>
+class ComponentConvolution {
+ public:
+  ComponentConvolution(const Torus<T>& torus, const CircularConvSizes& s, int64_t tasks, const int64_t* component,
+                       const Images<T>& x, bool gathered, const std::vector<Seen<T>>& seen, const T* weights, const T* bias,
+                       T* result)
+      : torus_(torus),
+        s_(s),
+        products_(torus, s, ceil_divide(tasks, kParts)),
+        component_(component),
+        x_(x),
+        gathered_(gathered),
+        seen_(seen),
+        weights_(weights),
+        bias_(bias),
+        result_(result) {}
+
+  int64_t image_size() const { return s_.C * torus_.plane; }
+  int64_t room_size() const { return torus_.room_size() + torus_.at_once * torus_.positions(); }
+  int64_t result_size() const { return kParts * s_.D * (torus_.channel + (torus_.unpacked() ? 0 : images_size())); }
+  int64_t pieces() const { return kParts * products_.pieces(); }
+  char sink() const { return 0; }
+  T* place(int64_t, T* result, char) const { return result; }
+
+  void pack(int64_t unit, int64_t c, T* image, T* room) const {
+    const int64_t count = torus_.images_of(unit), n0 = unit * torus_.at_once, positions = torus_.positions();
+    Plane<T> plane = torus_.plane_of(x_, unit, c);
+    if (!gathered_) {
+      T* own = room + torus_.room_size();
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t only = component_[n0 + i];
+        gather_component(plane.data + i * plane.image, plane.down, plane.right, s_, only % 2, only / 2, own + i * positions);
+      }
+      plane = {own, positions, s_.W / 2, 1};
+    }
+    torus_.pack(plane, count, image + c * torus_.plane, room);
+  }
+
+  void multiply(int64_t unit, int64_t begin, int64_t end, const T* image, T* out) const {
+    const int64_t pieces = products_.pieces();
+    const T* weights = weights_;
+    for (int64_t i = 0; i < kParts; ++i, begin -= pieces, end -= pieces) {
+      products_.run(std::max(begin, int64_t(0)), std::min(end, pieces), torus_.images_of(unit), image, seen_[i].taps, weights,
+                    bias_, out + i * s_.D * torus_.channel);
+      weights += s_.D * s_.C * seen_[i].count();
+    }
+  }
+
+  void finish(int64_t unit, T* out, char) const {
+    const int64_t part = s_.D * torus_.positions(), count = torus_.images_of(unit);
+    T* by_image = out;
+    if (!torus_.unpacked()) {
+      by_image += kParts * s_.D * torus_.channel;
+      torus_.unpack(count, kParts * s_.D, out, by_image);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t n = unit * torus_.at_once + i;
+      join_components(by_image + i * kParts * part, part, s_, s_.D, component_[n], result_ + n * kParts * part);
+    }
+  }
+
+ private:
+  static constexpr int64_t kParts = 4;  // of an image
+  int64_t images_size() const { return torus_.at_once * torus_.positions(); }
+
+  const Torus<T>& torus_;
+  const CircularConvSizes& s_;
+  const Products<T> products_;
+  const int64_t* const component_;
+  const Images<T>& x_;
+  const bool gathered_;
+  const std::vector<Seen<T>>& seen_;
+  const T *const weights_, *const bias_;
+  T* const result_;
+};
+
 // x are the images or, if `gathered`, their components.
 template <class T>
 void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& x, bool gathered,
                         const Tensor& weight, const T* bias, T* result) {
-  const CircularConvSizes quarter = quarter_of(s);
-  const Torus<T> torus(quarter);
-  std::vector<Seen<T>> seen;
-  for (int64_t i = 0; i < 4; ++i) seen.emplace_back(torus, s, quarter, i / 2, i % 2);
   const Buffer<T> packed(s.D * s.C * s.kernel_h * s.kernel_w);
-  const Images<T> w(weight), source(x);
-  const int64_t group = balanced_group(s.D, torus.k.rows);
-  std::vector<const T*> weights;
-  T* next = packed.data();
-  for (const Seen<T>& part : seen) {
-    weights.push_back(next);
-    for (int64_t first = 0; first < s.D; first += group) {
-      const int64_t width = std::min(group, s.D - first);
-      for (int64_t c = 0; c < s.C; ++c) {
-        for (const auto& [i, j] : part.entries) {
-          const T* entry = w.data + first * w.image + c * w.channel + i * w.down + j * w.right;
-          for (int64_t d = 0; d < width; ++d) *next++ = entry[d * w.image];
-        }
-      }
-    }
+  Images<T> source(x);
+  const int64_t whole = images_in_vectors<T>(quarter_of(s));
+  for (int64_t first = 0; first < s.N;) {
+    CircularConvSizes part = s;
+    part.N = first < whole ? whole : s.N - first;
+    const CircularConvSizes quarter = quarter_of(part);
+    const Torus<T> torus(quarter);
+    std::vector<Seen<T>> seen;
+    for (int64_t i = 0; i < 4; ++i) seen.emplace_back(torus, s, quarter, i / 2, i % 2);
+    if (first == 0) pack_seen(seen, s, balanced_group(s.D, torus.k.rows), weight, packed.data());
+    const int64_t products = s.D * s.C * s.kernel_h * s.kernel_w * torus.vectors() * torus.k.vector;
+    const bool in_turn = one_by_one(torus.units, products);
+    const int64_t tasks = in_turn ? 4 * torch::stable::get_num_threads() : 1;
+    run_units<T>(ComponentConvolution<T>(torus, part, tasks, component.data() + first, source, gathered, seen, packed.data(),
+                                         bias, result + first * s.D * s.H * s.W),
+                 torus.units, s.C, in_turn);
+    first += part.N;
+    source.data += part.N * source.image;
   }
-  const int64_t lanes = torus.lanes, positions = torus.positions(), part = s.D * positions;
-  parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
-    const int64_t room_size = positions * lanes;
-    const Buffer<T> scratch(s.C * torus.plane + 2 * room_size + (lanes == 1 ? 1 : 2) * 4 * part * lanes);
-    T *const image = scratch.data(), *const room = image + s.C * torus.plane, *const own = room + room_size;
-    T *const out = own + room_size, *const by_image = lanes == 1 ? out : out + 4 * part * lanes;
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t count = torus.images_of(unit), n0 = unit * lanes;
-      for (int64_t c = 0; c < s.C; ++c) {
-        Plane<T> plane = torus.plane_of(source, unit, c);
-        if (!gathered) {
-          for (int64_t i = 0; i < count; ++i) {
-            const int64_t only = component[n0 + i];
-            gather_component(plane.data + i * plane.image, plane.down, plane.right, s, only % 2, only / 2, own + i * positions);
-          }
-          plane = {own, positions, quarter.W, 1};
-        }
-        torus.pack(plane, count, image + c * torus.plane, room);
-      }
-      for (size_t i = 0; i < seen.size(); ++i) {
-        torus.k.convolve({image, s.C, torus.plane, seen[i].taps.data(), seen[i].count(), torus.in.data(), torus.place.data(),
-                          torus.vectors(), weights[i], bias, out + static_cast<int64_t>(i) * part * lanes, s.D,
-                          positions * lanes});
-      }
-      if (lanes > 1) torus.k.transpose(4 * part, count, out, lanes, by_image, 4 * part);
-      for (int64_t i = 0; i < count; ++i) {
-        join_components(by_image + i * 4 * part, part, s, s.D, component[n0 + i], result + (n0 + i) * 4 * part);
-      }
-    }
-  });
 }
 
 Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

@@ -2,10 +2,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "channel_gradient.h"
 #include "circular_conv2d.h"
 #include "gram.h"
 #include "one_component.h"
+#include "patch_gradient.h"
 #include "torus.h"
 
 namespace ella {
@@ -53,7 +53,7 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const In
                      const PackGradient& pack_gradient, const Done& done) {
   const int64_t count = static_cast<int64_t>(entries.size());
   const GradientPlan<T> plan(torus, s, planes, count);
-  const int64_t L = torus.k.vector, vectors = torus.vectors(), room_size = torus.positions() * torus.lanes;
+  const int64_t L = torus.k.vector, vectors = torus.vectors(), room_size = torus.room_size();
   const Buffer<double> partial(plan.chunks * plan.sums);
   std::vector<int64_t> in, at;
   for (int64_t unit = 0; unit < plan.block; ++unit) {
@@ -144,13 +144,13 @@ void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& 
   }
   const auto gather = [&](const Images<T>& from, int64_t unit, int64_t channel, int64_t below, int64_t beside, T* to) {
     for (int64_t i = 0; i < torus.images_of(unit); ++i) {
-      const int64_t n = unit * torus.lanes + i;
+      const int64_t n = unit * torus.at_once + i;
       gather_component(from.data + n * from.image + channel * from.channel, from.down, from.right, s, component[n] % 2 + below,
                        component[n] / 2 + beside, to + i * torus.positions());
     }
     return Plane<T>{to, torus.positions(), quarter.W, 1};
   };
-  const int64_t room_size = torus.positions() * torus.lanes;
+  const int64_t room_size = torus.room_size();
   weight_gradient(
       s, torus, InPlace<T>{nullptr, gathered && torus.reads_in_place(gradients) ? &gradients : nullptr}, 4, entries, false,
       [&](int64_t unit, int64_t c, int64_t plane, T* to, T* room) {
@@ -173,9 +173,9 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
     scalar_t* target = out.mutable_data_ptr<scalar_t>();
     const Images<scalar_t> gradients(grad), source(x);
     const auto components = only_components<scalar_t>(grad, s, s.D, s.C);
-    if (by_channels(s, components.has_value())) {
-      const std::vector<int64_t> all;
-      ChannelGradient<scalar_t>(s, components ? *components : all, false, gradients, source).run(target);
+    const std::vector<int64_t> all;
+    if (by_patches<scalar_t>(s, components.has_value())) {
+      PatchGradient<scalar_t>(s, components ? *components : all, false, gradients, source).run(target);
     } else if (components) {
       component_gradient(s, *components, false, gradients, source, target);
     } else {
@@ -194,8 +194,8 @@ Tensor circular_conv2d_scattered_weight_grad(const Tensor& grad, const Tensor& i
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_conv2d_scattered_weight_grad", [&] {
     scalar_t* target = out.mutable_data_ptr<scalar_t>();
     const Images<scalar_t> gradients(grad), source(x);
-    if (by_channels(s, true)) {
-      ChannelGradient<scalar_t>(s, component, true, gradients, source).run(target);
+    if (by_patches<scalar_t>(s, true)) {
+      PatchGradient<scalar_t>(s, component, true, gradients, source).run(target);
     } else {
       component_gradient(s, component, true, gradients, source, target);
     }

@@ -5,27 +5,46 @@
 #include <optional>
 #include <vector>
 
-#include "gram.h"
-#include "torus.h"
+#include "convolve_units.h"
 
 namespace ella {
 
 // The folded kernel in the order that Convolution::weight wants, D * C * tap_count() numbers.
 template <class T>
 void pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Tensor& weight, T* packed) {
-  const int64_t K = s.C * torus.tap_count(), group = balanced_group(s.D, torus.k.rows);
+  constexpr int64_t kWorth = 1 << 15;  // numbers for which threads are called
+  const int64_t taps = torus.tap_count(), kernel = s.kernel_h * s.kernel_w, K = s.C * taps;
+  const int64_t group = balanced_group(s.D, torus.k.rows), groups = ceil_divide(s.D, group);
   const Images<T> w(weight);
-  std::fill_n(packed, s.D * K, T(0));
-  for (int64_t d = 0; d < s.D; ++d) {
-    const int64_t first = d / group * group, width = std::min(group, s.D - first);
-    T* column = packed + first * K + (d - first);
-    for (int64_t c = 0; c < s.C; ++c, column += torus.tap_count() * width) {
-      const T* kernel = w.data + d * w.image + c * w.channel;
-      const int64_t* tap = torus.folded.data();
-      for (int64_t i = 0; i < s.kernel_h; ++i) {
-        for (int64_t j = 0; j < s.kernel_w; ++j, ++tap) column[*tap * width] += kernel[i * w.down + j * w.right];
+  const bool whole = taps == kernel && (s.kernel_w == 1 || w.right == 1) && (s.kernel_h == 1 || w.down == s.kernel_w);
+  const auto pack_groups = [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * group; first < std::min(end * group, s.D); first += group) {
+      const int64_t width = std::min(group, s.D - first);
+      const T* from = w.data + first * w.image;
+      T* to = packed + first * K;
+      if (whole && (s.C == 1 || w.channel == kernel)) {
+        torus.k.transpose(width, K, from, w.image, to, width);
+        continue;
+      }
+      for (int64_t c = 0; c < s.C; ++c, from += w.channel, to += taps * width) {
+        if (whole) {
+          torus.k.transpose(width, kernel, from, w.image, to, width);
+          continue;
+        }
+        std::fill_n(to, taps * width, T(0));
+        const int64_t* tap = torus.folded.data();
+        for (int64_t i = 0; i < s.kernel_h; ++i) {
+          for (int64_t j = 0; j < s.kernel_w; ++j, ++tap) {
+            for (int64_t d = 0; d < width; ++d) to[*tap * width + d] += from[d * w.image + i * w.down + j * w.right];
+          }
+        }
       }
     }
+  };
+  if (s.D * K < kWorth) {
+    pack_groups(0, groups);
+  } else {
+    torch::stable::parallel_for(0, groups, 1, pack_groups);
   }
 }
 
@@ -37,29 +56,74 @@ std::vector<T> bias_numbers(const std::optional<Tensor>& bias) {
   return out;
 }
 
-// Sends every image's convolution to a sink: `make_sink(most)` is called once by every thread, `sink.place(n)` says where image
-// n and those behind it, at most `most` of them, (D, H, W) each, are to be, and `sink.done(n, count)` that so many are there.
+// The work of run_units.
+template <class T, class MakeSink>
+class DenseConvolution {
+ public:
+  DenseConvolution(const Torus<T>& torus, const CircularConvSizes& s, int64_t tasks, const Images<T>& x, const T* weights,
+                   const T* bias, const MakeSink& make_sink, int64_t first)
+      : torus_(torus),
+        s_(s),
+        products_(torus, s, tasks),
+        x_(x),
+        weights_(weights),
+        bias_(bias),
+        make_sink_(make_sink),
+        first_(first) {}
+
+  int64_t image_size() const { return s_.C * torus_.plane; }
+  int64_t room_size() const { return torus_.room_size(); }
+  int64_t result_size() const { return torus_.unpacked() ? 0 : s_.D * torus_.channel; }
+  int64_t pieces() const { return products_.pieces(); }
+  auto sink() const { return make_sink_(torus_.at_once); }
+
+  void pack(int64_t unit, int64_t c, T* image, T* room) const {
+    torus_.pack(torus_.plane_of(x_, unit, c), torus_.images_of(unit), image + c * torus_.plane, room);
+  }
+  template <class Sink>
+  T* place(int64_t unit, T* result, Sink& sink) const {
+    return torus_.unpacked() ? sink.place(first_ + unit * torus_.at_once) : result;
+  }
+  void multiply(int64_t unit, int64_t begin, int64_t end, const T* image, T* out) const {
+    products_.run(begin, end, torus_.images_of(unit), image, torus_.taps, weights_, bias_, out);
+  }
+  template <class Sink>
+  void finish(int64_t unit, const T* out, Sink& sink) const {
+    const int64_t n = first_ + unit * torus_.at_once, count = torus_.images_of(unit);
+    if (!torus_.unpacked()) torus_.unpack(count, s_.D, out, sink.place(n));
+    sink.done(n, count);
+  }
+
+ private:
+  const Torus<T>& torus_;
+  const CircularConvSizes& s_;
+  const Products<T> products_;
+  const Images<T>& x_;
+  const T *const weights_, *const bias_;
+  const MakeSink& make_sink_;
+  const int64_t first_;  // image of the sink
+};
+
+// Sends every image's convolution to a sink: `make_sink(most)` is called by every thread, `sink.place(n)` says where image n
+// and those behind it, at most `most` of them, (D, H, W) each, are to be, and `sink.done(n, count)` that so many are there.
 template <class T, class MakeSink>
 void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const T* bias, const MakeSink& make_sink) {
-  const Torus<T> torus(s);
-  const Buffer<T> packed(s.D * s.C * torus.tap_count());
-  pack_weight(torus, s, weight, packed.data());
-  const Images<T> source(x);
-  const int64_t lanes = torus.lanes, positions = torus.positions();
-  parallel_tasks(torus.units, [&](int64_t begin, int64_t end) {
-    const Buffer<T> scratch(s.C * torus.plane + (lanes == 1 ? 0 : s.D * positions * lanes));
-    T *const image = scratch.data(), *const room = image + s.C * torus.plane;
-    auto sink = make_sink(lanes);
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t count = torus.images_of(unit);
-      for (int64_t c = 0; c < s.C; ++c) torus.pack(torus.plane_of(source, unit, c), count, image + c * torus.plane, room);
-      T* out = sink.place(unit * lanes);
-      torus.k.convolve({image, s.C, torus.plane, torus.taps.data(), torus.tap_count(), torus.in.data(), torus.place.data(),
-                        torus.vectors(), packed.data(), bias, lanes == 1 ? out : room, s.D, positions * lanes});
-      if (lanes > 1) torus.k.transpose(s.D * positions, count, room, lanes, out, s.D * positions);
-      sink.done(unit * lanes, count);
-    }
-  });
+  const Buffer<T> packed(s.D * s.C * std::min(s.kernel_h, s.H) * std::min(s.kernel_w, s.W));
+  Images<T> source(x);
+  const int64_t whole = images_in_vectors<T>(s);
+  for (int64_t first = 0; first < s.N;) {
+    CircularConvSizes part = s;
+    part.N = first < whole ? whole : s.N - first;
+    const Torus<T> torus(part);
+    if (first == 0) pack_weight(torus, s, weight, packed.data());
+    const int64_t products = s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector;
+    const bool in_turn = one_by_one(torus.units, products);
+    const int64_t tasks = in_turn ? 4 * torch::stable::get_num_threads() : 1;
+    run_units<T>(DenseConvolution<T, MakeSink>(torus, part, tasks, source, packed.data(), bias, make_sink, first), torus.units,
+                 s.C, in_turn);
+    first += part.N;
+    source.data += part.N * source.image;
+  }
 }
 
 }  // namespace ella

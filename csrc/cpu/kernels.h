@@ -20,10 +20,10 @@ struct Convolution {
   const int64_t* in;
   const int64_t* place;
   int64_t vectors;
-  const T* weight;  // by groups of `Kernels::group(D)` output channels: [channels * tap_count][channels of the group]
+  const T* weight;  // by groups of output channels, the last with what is left: [channels * tap_count][channels of the group]
   const T* bias;    // or null
   T* out;
-  int64_t out_channels, out_channel;
+  int64_t out_channels, group, out_channel;  // group <= Kernels::rows
 };
 
 // The gradient of its weights: sums[d * sums_row + k] += sum_v sum_lane grad[d * grad_channel + at[v] + lane] times the lane of

@@ -1,13 +1,15 @@
-// Images on a torus, laid out for convolutions with few channels. A block of images is copied once with its border wrapped
-// around, after which every entry of the kernel is one fixed shift of the block (a "tap") and the arithmetic of kernels.h runs
-// on whole vectors:
-// - wide images: one image a block, a vector is a piece of a row;
-// - narrow ones: a vector is one position of as many images as it has lanes.
+// Images on a torus, laid out for convolutions with few channels. A block of images, a "unit", is copied once with its border
+// wrapped around, after which every entry of the kernel is one fixed shift of the block (a "tap") and the arithmetic of
+// kernels.h runs on whole vectors:
+// - wide images: one image a unit, a vector is a piece of a row;
+// - narrow ones: a vector is one position of as many images as it has lanes;
+// - too few for that: the positions of one image after the other fill the vectors, and every tap is a copy of them.
 // A kernel larger than the image meets the same pixel more than once; the entries that do are added up beforehand, so that
 // kernel and border never exceed the image.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "../common/checks.h"
@@ -57,22 +59,43 @@ struct Plane {
   int64_t image, down, right;
 };
 
+// Full vectors of images that are narrower than one, and those that are left: too few for a vector of their own, or none.
+template <class T>
+int64_t images_in_vectors(const CircularConvSizes& s) {
+  const int64_t vector = kernels<T>().vector, rest = s.N % vector;
+  return s.W >= vector || 4 * rest > 3 * vector ? s.N : s.N - rest;
+}
+
 template <class T>
 class Torus {
  public:
+  enum class Layout { rows, images, patches };
+
   explicit Torus(const CircularConvSizes& s)
       : k(kernels<T>()),
         rows(s.H, s.kernel_h),
         columns(s.W, s.kernel_w),
         images(s.N),
-        lanes(s.W >= k.vector ? 1 : k.vector),
-        units(ceil_divide(s.N, lanes)),
-        plane(rows.padded() * columns.padded() * lanes) {
+        layout(s.W >= k.vector               ? Layout::rows
+               : images_in_vectors<T>(s) > 0 ? Layout::images
+                                             : Layout::patches),
+        lanes(layout == Layout::images ? k.vector : 1),
+        at_once(layout == Layout::patches ? patches_at_once(s) : lanes),
+        units(ceil_divide(s.N, at_once)),
+        channel(layout == Layout::patches ? ceil_divide(at_once * positions(), k.vector) * k.vector : positions() * lanes),
+        plane(layout == Layout::patches ? tap_total() * (channel + kCopied) : padded() * lanes) {
     for (int64_t i = 0; i < rows.kernel; ++i) {
-      for (int64_t j = 0; j < columns.kernel; ++j) taps.push_back((i * columns.padded() + j) * lanes);
+      for (int64_t j = 0; j < columns.kernel; ++j) {
+        taps.push_back(layout == Layout::patches ? tap_count() * (channel + kCopied) : (i * columns.padded() + j) * lanes);
+      }
     }
     for (int64_t i = 0; i < s.kernel_h; ++i) {
       for (int64_t j = 0; j < s.kernel_w; ++j) folded.push_back(rows.fold(i) * columns.kernel + columns.fold(j));
+    }
+    if (layout == Layout::patches) {
+      for (int64_t at = 0; at < channel; at += k.vector) in.push_back(at);
+      place = in;
+      return;
     }
     for (int64_t h = 0; h < s.H; ++h) {
       for (int64_t w = 0; w < s.W; w += lanes == 1 ? k.vector : 1) {
@@ -83,54 +106,57 @@ class Torus {
     }
   }
 
-  // How far padded positions that entry (i, j) of the kernel reads lie from those of the output.
-  int64_t tap(int64_t i, int64_t j) const { return (rows.fold(i) * columns.padded() + columns.fold(j)) * lanes; }
+  // How far the numbers that entry (i, j) of the kernel reads lie from those of the output.
+  int64_t tap(int64_t i, int64_t j) const { return taps[rows.fold(i) * columns.kernel + columns.fold(j)]; }
 
   int64_t vectors() const { return static_cast<int64_t>(in.size()); }
   int64_t tap_count() const { return static_cast<int64_t>(taps.size()); }
   int64_t positions() const { return rows.size * columns.size; }
-  int64_t images_of(int64_t unit) const { return std::min(lanes, images - unit * lanes); }
+  int64_t images_of(int64_t unit) const { return std::min(at_once, images - unit * at_once); }
+
+  // The vectors that `count` images of a unit fill.
+  int64_t vectors_of(int64_t count) const {
+    return layout == Layout::patches ? ceil_divide(count * positions(), k.vector) : vectors();
+  }
+
+  // Numbers that `pack` needs room for; as many as one channel of the images of a unit has.
+  int64_t room_size() const { return std::max(positions() * at_once, layout == Layout::patches ? padded() + kCopied : 0); }
 
   // The first image of a unit in channel c.
   Plane<T> plane_of(const Images<T>& x, int64_t unit, int64_t c) const {
-    return {x.data + unit * lanes * x.image + c * x.channel, x.image, x.down, x.right};
+    return {x.data + unit * at_once * x.image + c * x.channel, x.image, x.down, x.right};
   }
 
-  // One channel of a unit of `count` images with its border; `room` holds positions() vectors.
+  // One channel of a unit of `count` images, plane numbers.
   void pack(const Plane<T>& x, int64_t count, T* target, T* room) const {
-    if (lanes == 1) {
-      const int64_t row = columns.padded();
-      T* const inside = target + rows.before * row;
-      if (x.right == 1) {
-        k.wrap_rows(rows.size, x.data, x.down, columns.size, columns.before, columns.after(), inside);
-      } else {
-        for (int64_t h = 0; h < rows.size; ++h) {
-          for (int64_t w = 0; w < row; ++w) inside[h * row + w] = x.data[h * x.down + columns.source(w) * x.right];
-        }
-      }
-      std::copy_n(inside + (rows.size - rows.before) * row, rows.before * row, target);
-      std::copy_n(inside, rows.after() * row, inside + rows.size * row);
-      return;
-    }
-    interleave(x, count, room);
-    for (int64_t h = 0; h < rows.padded(); ++h) {
-      const T* row = room + rows.source(h) * columns.size * lanes;
-      for (int64_t w = 0; w < columns.padded(); ++w, target += lanes) {
-        const T* from = row + columns.source(w) * lanes;
-        for (int64_t i = 0; i < lanes; ++i) target[i] = from[i];
-      }
+    if (layout == Layout::rows) {
+      pack_rows(x, target);
+    } else if (layout == Layout::images) {
+      pack_images(x, count, target, room);
+    } else {
+      pack_patches(x, count, target, room);
     }
   }
 
   // Whether the vectors of pack_gradient lie in the tensor as they are, one after the other.
   bool reads_in_place(const Images<T>& grad) const {
-    return lanes == 1 && grad.right == 1 && grad.down == columns.size && columns.size % k.vector == 0;
+    return layout == Layout::rows && grad.right == 1 && grad.down == columns.size && columns.size % k.vector == 0;
   }
 
   // One channel of a unit of `count` images as vectors(); lanes that repeat a position, or have no image, are zero.
   void pack_gradient(const Plane<T>& grad, int64_t count, T* target) const {
-    if (lanes > 1) {
+    if (layout == Layout::images) {
       interleave(grad, count, target);
+      return;
+    }
+    if (layout == Layout::patches) {
+      for (int64_t i = 0; i < count; ++i) {
+        for (int64_t h = 0; h < rows.size; ++h) {
+          const T* row = grad.data + i * grad.image + h * grad.down;
+          for (int64_t w = 0; w < columns.size; ++w) *target++ = row[w * grad.right];
+        }
+      }
+      std::fill_n(target, channel - count * positions(), T(0));
       return;
     }
     for (int64_t h = 0; h < rows.size; ++h) {
@@ -142,14 +168,99 @@ class Torus {
     }
   }
 
+  // Whether the channels of a unit's result, `channel` numbers each, are already those of its images.
+  bool unpacked() const { return at_once == 1 && channel == positions(); }
+
+  // The images of a unit, (channels, H, W) each, from its result.
+  void unpack(int64_t count, int64_t channels, const T* source, T* target) const {
+    const int64_t P = positions();
+    if (layout == Layout::images) {
+      k.transpose(channels * P, count, source, lanes, target, channels * P);
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t d = 0; d < channels; ++d, target += P) std::copy_n(source + d * channel + i * P, P, target);
+    }
+  }
+
   const Kernels<T>& k;
   const Axis rows, columns;
-  const int64_t images, lanes;  // images in a unit
-  const int64_t units, plane;   // elements of one padded channel of a unit
+  const int64_t images;
+  const Layout layout;
+  const int64_t lanes;           // of a vector that are images
+  const int64_t at_once, units;  // images in a unit
+  const int64_t channel, plane;  // numbers that a channel of a unit takes, of the result and packed
   std::vector<int64_t> taps, in, place;
   std::vector<int64_t> folded;  // the tap of every entry of the kernel
 
  private:
+  static constexpr int64_t kCopied = 64 / sizeof(T);  // numbers, at most, that are copied for a row of a patch, which has fewer
+
+  int64_t padded() const { return rows.padded() * columns.padded(); }
+  int64_t tap_total() const { return rows.kernel * columns.kernel; }
+
+  // Images whose patches take megabytes at most.
+  int64_t patches_at_once(const CircularConvSizes& s) const {
+    constexpr int64_t kBytes = 4 << 20;
+    const int64_t image = s.C * tap_total() * positions() * static_cast<int64_t>(sizeof(T));
+    return std::clamp(kBytes / std::max(image, int64_t(1)), int64_t(1), std::max(s.N, int64_t(1)));
+  }
+
+  void pack_rows(const Plane<T>& x, T* target) const {
+    const int64_t row = columns.padded();
+    T* const inside = target + rows.before * row;
+    if (x.right == 1) {
+      k.wrap_rows(rows.size, x.data, x.down, columns.size, columns.before, columns.after(), inside);
+    } else {
+      for (int64_t h = 0; h < rows.size; ++h) {
+        for (int64_t w = 0; w < row; ++w) inside[h * row + w] = x.data[h * x.down + columns.source(w) * x.right];
+      }
+    }
+    std::copy_n(inside + (rows.size - rows.before) * row, rows.before * row, target);
+    std::copy_n(inside, rows.after() * row, inside + rows.size * row);
+  }
+
+  void pack_images(const Plane<T>& x, int64_t count, T* target, T* room) const {
+    interleave(x, count, room);
+    for (int64_t h = 0; h < rows.padded(); ++h) {
+      const T* row = room + rows.source(h) * columns.size * lanes;
+      for (int64_t w = 0; w < columns.padded(); ++w, target += lanes) {
+        const T* from = row + columns.source(w) * lanes;
+        for (int64_t i = 0; i < lanes; ++i) target[i] = from[i];
+      }
+    }
+  }
+
+  void pack_patches(const Plane<T>& x, int64_t count, T* target, T* room) const {
+    const int64_t P = positions();
+    for (int64_t n = 0; n < count; ++n) {
+      T* to = room;
+      for (int64_t h = 0; h < rows.padded(); ++h) {
+        const T* from = x.data + n * x.image + rows.source(h) * x.down;
+        for (int64_t w = 0; w < columns.padded(); ++w) *to++ = from[columns.source(w) * x.right];
+      }
+      const int64_t bytes = columns.size * static_cast<int64_t>(sizeof(T));
+      if (bytes <= 16) {
+        copy_taps<16>(room, target + n * P);
+      } else if (bytes <= 32) {
+        copy_taps<32>(room, target + n * P);
+      } else {
+        copy_taps<64>(room, target + n * P);
+      }
+    }
+    for (const int64_t tap : taps) std::fill_n(target + tap + count * P, channel - count * P, T(0));
+  }
+
+  // Rows are too short for a loop of their length: kBytes are copied of each, and what is too much overwritten by the next.
+  template <int kBytes>
+  void copy_taps(const T* image, T* target) const {
+    for (int64_t t = 0; t < tap_count(); ++t) {
+      const T* from = image + t / columns.kernel * columns.padded() + t % columns.kernel;
+      T* to = target + taps[t];
+      for (int64_t h = 0; h < rows.size; ++h, to += columns.size, from += columns.padded()) std::memcpy(to, from, kBytes);
+    }
+  }
+
   // target[position * lanes + i] = image i at that position; zeros for images there are none of.
   void interleave(const Plane<T>& x, int64_t count, T* target) const {
     if (x.right == 1 && x.down == columns.size) {

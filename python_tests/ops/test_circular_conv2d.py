@@ -15,8 +15,9 @@ from ella_cuda import ops
 from ella_cuda.ops.circular_conv2d import weight_grad
 from python_tests.ops import checks
 
-# N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then so many
-# weights that their gradient is a product for each position, of all images and of some at a time, and as many on large images.
+# N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then weights
+# so many that their gradient is a product of matrices, whose patches are of all images, of some at a time, or of a part of one;
+# then narrow images too few to fill vectors, packed at once or not, and so few with so much work that threads share each of them.
 SHAPES = [
     (3, 2, 4, 5, 6, 3, 3),
     (2, 3, 7, 32, 32, 3, 3),
@@ -35,6 +36,12 @@ SHAPES = [
     (83, 85, 81, 3, 5, 3, 3),
     (97, 185, 187, 8, 7, 3, 3),
     (2, 122, 121, 32, 9, 3, 3),
+    (2, 31, 65, 24, 26, 3, 3),
+    (2, 6, 17, 6, 10, 3, 9),
+    (2, 5, 19, 40, 18, 5, 7),
+    (5, 120, 7, 15, 13, 3, 3),
+    (1, 70, 61, 7, 7, 3, 3),
+    (3, 40, 44, 16, 17, 3, 3),
 ]
 
 
@@ -202,6 +209,9 @@ def test_compile(device):
         (30, 2, 3, 5, 19, 3, 3),
         (83, 122, 121, 9, 11, 3, 3),
         (97, 185, 187, 8, 7, 3, 3),
+        (1, 70, 61, 7, 7, 3, 3),
+        (3, 40, 44, 16, 17, 3, 3),
+        (9, 20, 40, 8, 9, 3, 3),
     ],
 )
 def test_same_numbers_for_any_number_of_threads(shape):
@@ -219,8 +229,17 @@ def test_same_numbers_for_any_number_of_threads(shape):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("shape", [(37, 12, 20, 7, 5, 3, 3), (6, 8, 9, 5, 19, 3, 3), (25, 64, 64, 4, 4, 3, 3)])
+def test_numbers_of_an_image_do_not_depend_on_the_others(shape):
+    x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
+    together = ops.circular_conv2d(x, weight, bias)
+    for images in (1, 3, 16):
+        parts = [ops.circular_conv2d(part, weight, bias) for part in x.split(images)]
+        assert torch.equal(torch.cat(parts), together)
+
+
 def test_scratch_of_many_weights_does_not_grow_with_the_batch():
-    """Copies of 8 MB of images at most; those of all would be 120 MB."""
+    """Copies of 4 MB of gradients at most; those of all would be 60 MB."""
     x = torch.randn(8000, 122, 4, 4)
     assert checks.peak_bytes(lambda: weight_grad(x, x, 3, 3)) < 20e6
 

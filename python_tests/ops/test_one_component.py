@@ -27,8 +27,10 @@ COMPONENT_SHAPES = [
     (9, 10, 12, 2, 8, 5, 7),
     (8, 80, 80, 4, 4, 3, 3),
     (8, 80, 160, 2, 2, 3, 3),
+    (3, 32, 41, 48, 48, 3, 3),
+    (2, 64, 66, 16, 18, 3, 3),
 ]
-# Weights so many that their gradient is a product for each position, of some of the images at a time.
+# Weights so many that their gradient is a product of matrices, with patches of some of the images at a time.
 MANY_WEIGHTS = (115, 185, 187, 10, 12, 3, 3)
 
 

@@ -1,0 +1,91 @@
+// How a convolution shares out its units (torus.h), and the products of one of them, among threads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "gram.h"
+#include "torus.h"
+
+namespace ella {
+
+// The products of a unit with packed weights, in pieces: groups of outputs for a part of the vectors.
+template <class T>
+class Products {
+ public:
+  // As many pieces as `tasks` if there are.
+  Products(const Torus<T>& torus, const CircularConvSizes& s, int64_t tasks)
+      : torus_(torus), C_(s.C), D_(s.D), group_(balanced_group(s.D, torus.k.rows)), groups_(ceil_divide(s.D, group_)) {
+    constexpr int64_t kLeast = 4;  // vectors, of a register tile
+    const int64_t vectors = torus.vectors(), parts = std::clamp(vectors / kLeast, int64_t(1), ceil_divide(tasks, groups_));
+    step_ = ceil_divide(ceil_divide(vectors, parts), kLeast) * kLeast;
+    parts_ = ceil_divide(vectors, step_);
+  }
+
+  int64_t pieces() const { return groups_ * parts_; }
+
+  // Pieces begin..end for the `count` images of a unit, packed at `image`; `weights` for all outputs (Convolution::weight),
+  // `out` D channels.
+  void run(int64_t begin, int64_t end, int64_t count, const T* image, const std::vector<int64_t>& taps, const T* weights,
+           const T* bias, T* out) const {
+    const int64_t tap_count = static_cast<int64_t>(taps.size()), vectors = torus_.vectors_of(count);
+    while (begin < end) {
+      const int64_t first = begin % groups_ * group_, here = std::min(groups_ - begin % groups_, end - begin);
+      const int64_t at = begin / groups_ * step_;
+      if (at < vectors) {
+        torus_.k.convolve({image, C_, torus_.plane, taps.data(), tap_count, torus_.in.data() + at, torus_.place.data() + at,
+                           std::min(step_, vectors - at), weights + first * C_ * tap_count, bias ? bias + first : nullptr,
+                           out + first * torus_.channel, std::min(here * group_, D_ - first), group_, torus_.channel});
+      }
+      begin += here;
+    }
+  }
+
+ private:
+  const Torus<T>& torus_;
+  const int64_t C_, D_, group_, groups_;
+  int64_t step_, parts_;
+};
+
+// Does a Work's steps for every unit: `pack(unit, c, image, room)` for all channels, `multiply(unit, begin, end, image, out)`
+// for all its pieces(), `finish(unit, out, sink)`, with image_size(), room_size() and result_size() numbers of scratch; out is
+// what `place(unit, result, sink)` says, and sink() makes a sink, one for each thread that has units.
+template <class T, class Work>
+void run_units(const Work& work, int64_t units, int64_t channels, bool one_by_one) {
+  if (!one_by_one) {
+    parallel_tasks(units, [&](int64_t begin, int64_t end) {
+      const Buffer<T> image(work.image_size()), room(work.room_size()), result(work.result_size());
+      auto sink = work.sink();
+      for (int64_t unit = begin; unit < end; ++unit) {
+        for (int64_t c = 0; c < channels; ++c) work.pack(unit, c, image.data(), room.data());
+        T* out = work.place(unit, result.data(), sink);
+        work.multiply(unit, 0, work.pieces(), image.data(), out);
+        work.finish(unit, out, sink);
+      }
+    });
+    return;
+  }
+  const Buffer<T> image(work.image_size()), result(work.result_size());
+  auto sink = work.sink();
+  for (int64_t unit = 0; unit < units; ++unit) {
+    constexpr int64_t kAtOnce = 8;  // channels, for little is done to one
+    parallel_tasks(ceil_divide(channels, kAtOnce), [&](int64_t begin, int64_t end) {
+      const Buffer<T> room(work.room_size());
+      for (int64_t c = begin * kAtOnce; c < std::min(end * kAtOnce, channels); ++c)
+        work.pack(unit, c, image.data(), room.data());
+    });
+    T* out = work.place(unit, result.data(), sink);
+    parallel_tasks(work.pieces(), [&](int64_t begin, int64_t end) { work.multiply(unit, begin, end, image.data(), out); });
+    work.finish(unit, out, sink);
+  }
+}
+
+// Whether `units` are better done one after the other, each by all threads, than side by side: where a fifth of the threads'
+// time would be lost at the end, and there are so many products in each that calling threads for a part of them is worth it.
+inline bool one_by_one(int64_t units, int64_t products) {
+  constexpr int64_t kWorth = 1 << 20;
+  const int64_t threads = torch::stable::get_num_threads(), rounds = ceil_divide(units, threads);
+  return 5 * units < 4 * threads * rounds && products > kWorth;
+}
+
+}  // namespace ella

@@ -492,6 +492,18 @@ def test_a_picture_has_our_numbers_beside_the_papers():
     assert labels == ["ours", "ours, mean ± standard error over 2 seeds", "the paper's"]
 
 
+def test_a_failure_does_not_hide_what_the_others_differ_in():
+    configs, plan_ = plan("toy")
+    found = entries(plan_, configs, answer(configs, **{c.name: {"accuracy": 93.0} for c in configs}))
+    figure = paper.draw_comparison(plan_, found)  # the paper has 24.68 and 24.5 % for CONV on quadrants
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_xlabel() for axis in axes] == ["accuracy, %, broken axis"] * 2
+    assert axes[0].get_xlim() == axes[1].get_xlim()
+    for axis in axes:
+        left, right = axis.transAxes.inverted().transform(axis.transData.transform([(93, 0), (99, 0)]))[:, 0]
+        assert right - left > 0.5  # on a plain axis 0.07
+
+
 def test_every_table_has_a_picture_that_fits_on_a_page():
     for name, table in TABLES.items():
         configs, plan_ = plan(name, data=None if table.data else "digits", scale=0.5)

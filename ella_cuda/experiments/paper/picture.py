@@ -10,6 +10,7 @@ from typing import Any
 from ella_cuda.experiments.paper.entry import METRICS, Entry
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import TABLES
+from ella_cuda.reports.pictures.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import MARGIN, Rooms, arrange, inches, logarithmic_scale, panels, plain_axes
 from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH
 from ella_cuda.reports.text import OBJECTIVE_TITLES
@@ -59,7 +60,7 @@ def draw_comparison(plan: Plan, found: Sequence[Entry]) -> Any:
             axis.set_title(OBJECTIVE_TITLES[objective], fontsize=NORMAL, y=1.0, pad=4)
             axis.set_yticks(range(len(labels[objective])), labels[objective] if j == 0 else [], fontsize=SMALL)
     for metric, of in drawn.items():
-        _scale(of, METRICS[metric][0], may_be_logarithmic=metric != "accuracy")
+        _scale(of, metric)
     arrange(figure, rooms, {label: legend[label] for label in sorted(legend)}, _title(plan, found))
     return figure
 
@@ -93,16 +94,23 @@ def _draw_panel(axis: Any, entries: Sequence[Entry], metric: str) -> dict[str, A
     return legend
 
 
-def _scale(axes: Sequence[Any], name: str, may_be_logarithmic: bool) -> None:
-    """One scale for a metric under all objectives: logarithmic where its values are further apart than tenfold."""
+def _scale(axes: Sequence[Any], metric: str) -> None:
+    """One scale for a metric under all objectives: logarithmic where its values are further apart than tenfold, but
+    broken for accuracies."""
     values = [float(x) for axis in axes for line in axis.lines for x in line.get_xdata()]
     values = [x for x in values if not math.isnan(x)]  # ends of a missing error bar
-    low, high = min(values), max(values)
-    logarithmic = may_be_logarithmic and low > 0 and high > 10 * low
-    share = 0.06  # of the axis, on both sides of the outermost values
-    margin = (high / low) ** share if logarithmic else share * (high - low) or 1.0
+    name = METRICS[metric][0]
+    if metric == "accuracy":
+        name += accuracy_axis(axes, "x", values)
+    else:
+        low, high = min(values), max(values)
+        logarithmic = low > 0 and high > 10 * low
+        share = 0.06  # of the axis, on both sides of the outermost values
+        margin = (high / low) ** share if logarithmic else share * (high - low) or 1.0
+        for axis in axes:
+            if logarithmic:
+                logarithmic_scale(axis, "x")
+            axis.set_xlim(*((low / margin, high * margin) if logarithmic else (low - margin, high + margin)))
+        name += ", log scale" if logarithmic else ""
     for axis in axes:
-        if logarithmic:
-            logarithmic_scale(axis, "x")
-        axis.set_xlim(*((low / margin, high * margin) if logarithmic else (low - margin, high + margin)))
-        axis.set_xlabel(name + (", log scale" if logarithmic else ""), fontsize=NORMAL, labelpad=2)
+        axis.set_xlabel(name, fontsize=NORMAL, labelpad=2)

@@ -1,27 +1,29 @@
-"""Loss, evidence and accuracy over training."""
+"""Loss, evidence and accuracy over training, and what came of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.page import Rooms, arrange, logarithmic_scale, panels, plain_axes, whole_epochs
+from ella_cuda.reports.pictures.broken import accuracy_axis
+from ella_cuda.reports.pictures.page import MARGIN, Rooms, arrange, logarithmic_scale, panels, plain_axes, whole_epochs
 from ella_cuda.reports.pictures.style import MARKERS, NORMAL, OTHER_STYLES, PATH_STYLES, TEXT_WIDTH
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 EVIDENCE_LINES = ("-", "-.", ":")  # of runs that differ only in what of their bases the evidence learned
-ROOMS = Rooms(TEXT_WIDTH / 3, 1.95, left=0.58, bottom=0.42)
+ROOMS = Rooms(TEXT_WIDTH / 4, 1.95, left=0.58, bottom=0.42)
 EVALUATED = {"test": "test images", "holdout": "held-out images"}
+SPREAD = 0.6  # of a network's place that its runs take
 FIRST_STEP = {"color": "#555555", "linewidth": 0.7, "linestyle": (0, (1, 1.5)), "zorder": 0}
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, Any]]) -> Any:
-    """Training loss, ``-log q/N`` and training accuracy over the epochs: a line of panels for each task, a colour and
-    marker for each network; MAP is dashed and hollow.
+    """Training loss, ``-log q/N`` and training accuracy over the epochs, and the accuracy of finished runs on the images
+    they were evaluated on, side by side in the legend's order: a line of panels for each task, a colour and marker for
+    each network; MAP is dashed and hollow.
 
     Markers stand at the epochs that were evaluated; on the loss of evidence runs, at their evidence steps alone. A vertical
-    line stands at the first of these: burn-in ends, and the loss jumps as its prior is replaced. A star is the accuracy on
-    the images a finished run was evaluated on.
+    line stands at the first of these: burn-in ends, and the loss jumps as its prior is replaced.
 
     Args:
         rows: rows of ``summary.json``, or of runs that are not finished.
@@ -40,13 +42,25 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
         )
     tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
     styles = run_styles(rows)
-    figure, axes = panels(3 * len(tasks), ROOMS)
+    figure, axes = panels(4 * len(tasks), ROOMS, per_line=4)
     legend: dict[str, Any] = {}
-    for i, task in enumerate(tasks):
-        there = [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task]
-        _draw_line(axes[3 * i : 3 * i + 3], f"{task[0]}, task {task[1]}", there, rows, styles, legend)
-    arrange(figure, ROOMS, legend | _marks(rows, histories))
+    by_task = [
+        [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task] for task in tasks
+    ]
+    for i, runs in enumerate(by_task):
+        _draw_line(axes[4 * i : 4 * i + 3], runs, rows, styles, legend)
+    for axis, runs in zip(axes[3::4], by_task, strict=True):
+        _draw_results(axis, [r for r, _ in runs], rows, styles, [*legend])
+    arrange(figure, ROOMS, legend | _marks(histories))
+    for axis, (data, task), runs in zip(axes[::4], tasks, by_task, strict=True):
+        above = axis.get_position().y1 + MARGIN / figure.get_size_inches()[1]
+        figure.text(0.5, above, f"{data}, task {task}, {_seeds(runs)}", fontsize=NORMAL, ha="center", va="bottom")
     return figure
+
+
+def _seeds(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    seeds = sorted({row["seed"] for row, _ in runs})
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
 
 
 def run_styles(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -79,14 +93,13 @@ def _network(row: Mapping[str, Any]) -> str:
 
 def _draw_line(
     axes: Sequence[Any],
-    title: str,
     runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     among: Sequence[Mapping[str, Any]],
     styles: Mapping[tuple[str, str], Mapping[str, Any]],
     legend: dict[str, Any],
 ) -> None:
     """The panels of a task, whose labels tell the rows ``among`` apart."""
-    loss_axis, evidence_axis, accuracy_axis = axes
+    loss_axis, evidence_axis, training_axis = axes
     positive = True
     for row, history in runs:
         style = styles[network_title(row), row["objective"]]
@@ -100,11 +113,8 @@ def _draw_line(
         if evidence:
             evidence_axis.plot(*_columns(evidence), **style)
         accuracy = [(e["epoch"], 100 * e["accuracy"]) for e in history["evaluations"]]
-        (handle,) = accuracy_axis.plot(*_columns(accuracy), **style)
-        legend.setdefault(f"{network_title(row, among)}, {OBJECTIVE_TITLES[row['objective']]}", handle)
-        if row.get("accuracy") is not None and accuracy:
-            star = {**style, "linestyle": "", "marker": "*", "markersize": 7, "markeredgewidth": 0.7}
-            accuracy_axis.plot(accuracy[-1][0], row["accuracy"], clip_on=False, zorder=3, **star)
+        (handle,) = training_axis.plot(*_columns(accuracy), **style)
+        legend.setdefault(_label(row, among), handle)
     logarithmic = positive and bool(loss_axis.lines)
     for epoch in sorted({steps[0] for _, history in runs if (steps := _steps(history))}):
         for axis in axes:
@@ -112,11 +122,10 @@ def _draw_line(
     for axis, what in (
         (loss_axis, "training loss with prior,\nnats" + (", log scale" if logarithmic else "")),
         (evidence_axis, "-log q/N,\nnats per data point"),
-        (accuracy_axis, "training accuracy, %"),
+        (training_axis, "training accuracy, %"),
     ):
-        plain_axes(axis, title, "epoch", what)
+        plain_axes(axis, "", "epoch", what)
         whole_epochs(axis)
-    accuracy_axis.set_ylim(0, 101)
     if logarithmic:
         logarithmic_scale(loss_axis, "y")
     if not any(_steps(history) for _, history in runs):
@@ -124,7 +133,36 @@ def _draw_line(
         evidence_axis.text(0.5, 0.5, "no evidence step", **middle)
 
 
-def _marks(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _draw_results(
+    axis: Any,
+    rows: Sequence[Mapping[str, Any]],
+    among: Sequence[Mapping[str, Any]],
+    styles: Mapping[tuple[str, str], Mapping[str, Any]],
+    labels: Sequence[str],
+) -> None:
+    """The accuracies of a task's finished runs, a place for each label."""
+    finished = [r for r in rows if r.get("accuracy") is not None]
+    if not finished:
+        axis.set_axis_off()
+        return
+    for place, label in enumerate(labels):
+        members = [r for r in finished if _label(r, among) == label]
+        for k, row in enumerate(members):
+            beside = SPREAD * ((k + 0.5) / len(members) - 0.5)
+            style = {**styles[network_title(row), row["objective"]], "linestyle": "", "markersize": 4}
+            axis.plot(place + beside, row["accuracy"], zorder=3, **style)
+    said = accuracy_axis([axis], "y", [r["accuracy"] for r in finished])
+    images = f"{finished[0]['evaluated_size']:,} {EVALUATED[finished[0]['evaluated_on']]}"
+    plain_axes(axis, "", "in the legend's order", f"accuracy, %{said},\n{images}")
+    axis.set_xlim(-0.7, len(labels) - 0.3)
+    axis.set_xticks([])
+
+
+def _label(row: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> str:
+    return f"{network_title(row, among)}, {OBJECTIVE_TITLES[row['objective']]}"
+
+
+def _marks(histories: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Legend entries of what is no run's own."""
     from matplotlib.lines import Line2D
 
@@ -133,10 +171,6 @@ def _marks(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[str, A
         point = {"linestyle": "-", "linewidth": 1.0, "marker": "o", "markersize": 3, "markeredgewidth": 0}
         found["evidence step, on the loss"] = {**point, "color": "#555555"}
         found["burn-in ends: the prior changes"] = {**FIRST_STEP, "linewidth": 1.2}
-    finished = [EVALUATED[r["evaluated_on"]] for r in rows if r.get("accuracy") is not None]
-    if finished:
-        star = {"marker": "*", "markersize": 7, "linestyle": "", "color": "black"}
-        found[f"accuracy on {finished[0]}, at the end"] = star
     return {label: Line2D([], [], **style) for label, style in found.items()}
 
 

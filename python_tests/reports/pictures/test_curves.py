@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from matplotlib.colors import to_hex
 
@@ -13,9 +15,9 @@ from python_tests.reports.rows import evaluations, row
 def test_curves_show_every_run_at_its_epochs():
     evidence = {"losses": [3.0, 2.5, 2.0, 1.5, 1.2, 1.0], "evaluations": evaluations(row())}
     plain = {"losses": [2.5, 2.0, 1.5], "evaluations": evaluations(row(), 1)}
-    rows = [row(accuracy=77.0), row(layer="conv", objective="map"), row("quadrant", "conv", "map", accuracy=33.0)]
+    rows = [row(), row(layer="conv", objective="map"), row("quadrant", "conv", "map")]
     figure = draw_curves(rows, [evidence, plain, plain])
-    losses, values, accuracies, losses2, values2, accuracies2 = figure.axes
+    losses, values, accuracies, _, losses2, values2, accuracies2, _ = figure.axes
     (begins,) = steps_begin(losses)
     assert begins == 4  # the first evaluation with an evidence
     assert [steps_begin(axis) for axis in (values, accuracies, losses2)] == [[4], [4], []]
@@ -30,23 +32,49 @@ def test_curves_show_every_run_at_its_epochs():
     assert losses.get_yscale() == "log"
     assert len(values.lines) == 1  # MAP has none, evidence none before its first step
     assert values.lines[0].get_xydata().tolist() == [[4, 6], [6, 5]]
-    trained, star, mapped, _ = accuracies.lines
+    trained, mapped = accuracies.lines
     assert trained.get_xydata().tolist() == [pytest.approx(p) for p in ([2, 20], [4, 40], [6, 60])]
-    assert star.get_xydata().tolist() == [[6, 77]]
-    assert star.get_marker() == "*" and star.get_color() == trained.get_color() != mapped.get_color()
+    assert trained.get_color() != mapped.get_color()
     assert len(losses2.lines) == 1
     assert not values2.lines
     assert values2.texts[0].get_text() == "no evidence step"
-    assert accuracies2.lines[1].get_xydata().tolist() == [[2, 33]]
-    assert all(axis.get_xlabel() == "epoch" for axis in figure.axes)
+    assert accuracies2.lines[0].get_xydata().tolist() == [[2, pytest.approx(20)]]
+    assert all(a.get_xlabel() == "epoch" for k, a in enumerate(figure.axes) if k % 4 < 3)
     units = [axis.get_ylabel().replace("\n", " ") for axis in (losses, values, accuracies)]
     assert [u.partition(", ")[2] for u in units] == ["nats, log scale", "nats per data point", "%"]
-    assert "task quadrant" in losses2.get_title()
+    assert [t.get_text() for t in figure.texts] == ["digits, task digit, seed 0", "digits, task quadrant, seed 0"]
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert labels == [
         "F-FC+CONV, evidence", "CONV, MAP", "evidence step, on the loss", "burn-in ends: the prior changes",
-        "accuracy on test images, at the end",
     ]  # fmt: skip
+
+
+def test_accuracies_of_finished_runs_stand_apart_in_the_legends_order():
+    kinds = [("f_fc+conv", "map"), ("f_fc+conv", "evidence"), ("conv", "evidence")]
+    accuracies = [[93.0, 93.0, 94.0], [97.0, 97.5, 96.0], [24.0, 24.5, 25.0]]
+    rows = [
+        row(layer=layer, objective=objective, seed=seed, accuracy=value)
+        for (layer, objective), of in zip(kinds, accuracies, strict=True)
+        for seed, value in enumerate(of)
+    ]
+    figure = draw_curves(rows, [{"evaluations": evaluations(r)} for r in rows])
+    axis = figure.axes[3]
+    points = [line for line in axis.lines if line.get_transform() == axis.transData and len(line.get_xdata()) == 1]
+    assert [line.get_ydata()[0] for line in points] == [x for of in accuracies for x in of]
+    places = [line.get_xdata()[0] for line in points]
+    assert places == sorted(places)
+    pixels = axis.transData.transform([(x, 93) for x in places])[:, 0] / figure.dpi * 72
+    assert min(b - a for a, b in itertools.pairwise(pixels)) > 4  # points: a marker's width
+    assert [line.get_markerfacecolor() == "white" for line in points] == [True] * 3 + [False] * 6
+    assert [line.get_color() for line in points] == [line.get_color() for line in figure.axes[0].lines[:9]]
+    assert axis.get_ylabel() == "accuracy, %, broken axis,\n360 test images"
+    assert "seeds 0, 1, 2" in figure.texts[0].get_text()
+
+
+def test_training_accuracies_fill_their_panel():
+    history = {"evaluations": [{**e, "accuracy": 0.93 + 0.01 * e["epoch"]} for e in evaluations(row())]}
+    low, high = draw_curves([row()], [history]).axes[2].get_ylim()
+    assert 94 < low < 95 and 99 < high < 100
 
 
 def steps_begin(axis) -> list[float]:
@@ -73,19 +101,19 @@ def test_a_network_has_one_colour_whatever_learned_it():
     assert [len({line.get_marker() for line in some}) for some in (lines[:3], lines[3:5], lines[::3])] == [1, 1, 2]
 
 
-def test_a_run_that_is_not_finished_has_its_evaluations_losses_and_no_star():
+def test_a_run_that_is_not_finished_has_its_evaluations_losses_and_no_result():
     running = row()
     del running["accuracy"], running["evaluated_on"]
     figure = draw_curves([running], [{"evaluations": evaluations(running)}])
-    losses, _, accuracies = figure.axes
+    losses, _, accuracies, results = figure.axes
     assert losses.lines[0].get_xydata().tolist() == [[2, 3], [4, 2], [6, 1]]
     assert [line.get_marker() for line in accuracies.lines] == ["o", "None"]  # and where burn-in ends
-    assert "at the end" not in " ".join(t.get_text() for t in figure.legends[0].get_texts())
+    assert not results.lines and not results.axison
 
 
 def test_held_out_images_are_not_called_test_images():
     figure = draw_curves([row(evaluated_on="holdout")], [{"evaluations": evaluations(row())}])
-    assert "held-out images" in figure.legends[0].get_texts()[-1].get_text()
+    assert figure.axes[3].get_ylabel() == "accuracy, %,\n360 held-out images"
 
 
 def test_a_loss_below_zero_has_no_logarithm():

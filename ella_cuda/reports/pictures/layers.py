@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from ella_cuda.reports.pictures.page import LINE, Rooms, arrange, panels, wrapped
 from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, path_styles
-from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, mean, network_title
+from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 PER_LINE = 3
 WIDEST = 3.3  # inches of a panel that has a line to itself
-ROOMS = Rooms(0.0, 1.75, left=0.2, right=0.05, top=0.3, bottom=0.35, outer_left=0.28, outer_right=0.02)
+ROOMS = Rooms(0.0, 1.75, left=0.2, right=0.05, top=0.3, bottom=0.35, outer_left=0.4, outer_right=0.02)
 NO_TYPE = "×"
 
 
 def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Stacked bars: how each layer's effective parameters divide among its paths, a panel for each task and network.
 
-    Runs that differ in their seed only share a panel, as means. Layers without a type, of less than one effective
-    parameter, are pale under a ×; where that is so for some seeds only, the bar says for how many.
+    Runs that differ in their seed only share a panel, as means; bars where two paths meet are standard errors. Layers
+    without a type, of less than one effective parameter, are pale under a ×; where that is so for some seeds only, the
+    bar says for how many.
 
     Args:
         rows: rows of ``summary.json`` with effective parameters.
@@ -55,7 +58,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
         _draw_bars(axis, members, legend)
         axis.set_title(heading, fontsize=NORMAL, y=1.0, pad=10)
         axis.set_xlabel("layer" if k + across >= len(groups) else "", fontsize=NORMAL, labelpad=1)
-        axis.set_ylabel("effective parameters, %" if k % across == 0 else "", fontsize=NORMAL, labelpad=2)
+        axis.set_ylabel("share of effective\nparameters, %" if k % across == 0 else "", fontsize=NORMAL, labelpad=2)
         axis.set_ylim(0, 100)
         axis.spines[["top", "right"]].set_visible(False)
     arrange(figure, rooms, legend, title)
@@ -70,22 +73,29 @@ def _titles(kinds: Sequence[tuple[str, ...]]) -> tuple[str, list[str]]:
 
 
 def _seeds(members: Sequence[Mapping[str, Any]]) -> str:
-    return f"seed {members[0]['seed']}" if len(members) == 1 else f"mean over {len(members)} seeds"
+    return f"seed {members[0]['seed']}" if len(members) == 1 else f"mean ± standard error over {len(members)} seeds"
 
 
 def _draw_bars(axis: Any, members: Sequence[Mapping[str, Any]], legend: dict[str, Any]) -> None:
     count = len(members[0]["layers"])
     places = list(range(1, count + 1))
     without = [sum(row["layers"][i]["type"] is None for row in members) for i in range(count)]
+    paths = path_styles(members[0]["layer"].split("+"))
     bottom = [0.0] * count
-    for path, (colour, hatch) in path_styles(members[0]["layer"].split("+")).items():
-        shares = [_share(members, i, path) for i in range(count)]
+    for k, (path, (colour, hatch)) in enumerate(paths.items()):
+        sums = [_summed_shares(members, i, [*paths][: k + 1]) for i in range(count)]
+        shares = [fmean(of) - b for of, b in zip(sums, bottom, strict=True)]
         style = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5, "width": 0.8}
         bars = axis.bar(places, shares, bottom=bottom, label=PATH_TITLES.get(path, path), **style)
         legend.setdefault(bars.get_label(), bars)
         for bar, missing in zip(bars, without, strict=True):
             bar.set_alpha(0.3 if missing == len(members) else None)
-        bottom = [b + s for b, s in zip(bottom, shares, strict=True)]
+        bottom = [fmean(of) for of in sums]
+        if len(members) > 1 and k + 1 < len(paths):
+            errors = [stdev(of) / math.sqrt(len(of)) for of in sums]
+            for colour, width in (("white", 2.5), ("black", 1.0)):  # dark bars have dark paths around them
+                style = {"linestyle": "", "ecolor": colour, "elinewidth": width, "capsize": 2.5, "capthick": width}
+                axis.errorbar(places, bottom, errors, zorder=3, **style)
     for place, missing in zip(places, without, strict=True):
         if missing:
             some = "" if missing == len(members) else f"{missing}/{len(members)}"
@@ -103,6 +113,7 @@ def _explain(legend: dict[str, Any], some: str) -> None:
     legend.setdefault(f"no type{whose}: less than one effective parameter", handle)
 
 
-def _share(members: Sequence[Mapping[str, Any]], layer: int, path: str) -> float:
-    values = [r["layers"][layer]["paths"][path]["relative_effective_parameters"] for r in members]
-    return 100 * (mean(0.0 if v is None else v for v in values) or 0.0)
+def _summed_shares(members: Sequence[Mapping[str, Any]], layer: int, paths: Sequence[str]) -> list[float]:
+    """What some paths have together of a layer's effective parameters, in percent, for each seed."""
+    entries = [row["layers"][layer]["paths"] for row in members]
+    return [100 * sum(of[path]["relative_effective_parameters"] or 0.0 for path in paths) for of in entries]

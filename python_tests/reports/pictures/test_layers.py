@@ -71,7 +71,22 @@ def test_seeds_share_a_panel_as_their_mean():
     figure = draw_layers([row(), other])
     (axis,) = [a for a in figure.axes if a.get_visible()]
     assert [b.get_height() for b in axis.containers[0]] == pytest.approx([10, 25, 40])
-    assert "mean over 2 seeds" in figure.get_suptitle().replace("\n", " ")
+    assert "mean ± standard error over 2 seeds" in figure.get_suptitle().replace("\n", " ")
+    ends = [bar[:, 1].tolist() for bars in axis.collections for bar in bars.get_segments()]
+    assert ends == [pytest.approx(e) for e in ([0, 20], [0, 50], [0, 80])] * 2  # of two values, half their difference
+
+
+def test_a_legends_patch_has_its_bars_hatch():
+    figure = draw_layers([row(layer=f"{one}+{other}") for one, other in zip(*[iter(PATH_STYLES)] * 2, strict=True)])
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3] / 255
+    patches = figure.legends[0].get_patches()
+    assert len(patches) == len(PATH_STYLES)
+    for patch, (colour, hatch) in zip(patches, PATH_STYLES.values(), strict=True):
+        (left, low), (right, high) = patch.get_window_extent().get_points().round().astype(int)
+        inside = pixels[len(pixels) - high + 1 : len(pixels) - low - 1, left + 1 : right - 1]
+        others = np.abs(inside - colors.to_rgb(colour)).max(-1) > 0.3
+        assert (others.mean() > 0.05) == bool(hatch), colour
 
 
 def test_the_files_pixels_have_both_colours(tmp_path):

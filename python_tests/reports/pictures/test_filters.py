@@ -157,7 +157,7 @@ def test_anchors_stand_where_they_are():
     assert circle.radius == pytest.approx(1 / 0.4)
     nearest = basis.anchors[basis.anchors.norm(dim=1).argmin()]
     assert circle.center == pytest.approx((float(nearest[1]), float(nearest[0])))
-    assert "1/ω = 2.5 px" in axis.get_title()
+    assert axis.get_title().endswith("\n2.50 px")
     (ways,) = [c for c in axis.collections if isinstance(c, LineCollection)]
     ends = np.array([way.vertices for way in ways.get_paths()])
     np.testing.assert_allclose(ends[:, 1], points.get_offsets(), rtol=1e-6)
@@ -170,9 +170,38 @@ def test_anchors_stand_where_they_are():
     expected = images[pair] / images[pair].abs().max()
     np.testing.assert_allclose(np.asarray(axis.images[0].get_array()), expected.numpy(), rtol=1e-6)
     assert f"{pair[0]}←{pair[1]}" in axis.get_title()
-    assert "S-FC weight_in" in axes[0].get_ylabel() and "pixels" in axes[0].get_ylabel()
+    texts = [t.get_text() for t in figure.texts]
+    assert [t for t in texts if "weight" in t][:3] == ["S-FC weight_in", "S-FC weight_out", "S-CONV weight"]
+    assert any(t.startswith("row, pixels") for t in texts) and any(t.startswith("column, pixels") for t in texts)
+    assert any(t.endswith("of a single position: S-FC weight_out of layer 8") for t in texts)
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert len(labels) == 3 and "1/ω" in labels[1]
+    assert len(labels) == 3 and "1/ω, in the title" in labels[1]
+
+
+def test_anchors_are_seen_in_large_grids_and_apart():
+    _, made, weights = read("s_fc+s_conv")
+    figure = draw_anchors(made, weights, None)
+    axes = [a for a in figure.axes if a.images]
+    width = figure.get_size_inches()[0] * 72
+    for axis in axes:
+        (points,) = [c for c in axis.collections if isinstance(c, PathCollection)]
+        dot = float(points.get_sizes()[0]) ** 0.5
+        apart = axis.get_position().width * width / len(points.get_offsets()) ** 0.5  # points, on average
+        assert 1.5 < dot <= apart / 1.9
+    sides = [round(axis.get_position().width * width / 72, 2) for axis in axes]
+    positions = [axis.images[0].get_array().size for axis in axes]
+    assert min(s for s, n in zip(sides, positions, strict=True) if n >= 256) > 1.2
+    assert max(s for s, n in zip(sides, positions, strict=True) if n < 256) < 0.8
+
+
+def test_a_lengthscale_that_all_have_is_said_once():
+    model, made, weights = read("s_conv")
+    figure = draw_anchors(made, weights, None)
+    assert [a.get_title() for a in figure.axes if "px" in a.get_title()] == []
+    reach = 1 / float(model.blocks[0].s_conv.basis.inverse_lengthscale)
+    assert f"1/ω = {reach:.2f} px" in figure.legends[0].get_texts()[1].get_text()
+    inches = figure.get_size_inches()[0]
+    assert min(a.get_position().width * inches for a in figure.axes if a.images) > 1.2  # no other needs the room
 
 
 def test_anchors_outside_the_grid_are_seen_and_a_flat_basis_has_no_circle():
@@ -184,7 +213,7 @@ def test_anchors_outside_the_grid_are_seen_and_a_flat_basis_has_no_circle():
     axis = figure.axes[0]
     assert axis.get_xlim()[0] < -4
     assert not axis.patches
-    assert "1/ω = ∞" in axis.get_title()
+    assert axis.get_title().endswith("\n∞ px")
     assert len(figure.legends[0].get_texts()) == 2
 
 

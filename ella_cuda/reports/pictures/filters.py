@@ -139,7 +139,7 @@ def _draw_panel(axis: Any, weight: SpatialWeight, pairs: Sequence[tuple[int, int
 def _side_by_side(tiles: Sequence[Tensor], places: int) -> tuple[Tensor, list[float]]:
     """Tiles in a row with room for ``places`` of them, nan between, and the columns of their centres."""
     height, width = tiles[0].shape
-    gap = max(0.25, 0.12 * width)
+    gap = GAP * width
     # Pixels of the picture are a whole fraction of a weight's, so that gaps can be narrower than a position.
     fine = max(1, round(1 / gap)) if gap < 1 else 1
     gap = max(1, round(gap * fine))

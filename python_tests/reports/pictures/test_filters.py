@@ -121,6 +121,9 @@ def test_filters_show_the_weights_on_their_scale():
     out, into = map(int, last.get_xticklabels()[0].get_text().split("←"))
     written = float(model.blocks[7].f_fc.weight_out.detach()[out, into])
     assert float(last.texts[0].get_text()) == pytest.approx(written, rel=0.1)
+    other = found["F-FC weight_in"][4]
+    places = [np.divide(a.get_xticks(), a.images[0].get_array().shape[1] - 1) for a in (last, other)]
+    np.testing.assert_allclose(*places, atol=0.005)  # in one column of the picture
     assert "layer 8" in [t.get_text() for t in figure.texts]
     assert any("weight /" in a.get_ylabel() for a in figure.axes)
 

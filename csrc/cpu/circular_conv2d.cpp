@@ -104,8 +104,8 @@ class ComponentConvolution {
     const int64_t pieces = products_.pieces();
     const T* weights = weights_;
     for (int64_t i = 0; i < kParts; ++i, begin -= pieces, end -= pieces) {
-      products_.run(std::max(begin, int64_t(0)), std::min(end, pieces), torus_.images_of(unit), image, seen_[i].taps, weights,
-                    bias_, out + i * s_.D * torus_.channel);
+      products_.run(std::max(begin, int64_t(0)), std::min(end, pieces), torus_.images_of(unit), image, seen_[i].taps,
+                    {weights, 0, 0}, bias_, out + i * s_.D * torus_.channel);
       weights += s_.D * s_.C * seen_[i].count();
     }
   }

@@ -26,15 +26,15 @@ class Products {
 
   // Pieces begin..end for the `count` images of a unit, packed at `image`; `weights` for all outputs (Convolution::weight),
   // `out` D channels.
-  void run(int64_t begin, int64_t end, int64_t count, const T* image, const std::vector<int64_t>& taps, const T* weights,
-           const T* bias, T* out) const {
+  void run(int64_t begin, int64_t end, int64_t count, const T* image, const std::vector<int64_t>& taps,
+           const Weights<T>& weights, const T* bias, T* out) const {
     const int64_t tap_count = static_cast<int64_t>(taps.size()), vectors = torus_.vectors_of(count);
     while (begin < end) {
       const int64_t first = begin % groups_ * group_, here = std::min(groups_ - begin % groups_, end - begin);
       const int64_t at = begin / groups_ * step_;
       if (at < vectors) {
         torus_.k.convolve({image, C_, torus_.plane, taps.data(), tap_count, torus_.in.data() + at, torus_.place.data() + at,
-                           std::min(step_, vectors - at), weights + first * C_ * tap_count, bias ? bias + first : nullptr,
+                           std::min(step_, vectors - at), from(first, tap_count, weights), bias ? bias + first : nullptr,
                            out + first * torus_.channel, std::min(here * group_, D_ - first), group_, torus_.channel});
       }
       begin += here;
@@ -42,6 +42,12 @@ class Products {
   }
 
  private:
+  // The weights from output channel `first` on.
+  Weights<T> from(int64_t first, int64_t tap_count, const Weights<T>& weights) const {
+    const int64_t row = weights.out_channel == 0 ? C_ * tap_count : weights.out_channel;
+    return {weights.data + first * row, weights.out_channel, weights.channel};
+  }
+
   const Torus<T>& torus_;
   const int64_t C_, D_, group_, groups_;
   int64_t step_, parts_;

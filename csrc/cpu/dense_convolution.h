@@ -9,14 +9,20 @@
 
 namespace ella {
 
-// The folded kernel in the order that Convolution::weight wants, D * C * tap_count() numbers.
+// Whether the entries of the kernel are the taps, one after the other.
 template <class T>
-void pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Tensor& weight, T* packed) {
+bool taps_in_order(const Torus<T>& torus, const CircularConvSizes& s, const Images<T>& w) {
+  return torus.tap_count() == s.kernel_h * s.kernel_w && (s.kernel_w == 1 || w.right == 1) &&
+         (s.kernel_h == 1 || w.down == s.kernel_w);
+}
+
+// The folded kernel as packed Weights, D * C * tap_count() numbers.
+template <class T>
+void pack_weight(const Torus<T>& torus, const CircularConvSizes& s, const Images<T>& w, T* packed) {
   constexpr int64_t kWorth = 1 << 15;  // numbers for which threads are called
   const int64_t taps = torus.tap_count(), kernel = s.kernel_h * s.kernel_w, K = s.C * taps;
   const int64_t group = balanced_group(s.D, torus.k.rows), groups = ceil_divide(s.D, group);
-  const Images<T> w(weight);
-  const bool whole = taps == kernel && (s.kernel_w == 1 || w.right == 1) && (s.kernel_h == 1 || w.down == s.kernel_w);
+  const bool whole = taps_in_order(torus, s, w);
   const auto pack_groups = [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * group; first < std::min(end * group, s.D); first += group) {
       const int64_t width = std::min(group, s.D - first);
@@ -60,8 +66,8 @@ std::vector<T> bias_numbers(const std::optional<Tensor>& bias) {
 template <class T, class MakeSink>
 class DenseConvolution {
  public:
-  DenseConvolution(const Torus<T>& torus, const CircularConvSizes& s, int64_t tasks, const Images<T>& x, const T* weights,
-                   const T* bias, const MakeSink& make_sink, int64_t first)
+  DenseConvolution(const Torus<T>& torus, const CircularConvSizes& s, int64_t tasks, const Images<T>& x,
+                   const Weights<T>& weights, const T* bias, const MakeSink& make_sink, int64_t first)
       : torus_(torus),
         s_(s),
         products_(torus, s, tasks),
@@ -99,28 +105,36 @@ class DenseConvolution {
   const CircularConvSizes& s_;
   const Products<T> products_;
   const Images<T>& x_;
-  const T *const weights_, *const bias_;
+  const Weights<T> weights_;
+  const T* const bias_;
   const MakeSink& make_sink_;
   const int64_t first_;  // image of the sink
 };
 
-// Sends every image's convolution to a sink: `make_sink(most)` is called by every thread, `sink.place(n)` says where image n
-// and those behind it, at most `most` of them, (D, H, W) each, are to be, and `sink.done(n, count)` that so many are there.
+// Sends every image's convolution to a sink: `make_sink(most)` is called by every thread that needs one, `sink.place(n)` says
+// where image n and those behind it, at most `most` of them, (D, H, W) each, are to be, and `sink.done(n, count)` that so many
+// are there.
 template <class T, class MakeSink>
 void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const T* bias, const MakeSink& make_sink) {
-  const Buffer<T> packed(s.D * s.C * std::min(s.kernel_h, s.H) * std::min(s.kernel_w, s.W));
+  constexpr int64_t kFew = 4;  // vectors for which packing weights takes too much of the time
+  const Images<T> w(weight);
+  std::optional<Buffer<T>> packed;
   Images<T> source(x);
   const int64_t whole = images_in_vectors<T>(s);
   for (int64_t first = 0; first < s.N;) {
     CircularConvSizes part = s;
     part.N = first < whole ? whole : s.N - first;
     const Torus<T> torus(part);
-    if (first == 0) pack_weight(torus, s, weight, packed.data());
+    Weights<T> weights{w.data, w.image, w.channel};
+    if (packed || torus.units * torus.vectors() > kFew || !taps_in_order(torus, s, w) || w.image == 0) {
+      if (!packed) pack_weight(torus, s, w, packed.emplace(s.D * s.C * torus.tap_count()).data());
+      weights = {packed->data(), 0, 0};
+    }
     const int64_t products = s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector;
     const bool in_turn = one_by_one(torus.units, products);
     const int64_t tasks = in_turn ? 4 * torch::stable::get_num_threads() : 1;
-    run_units<T>(DenseConvolution<T, MakeSink>(torus, part, tasks, source, packed.data(), bias, make_sink, first), torus.units,
-                 s.C, in_turn);
+    run_units<T>(DenseConvolution<T, MakeSink>(torus, part, tasks, source, weights, bias, make_sink, first), torus.units, s.C,
+                 in_turn);
     first += part.N;
     source.data += part.N * source.image;
   }

@@ -9,6 +9,15 @@
 
 namespace ella {
 
+// Weights of a convolution with taps one after the other, those of output d and channel c at data + d * out_channel + c *
+// channel; or, where out_channel is 0, packed: by groups of output channels, the last with what is left, as
+// [channels * tap_count][channels of the group].
+template <class T>
+struct Weights {
+  const T* data;
+  int64_t out_channel, channel;
+};
+
 // A convolution on one padded block of images: output vector v of channel d is bias[d] + sum_{c,t} weight[d,c,t] times the
 // vector at image + c * channel_stride + in[v] + taps[t], and lies at out + d * out_channel + place[v].
 template <class T>
@@ -20,8 +29,8 @@ struct Convolution {
   const int64_t* in;
   const int64_t* place;
   int64_t vectors;
-  const T* weight;  // by groups of output channels, the last with what is left: [channels * tap_count][channels of the group]
-  const T* bias;    // or null
+  Weights<T> weight;
+  const T* bias;  // or null
   T* out;
   int64_t out_channels, group, out_channel;  // group <= Kernels::rows
 };

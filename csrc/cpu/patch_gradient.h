@@ -70,7 +70,7 @@ class PatchGradient {
         for (int64_t i = begin; i < end; ++i) copy_gradient(first + i / s_.D, i % s_.D, grad.data() + i * grad_row_);
       });
       const int64_t few = 2 * torch::stable::get_num_threads();  // panels, which are made narrower then
-      const int64_t width = ceil_divide(results_, k_.width) < few ? std::max(k_.width / 2, k_.vector) : k_.width;
+      const int64_t width = ceil_divide(results_, k_.width) < few ? k_.width / 2 : k_.width;
       const int64_t panels = ceil_divide(results_, width);
       parallel_tasks(panels, [&](int64_t begin, int64_t end) {
         const int64_t channels = ceil_divide(k_.width, entries_) + 1;

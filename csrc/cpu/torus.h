@@ -199,11 +199,11 @@ class Torus {
   int64_t padded() const { return rows.padded() * columns.padded(); }
   int64_t tap_total() const { return rows.kernel * columns.kernel; }
 
-  // Images whose patches take megabytes at most.
+  // Images whose patches take megabytes at most, or one.
   int64_t patches_at_once(const CircularConvSizes& s) const {
     constexpr int64_t kBytes = 4 << 20;
     const int64_t image = s.C * tap_total() * positions() * static_cast<int64_t>(sizeof(T));
-    return std::clamp(kBytes / std::max(image, int64_t(1)), int64_t(1), std::max(s.N, int64_t(1)));
+    return balanced_group(s.N, std::max(kBytes / std::max(image, int64_t(1)), int64_t(1)));
   }
 
   void pack_rows(const Plane<T>& x, T* target) const {

@@ -78,7 +78,7 @@ def test_gradients_of_one_polyphase_component(shape, dtype, device):
         checks.error_at_most_twice(o, t, e)
 
 
-@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3)])
+@pytest.mark.parametrize("shape", [(5, 10, 11, 8, 6, 3, 3), (5, 10, 11, 4, 4, 3, 3), (10, 10, 16, 4, 4, 3, 3)])
 def test_every_layout_of_images_of_one_component(shape, device):
     x, weight, _ = arguments(shape, device)
     grad = one_component(gradient(shape, device))

@@ -80,7 +80,7 @@ class ComponentConvolution {
         result_(result) {}
 
   int64_t image_size() const { return s_.C * torus_.plane; }
-  int64_t room_size() const { return torus_.room_size() + torus_.at_once * torus_.positions(); }
+  int64_t room_size() const { return torus_.room_size() + images_size(); }
   int64_t result_size() const { return kParts * s_.D * (torus_.channel + (torus_.unpacked() ? 0 : images_size())); }
   int64_t pieces() const { return kParts * products_.pieces(); }
   char sink() const { return 0; }
@@ -143,25 +143,19 @@ template <class T>
 void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& component, const Tensor& x, bool gathered,
                         const Tensor& weight, const T* bias, T* result) {
   const Buffer<T> packed(s.D * s.C * s.kernel_h * s.kernel_w);
-  Images<T> source(x);
-  const int64_t whole = images_in_vectors<T>(quarter_of(s));
-  for (int64_t first = 0; first < s.N;) {
-    CircularConvSizes part = s;
-    part.N = first < whole ? whole : s.N - first;
+  const Images<T> images(x);
+  whole_and_rest(s, images_in_vectors<T>(quarter_of(s)), [&](int64_t first, const CircularConvSizes& part) {
     const CircularConvSizes quarter = quarter_of(part);
     const Torus<T> torus(quarter);
+    const Images<T> source = images.from(first);
     std::vector<Seen<T>> seen;
     for (int64_t i = 0; i < 4; ++i) seen.emplace_back(torus, s, quarter, i / 2, i % 2);
     if (first == 0) pack_seen(seen, s, balanced_group(s.D, torus.k.rows), weight, packed.data());
-    const int64_t products = s.D * s.C * s.kernel_h * s.kernel_w * torus.vectors() * torus.k.vector;
-    const bool in_turn = one_by_one(torus.units, products);
-    const int64_t tasks = in_turn ? 4 * torch::stable::get_num_threads() : 1;
+    const int64_t tasks = tasks_of_unit(torus.units, s.D * s.C * s.kernel_h * s.kernel_w * torus.vectors() * torus.k.vector);
     run_units<T>(ComponentConvolution<T>(torus, part, tasks, component.data() + first, source, gathered, seen, packed.data(),
                                          bias, result + first * s.D * s.H * s.W),
-                 torus.units, s.C, in_turn);
-    first += part.N;
-    source.data += part.N * source.image;
-  }
+                 torus.units, s.C, tasks);
+  });
 }
 
 Tensor circular_conv2d(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

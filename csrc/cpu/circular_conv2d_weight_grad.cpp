@@ -100,14 +100,6 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const In
   done(total);
 }
 
-// `rows` kernels from the sums of their folded entries: a kernel larger than the image repeats them.
-template <class T, class U>
-void unfold(const Torus<T>& torus, const double* sums, int64_t rows, U* target) {
-  for (int64_t i = 0; i < rows; ++i, sums += torus.tap_count()) {
-    for (const int64_t tap : torus.folded) *target++ = static_cast<U>(sums[tap]);
-  }
-}
-
 template <class T, class U>
 void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, const Images<T>& source, bool upper, U* target) {
   const Torus<T> torus(s);
@@ -123,7 +115,7 @@ void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, cons
       [&](int64_t unit, int64_t d, T* to, T*) {
         torus.pack_gradient(torus.plane_of(gradients, unit, d), torus.images_of(unit), to);
       },
-      [&](const double* sums) { unfold(torus, sums, s.D * s.C, target); });
+      [&](const double* sums) { unfold(torus.folded, torus.tap_count(), sums, s.D * s.C, target); });
 }
 
 // Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.

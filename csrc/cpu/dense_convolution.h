@@ -119,25 +119,19 @@ void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight,
   constexpr int64_t kFew = 4;  // vectors for which packing weights takes too much of the time
   const Images<T> w(weight);
   std::optional<Buffer<T>> packed;
-  Images<T> source(x);
-  const int64_t whole = images_in_vectors<T>(s);
-  for (int64_t first = 0; first < s.N;) {
-    CircularConvSizes part = s;
-    part.N = first < whole ? whole : s.N - first;
+  const Images<T> images(x);
+  whole_and_rest(s, images_in_vectors<T>(s), [&](int64_t first, const CircularConvSizes& part) {
     const Torus<T> torus(part);
+    const Images<T> source = images.from(first);
     Weights<T> weights{w.data, w.image, w.channel};
     if (packed || torus.units * torus.vectors() > kFew || !taps_in_order(torus, s, w) || w.image == 0) {
       if (!packed) pack_weight(torus, s, w, packed.emplace(s.D * s.C * torus.tap_count()).data());
       weights = {packed->data(), 0, 0};
     }
-    const int64_t products = s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector;
-    const bool in_turn = one_by_one(torus.units, products);
-    const int64_t tasks = in_turn ? 4 * torch::stable::get_num_threads() : 1;
+    const int64_t tasks = tasks_of_unit(torus.units, s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector);
     run_units<T>(DenseConvolution<T, MakeSink>(torus, part, tasks, source, weights, bias, make_sink, first), torus.units, s.C,
-                 in_turn);
-    first += part.N;
-    source.data += part.N * source.image;
-  }
+                 tasks);
+  });
 }
 
 }  // namespace ella

@@ -85,7 +85,11 @@ class PatchGradient {
         }
       });
     }
-    if (!whole) unfold(sums, target);
+    if (whole) return;
+    const std::vector<int64_t> entries = folded_entries(rows_, columns_, s_.kernel_h, s_.kernel_w);
+    parallel_tasks(s_.D, [&](int64_t begin, int64_t end) {
+      unfold(entries, entries_, sums + begin * results_, (end - begin) * s_.C, target + begin * s_.C * taps);
+    });
   }
 
  private:
@@ -156,6 +160,7 @@ class PatchGradient {
       runs.push_back({(c - c0) * channel + e / columns_.kernel * row_ + j, lane, length});
       lane += length;
     }
+    // Of no use to the sums, but what memory held before may be slow to multiply.
     if (lanes % k_.vector != 0) std::fill_n(panel, b.images * b.lines * width_ * k_.width, T(0));
     const int64_t bytes = columns_.kernel * static_cast<int64_t>(sizeof(T));
     if (bytes <= 16) {
@@ -188,20 +193,6 @@ class PatchGradient {
         }
       }
     }
-  }
-
-  void unfold(const T* sums, T* target) const {
-    std::vector<int64_t> entry;  // of every tap
-    for (int64_t i = 0; i < s_.kernel_h; ++i) {
-      for (int64_t j = 0; j < s_.kernel_w; ++j) entry.push_back(rows_.fold(i) * columns_.kernel + columns_.fold(j));
-    }
-    const int64_t taps = static_cast<int64_t>(entry.size());
-    parallel_tasks(s_.D, [&](int64_t begin, int64_t end) {
-      T* to = target + begin * s_.C * taps;
-      for (int64_t i = begin * s_.C; i < end * s_.C; ++i) {
-        for (int64_t tap = 0; tap < taps; ++tap) *to++ = sums[i * entries_ + entry[tap]];
-      }
-    });
   }
 
   const Kernels<T>& k_ = kernels<T>();

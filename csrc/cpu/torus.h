@@ -43,11 +43,33 @@ struct Axis {
   const int64_t half_;
 };
 
+// The entry of the folded kernel that every entry of the kernel is part of.
+inline std::vector<int64_t> folded_entries(const Axis& rows, const Axis& columns, int64_t kernel_h, int64_t kernel_w) {
+  std::vector<int64_t> out;
+  for (int64_t i = 0; i < kernel_h; ++i) {
+    for (int64_t j = 0; j < kernel_w; ++j) out.push_back(rows.fold(i) * columns.kernel + columns.fold(j));
+  }
+  return out;
+}
+
+// `kernels` kernels from the sums of their folded entries, `entries` each: one larger than the image repeats them.
+template <class T, class U>
+void unfold(const std::vector<int64_t>& folded, int64_t entries, const T* sums, int64_t kernels, U* target) {
+  for (int64_t i = 0; i < kernels; ++i, sums += entries) {
+    for (const int64_t entry : folded) *target++ = static_cast<U>(sums[entry]);
+  }
+}
+
 // Data and strides of x or grad; asking torch for a stride is too slow for a loop.
 template <class T>
 struct Images {
   explicit Images(const Tensor& t)
       : data(t.const_data_ptr<T>()), image(t.stride(0)), channel(t.stride(1)), down(t.stride(2)), right(t.stride(3)) {}
+  Images from(int64_t n) const {
+    Images out = *this;
+    out.data += n * image;
+    return out;
+  }
   const T* data;
   int64_t image, channel, down, right;
 };
@@ -83,14 +105,13 @@ class Torus {
         at_once(layout == Layout::patches ? patches_at_once(s) : lanes),
         units(ceil_divide(s.N, at_once)),
         channel(layout == Layout::patches ? ceil_divide(at_once * positions(), k.vector) * k.vector : positions() * lanes),
-        plane(layout == Layout::patches ? tap_total() * (channel + kCopied) : padded() * lanes) {
+        plane(layout == Layout::patches ? tap_total() * (channel + kCopied) : padded() * lanes),
+        folded(folded_entries(rows, columns, s.kernel_h, s.kernel_w)) {
     for (int64_t i = 0; i < rows.kernel; ++i) {
       for (int64_t j = 0; j < columns.kernel; ++j) {
-        taps.push_back(layout == Layout::patches ? tap_count() * (channel + kCopied) : (i * columns.padded() + j) * lanes);
+        taps.push_back(layout == Layout::patches ? (i * columns.kernel + j) * (channel + kCopied)
+                                                 : (i * columns.padded() + j) * lanes);
       }
-    }
-    for (int64_t i = 0; i < s.kernel_h; ++i) {
-      for (int64_t j = 0; j < s.kernel_w; ++j) folded.push_back(rows.fold(i) * columns.kernel + columns.fold(j));
     }
     if (layout == Layout::patches) {
       for (int64_t at = 0; at < channel; at += k.vector) in.push_back(at);
@@ -129,7 +150,7 @@ class Torus {
 
   // One channel of a unit of `count` images, plane numbers.
   void pack(const Plane<T>& x, int64_t count, T* target, T* room) const {
-    if (layout == Layout::rows) {
+    if (in_rows()) {
       pack_rows(x, target);
     } else if (layout == Layout::images) {
       pack_images(x, count, target, room);
@@ -138,9 +159,12 @@ class Torus {
     }
   }
 
+  // Whether vectors are pieces of rows.
+  bool in_rows() const { return layout == Layout::rows; }
+
   // Whether the vectors of pack_gradient lie in the tensor as they are, one after the other.
   bool reads_in_place(const Images<T>& grad) const {
-    return layout == Layout::rows && grad.right == 1 && grad.down == columns.size && columns.size % k.vector == 0;
+    return in_rows() && grad.right == 1 && grad.down == columns.size && columns.size % k.vector == 0;
   }
 
   // One channel of a unit of `count` images as vectors(); lanes that repeat a position, or have no image, are zero.
@@ -187,11 +211,11 @@ class Torus {
   const Axis rows, columns;
   const int64_t images;
   const Layout layout;
-  const int64_t lanes;           // of a vector that are images
-  const int64_t at_once, units;  // images in a unit
-  const int64_t channel, plane;  // numbers that a channel of a unit takes, of the result and packed
+  const int64_t lanes;                // of a vector that are images
+  const int64_t at_once, units;       // images in a unit
+  const int64_t channel, plane;       // numbers that a channel of a unit takes, of the result and packed
+  const std::vector<int64_t> folded;  // the tap of every entry of the kernel
   std::vector<int64_t> taps, in, place;
-  std::vector<int64_t> folded;  // the tap of every entry of the kernel
 
  private:
   static constexpr int64_t kCopied = 64 / sizeof(T);  // numbers, at most, that are copied for a row of a patch, which has fewer

@@ -103,8 +103,8 @@ def _lines(weights: Sequence[SpatialWeight], names: Sequence[str]) -> Iterator[L
                 heading = ""
 
 
-def _reach(basis: Basis | None) -> str:
-    omega = basis.inverse_lengthscale  # type: ignore[union-attr]
+def _reach(basis: Basis) -> str:
+    omega = basis.inverse_lengthscale
     return f"{number(1 / omega) if omega else '∞'} px"
 
 

@@ -16,8 +16,12 @@
 namespace ella::stored {
 
 // Numbers of the middle for one of everything else, up to which it is stored; a larger one is where the second-level cache
-// could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads.
-constexpr int64_t kLargest = 2;
+// could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads. Tests say
+// none, so that small shapes go both ways.
+#ifndef ELLA_LARGEST_MIDDLE
+#define ELLA_LARGEST_MIDDLE 2
+#endif
+constexpr int64_t kLargest = ELLA_LARGEST_MIDDLE;
 // Images whose sums, the gradients of the weights, a block computes by itself; the fused blocks share more of them out.
 constexpr int64_t kImages = 4096;
 

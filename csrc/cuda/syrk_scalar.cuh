@@ -19,17 +19,20 @@ struct SyrkScalarTile {
   static constexpr int kSlabRows = (sizeof(T) == 4 ? 2048 : 1024) / BT;
   static constexpr int kGroupRows = kSlabRows / kGroups;
   static constexpr int kStride = BT + 16 / sizeof(T);  // keeps 16-byte alignment, spreads copies down a column over banks
-  static constexpr int kOperand = kSlabRows * kStride, kStage = 2 * kOperand;
+  static constexpr int kOperands = BT < 64 ? 1 : 2;    // the narrow ones are for factors of one tile
+  static constexpr int kOperand = kSlabRows * kStride, kStage = kOperands * kOperand;
+  static constexpr int kSums = kGroups == 1 ? 0 : kGroups * BT * BT;  // of all groups, where the slabs were
+  static constexpr int kStaging = 2 * kStage > kSums ? 2 * kStage : kSums;
   static_assert(SIDE * SIDE * kGroups == kSyrkThreads && kGroupRows * kGroups == kSlabRows, "the tile must divide evenly");
-  static_assert(kGroups == 1 || kGroups * BT * BT <= 2 * kStage, "the groups' sums reuse the staging memory");
 
   template <class Column>
   static constexpr size_t shared_bytes() {
-    return shared_size(2 * kStage * sizeof(T)) + shared_size(2 * BT * sizeof(Column));
+    return shared_size(kStaging * sizeof(T)) + shared_size(kOperands * BT * sizeof(Column));
   }
 };
 
-// Leaves in sum of group 0's threads the products of a tile: rows 4 (t / SIDE).., columns 4 (t % SIDE).. of it.
+// Leaves in sum of group 0's threads the products of a tile, where BT < 64 of the only one: rows 4 (t / SIDE).., columns 4 (t %
+// SIDE).. of it.
 template <class T, int BT, class Rows>
 __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<T> staging,
                                                  SharedArray<typename Rows::Column> columns, T (&sum)[4][4]) {
@@ -37,8 +40,8 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
   constexpr int SIDE = Shape::SIDE;
   const int64_t g = place.g, i0 = place.i0, j0 = place.j0, r_begin = place.begin, r_end = place.end;
   const int t = threadIdx.x;
-  const bool diagonal = i0 == j0;
-  for (int i = t; i < 2 * BT; i += kSyrkThreads) {
+  const bool diagonal = Shape::kOperands == 1 || i0 == j0;
+  for (int i = t; i < Shape::kOperands * BT; i += kSyrkThreads) {
     const int64_t column = i < BT ? i0 + i : j0 + i - BT;
     columns[i] = rows.column(g, min(column, d - 1));
   }
@@ -52,6 +55,7 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
       const int k = t % Shape::kSlabRows;
       const bool in_rows = r0 + k < r_end;
       const typename Rows::Row row = rows.row(min(r0 + k, r_end - 1));
+#pragma unroll 4
       for (int e = 0; e < copies; ++e) {
         const int i = t / Shape::kSlabRows + e * (kSyrkThreads / Shape::kSlabRows);
         for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
@@ -66,6 +70,7 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
       for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
         const bool in_columns = (operand ? j0 : i0) + i < d;
         const typename Rows::Column column = columns[operand * BT + i];
+#pragma unroll 4
         for (int e = 0; e < copies; ++e) {
           const int k = t / BT + e * (kSyrkThreads / BT);
           bool inside = in_columns && r0 + k < r_end;
@@ -138,8 +143,8 @@ __global__ void __launch_bounds__(kSyrkThreads)
     syrk_scalar_kernel(Rows rows, T* factor, T* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares, T alpha) {
   using Shape = SyrkScalarTile<T, BT>;
   ELLA_SHARED_MEMORY(memory);
-  const SharedArray<T> staging = memory.array<T>(2 * Shape::kStage);
-  const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(2 * BT);
+  const SharedArray<T> staging = memory.array<T>(Shape::kStaging);
+  const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
   const SyrkPlace place(BT, d, count, share_rows, shares);
   T sum[4][4];
   syrk_scalar_tile<T, BT>(rows, place, d, staging, columns, sum);

@@ -46,9 +46,9 @@ def call_every_op(ops: Any) -> None:
         ops.kron_evidence(*spectra, precision[None], precision[None], precision)
         ops.kron_evidence_derivative(*spectra, precision[None], 2)
         for norm in (1.0, 2.0, float("inf")):
-            for side in (1, 40):  # places counted in 31 bits and in 63
+            for side in (1, 80):  # places counted in 31 bits and in 63
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)
-        for side in (1, 40):
+        for side in (1, 80):
             ops.polyphase_scatter(torch.randn(1, 1, side, side, dtype=dtype), index)
             image = torch.randn(1, 1, side, side, dtype=dtype)
             ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
-FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=1000"  # above them kernels count places in 63 bits
+FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places in 63 bits
 FLAGS = [
     "-std=c++17",
     "-g0",

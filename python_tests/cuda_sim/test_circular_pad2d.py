@@ -11,7 +11,7 @@ from .simulator import Simulator
 
 pytestmark = pytest.mark.simulator
 
-# N, C, H, W, pad_h, pad_w; the simulator counts up to 1,000 places in 31 bits.
+# N, C, H, W, pad_h, pad_w; the simulator counts up to 3,000 places in 31 bits.
 SHAPES = [
     (3, 2, 5, 6, 1, 1),
     (2, 3, 4, 7, 0, 2),

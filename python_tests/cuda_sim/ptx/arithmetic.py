@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .memory import Array
+from .fault import Array
 
 DTYPES = {
     **{f"{kind}{8 * width}": np.dtype(f"u{width}") for kind in "ub" for width in (1, 2, 4, 8)},

@@ -5,20 +5,33 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import nvcc as compiler
 from .. import simulator as build
+from .global_memory import Elements
 from .machine import Program
 from .parse import parse
 
 RUNTIME = Path(__file__).with_name("runtime.cpp")
-WRAPPED = ["dlopen", "dlsym", "aoti_torch_create_device_guard", "aoti_torch_delete_device_guard"]
+BY_CACHE = (
+    "-DELLA_LARGEST_MIDDLE=0"  # F-FC's middle is stored where the cache that a test says can hold it, and only there
+)
+WRAPPED = [
+    "dlopen",
+    "dlsym",
+    "aoti_torch_create_device_guard",
+    "aoti_torch_delete_device_guard",
+    "aoti_torch_get_data_ptr",
+    "torch_get_mutable_data_ptr",
+    "torch_get_const_data_ptr",
+]
 
 
 def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path, Path]:
@@ -26,7 +39,7 @@ def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path
     source = build.SOURCES / "cuda" / f"{name}.cu"
     headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
     options = [*compiler.language_flags(), f"-gencode=arch=compute_{arch},code=compute_{arch}", "-Xcompiler", "-fPIC"]
-    options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU", build.FEW_PLACES]
+    options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU", build.FEW_PLACES, BY_CACHE]
     options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     made, ptx = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("o", "ptx"))
@@ -44,6 +57,22 @@ def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path
     return made, ptx
 
 
+class Ops:
+    """A library's ops, with something done before each call."""
+
+    def __init__(self, ops: Any, before: Callable[[], None]) -> None:
+        self._ops, self._before = ops, before
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self._ops, name)
+
+        def call(*arguments: Any) -> Any:
+            self._before()
+            return op(*arguments)
+
+        return call
+
+
 class PtxDevice:
     """The loaded library: its ops on tensors of the CPU, and what was launched.
 
@@ -56,19 +85,21 @@ class PtxDevice:
             compiled = list(pool.map(lambda name: compile_source(nvcc, name, arch, library), names))
         self._path = self._link(nvcc, library, [made for made, _ in compiled])
         torch.ops.load_library(str(self._path))
-        self.ops = getattr(torch.ops, library)
+        self._tensors: list[Elements] = []  # of the op that runs: those whose addresses its host code asked for
+        self.ops = Ops(getattr(torch.ops, library), self._tensors.clear)
         self.kernels = {name: kernel for _, ptx in compiled for name, kernel in parse(ptx.read_text()).items()}
         self._programs: dict[str, Program] = {}
         self.launched: set[str] = set()
         self.stopped_by: Exception | None = None
-        self._callback = ctypes.CFUNCTYPE(
-            ctypes.c_bool,
-            ctypes.c_char_p,
-            ctypes.c_uint,
-            ctypes.c_uint,
-            ctypes.c_size_t,
-            ctypes.POINTER(ctypes.c_void_p),
-        )(self._launch)
+        numbers, pointers = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
+        self._callbacks = (
+            ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, pointers)(
+                self._launch
+            ),
+            ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int64, numbers, numbers, ctypes.c_int64, ctypes.c_bool)(
+                self._address_asked
+            ),
+        )
         self._attach = ctypes.CDLL(str(self._path)).ella_ptx_attach
         self._capability = int(arch.rstrip("a"))
         self.schedule()
@@ -104,7 +135,7 @@ class PtxDevice:
     def schedule(self, blocks: str = "forward", multiprocessors: int = 2, cache_bytes: int = 8192) -> None:
         """The order of blocks ("forward", "reverse", "random") and what launchers are told about the device."""
         self._order = blocks
-        self._attach(self._callback, multiprocessors, cache_bytes, self._capability)
+        self._attach(*self._callbacks, multiprocessors, cache_bytes, self._capability)
 
     @contextmanager
     def scheduled(self, blocks: str = "forward", **device: int) -> Iterator[None]:
@@ -123,6 +154,11 @@ class PtxDevice:
             torch.use_deterministic_algorithms(before)
             self.schedule()
 
+    def _address_asked(
+        self, address: int, axes: int, sizes: ctypes.Array, strides: ctypes.Array, item: int, writable: bool
+    ) -> None:
+        self._tensors.append(Elements(address, tuple(sizes[:axes]), tuple(strides[:axes]), item, writable))
+
     def _launch(self, name: bytes, blocks: int, threads: int, shared_bytes: int, arguments: ctypes.Array) -> bool:
         kernel = self.kernels[name.decode()]
         self.launched.add(kernel.name)
@@ -130,7 +166,7 @@ class PtxDevice:
         try:
             if kernel.name not in self._programs:
                 self._programs[kernel.name] = Program(kernel)
-            self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._order)
+            self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._tensors, self._order)
         except Exception as error:  # raised again where the op was called: an exception cannot cross the library
             self.stopped_by = error
             return False

@@ -1,4 +1,4 @@
-"""What each instruction does to a block: registers by arithmetic.py, memories by memory.py, tensor cores by products.py.
+"""What each instruction does to a block: registers by arithmetic.py, memories by the files so named, tensor cores by products.py.
 
 Source: PTX ISA, "Data Movement and Conversion Instructions", "Warp Level Matrix Instructions", "Asynchronous Warpgroup Level Matrix
 Instructions".
@@ -13,7 +13,7 @@ import numpy as np
 
 from . import products
 from .arithmetic import DTYPES, operation
-from .memory import Array, Fault
+from .fault import Array, Fault
 from .parse import Address, Instruction, Operand
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _load(instruction: Instruction) -> Step:
             places = at.astype(np.int64)[:, None] + np.arange(width * count)
             values = np.ascontiguousarray(block.parameters[places]).view(f"u{width}")
         elif space == "global":
-            values = block.memory.load(at, width, count)
+            values = block.memory.load(active, at, width, count, coherent="nc" not in parts)
         else:
             values = block.shared.load(active, at, width, count)
         for target, column in zip(targets, values.T, strict=True):
@@ -113,7 +113,7 @@ def _store(instruction: Instruction) -> Step:
         values = np.stack([block.read(source, dtype)[active].view(word) for source in sources], 1)
         at = block.addresses(address, active)
         if space == "global":
-            block.memory.store(at, values)
+            block.memory.store(active, at, values)
         else:
             block.shared.store(active, at, values)
 
@@ -127,7 +127,7 @@ def _atomic(instruction: Instruction) -> Step:
 
     def step(block: Block, active: Array) -> None:
         values = block.read(str(source), DTYPES["u32"])[active]
-        block.write(str(target), block.memory.add(block.addresses(address, active), values), active)
+        block.write(str(target), block.memory.add(active, block.addresses(address, active), values), active)
 
     return step
 
@@ -185,7 +185,7 @@ def _copy_async(instruction: Instruction) -> Step:
         reading = there > 0
         addresses = block.addresses(source, active)
         width = min(count, 8)
-        read = block.memory.load(addresses[reading], width, count // width)
+        read = block.memory.load(active[reading], addresses[reading], width, count // width)
         data[reading] = np.ascontiguousarray(read).view(np.uint32)
         block.shared.start_copy(active, block.addresses(target, active), data)
 
@@ -290,8 +290,8 @@ def _barrier(instruction: Instruction) -> Step:
 def _fence(instruction: Instruction) -> Step:
     if instruction.name == "fence.proxy.async.shared::cta":
         return lambda block, active: block.shared.show_to_products(active)
-    assert instruction.parts[0] == "membar", instruction
-    return lambda block, active: None  # blocks run one after another
+    assert instruction.name == "membar.gl", instruction
+    return lambda block, active: block.memory.fence(active)
 
 
 SPECIAL = {

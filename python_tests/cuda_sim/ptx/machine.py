@@ -3,20 +3,22 @@
 Instructions that warps or blocks execute together wait for every thread that has not ended; where some cannot come, that is
 an error. Registers of a thread start as bits that are a NaN, and large as a number.
 
-Not covered: more than one kernel at a time, timing, bounds and races of global memory (tests surround inputs with NaN), what ptxas makes
-of the PTX, copies in bulk, clusters.
+Not covered: more than one kernel at a time, timing, what ptxas makes of the PTX, copies in bulk, clusters.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
 from .arithmetic import DTYPES
+from .fault import Array, Fault
+from .global_memory import Elements, GlobalMemory
 from .instructions import WARP, WARPGROUP, is_together, step_of
-from .memory import SHARED_BEGIN, Array, Fault, GlobalMemory, SharedMemory
 from .parse import Address, Instruction, Kernel
+from .shared_memory import BEGIN, SharedMemory
 
 POISON = 0xFFF8DEADFFC0DEAD
 
@@ -54,38 +56,55 @@ class Program:
         if text == "WARP_SZ":
             return WARP
         if text.endswith(("ella_shared_bytesE", "ella_swizzled_bytesE")):
-            return SHARED_BEGIN
+            return BEGIN
         value, bits = int(text, 0), 8 * dtype.itemsize
         if dtype.kind == "i" and value >= 1 << (bits - 1):
             return value - (1 << bits)
         return value % (1 << bits) if dtype.kind == "u" else value
 
-    def run(self, blocks: int, threads: int, shared_bytes: int, arguments: list[bytes], order: str = "forward") -> None:
+    def run(
+        self,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        arguments: list[bytes],
+        tensors: Sequence[Elements],
+        order: str = "forward",
+    ) -> None:
         """One launch; `arguments` are the bytes of each parameter, `order` of blocks is forward, reverse or random."""
         if threads > self.kernel.most_threads:
             raise Fault(f"{threads} threads a block, where the kernel is compiled for {self.kernel.most_threads}")
-        memory = np.zeros(-(-self.parameter_bytes // 8) * 8, np.uint8)
+        parameters = np.zeros(-(-self.parameter_bytes // 8) * 8, np.uint8)
         for name, argument in zip(self.kernel.parameters, arguments, strict=True):
-            memory[self.begins[name] :][: len(argument)] = np.frombuffer(argument, np.uint8)
+            parameters[self.begins[name] :][: len(argument)] = np.frombuffer(argument, np.uint8)
         numbers = list(range(blocks))
         if order == "reverse":
             numbers.reverse()
         elif order == "random":
             random.Random(blocks).shuffle(numbers)
+        memory = GlobalMemory(tensors, threads)
         for number in numbers:
+            memory.enter(number)
             with np.errstate(all="ignore"):
-                Block(self, number, blocks, threads, shared_bytes, memory).run()
+                Block(self, number, blocks, threads, shared_bytes, parameters, memory).run()
 
 
 class Block:
     """A block under way: where each thread is, its registers, the block's shared memory."""
 
     def __init__(
-        self, program: Program, number: int, blocks: int, threads: int, shared_bytes: int, parameters: Array
+        self,
+        program: Program,
+        number: int,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        parameters: Array,
+        memory: GlobalMemory,
     ) -> None:
         self.program, self.number, self.threads = program, number, threads
         self.parameters = parameters
-        self.memory, self.shared = GlobalMemory(), SharedMemory(shared_bytes, threads)
+        self.memory, self.shared = memory, SharedMemory(shared_bytes, threads)
         self.all = np.arange(threads)
         self.registers: dict[str, Array] = {}
         self.special = {
@@ -241,6 +260,7 @@ class Block:
             waiting[:] = False
             at[alive] += 1
             self.shared.barrier()
+            self.memory.barrier()
             return
         for place in places:
             here = alive[at[alive] == place]

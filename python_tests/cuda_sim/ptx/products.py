@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .memory import Array, Fault
+from .fault import Array, Fault
 
 LANES = np.arange(32)
 GROUP, IN_GROUP = LANES // 4, LANES % 4

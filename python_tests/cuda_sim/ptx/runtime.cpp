@@ -4,6 +4,7 @@
 // Linked with --wrap for the functions that would look for libtorch_cuda.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <cstring>
 #include <map>
@@ -14,8 +15,11 @@ namespace {
 // A launch: the kernel's mangled name, blocks, threads, bytes of dynamic shared memory, pointers to the arguments; true if it
 // ran without a fault.
 using Launch = bool (*)(const char*, unsigned, unsigned, size_t, void**);
+// A tensor whose address was asked for: it, the axes, sizes and strides, bytes of an element, whether to write there.
+using AddressAsked = void (*)(const void*, int64_t, const int64_t*, const int64_t*, int64_t, bool);
 
 Launch on_launch = nullptr;
+AddressAsked on_address = nullptr;
 int multiprocessors = 2, cache_bytes = 8192, major = 8, minor = 0;
 cudaError_t last_error = cudaSuccess;
 
@@ -36,12 +40,22 @@ std::map<const void*, size_t>& granted() {  // bytes of dynamic shared memory th
   return value;
 }
 
+void tell(AtenTensorHandle tensor, const void* address, bool writable) {
+  int64_t axes = 0, *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0;
+  aoti_torch_get_dim(tensor, &axes);
+  aoti_torch_get_sizes(tensor, &sizes);
+  aoti_torch_get_strides(tensor, &strides);
+  aoti_torch_get_dtype(tensor, &dtype);
+  on_address(address, axes, sizes, strides, static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)), writable);
+}
+
 }  // namespace
 
 extern "C" {
 
-void ella_ptx_attach(Launch launch, int processors, int cache, int capability) {
-  on_launch = launch, multiprocessors = processors, cache_bytes = cache;
+void ella_ptx_attach(Launch launch, AddressAsked address_asked, int processors, int cache, int capability) {
+  on_launch = launch, on_address = address_asked, multiprocessors = processors, cache_bytes = cache;
   major = capability / 10, minor = capability % 10;
 }
 
@@ -129,6 +143,26 @@ int __wrap_aoti_torch_create_device_guard(int32_t, void** guard) {
   return 0;
 }
 int __wrap_aoti_torch_delete_device_guard(void*) { return 0; }
+
+AOTITorchError __real_aoti_torch_get_data_ptr(AtenTensorHandle, void**);
+AOTITorchError __wrap_aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** address) {
+  const AOTITorchError error = __real_aoti_torch_get_data_ptr(tensor, address);
+  if (error == 0) tell(tensor, *address, true);
+  return error;
+}
+AOTITorchError __real_torch_get_mutable_data_ptr(AtenTensorHandle, void**);
+AOTITorchError __wrap_torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** address) {
+  const AOTITorchError error = __real_torch_get_mutable_data_ptr(tensor, address);
+  if (error == 0) tell(tensor, *address, true);
+  return error;
+}
+AOTITorchError __real_torch_get_const_data_ptr(AtenTensorHandle, const void**);
+AOTITorchError __wrap_torch_get_const_data_ptr(AtenTensorHandle tensor, const void** address) {
+  const AOTITorchError error = __real_torch_get_const_data_ptr(tensor, address);
+  if (error == 0) tell(tensor, *address, false);
+  return error;
+}
+
 void* __wrap_dlopen(const char*, int) { return reinterpret_cast<void*>(1); }
 void* __wrap_dlsym(void*, const char* name) {
   return std::strcmp(name, "aoti_torch_get_current_cuda_stream") ? nullptr : reinterpret_cast<void*>(ella_ptx_current_stream);

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import ella_cuda  # noqa: F401, registers the CPU ops
+from ella_cuda.ops import pack_spectra
 
 from ..checking import arrange, assert_accurate, guarded, tuple_of
 from ..launches import PROCESSORS, accumulate, call_every_op
@@ -64,14 +64,25 @@ def test_products_of_warpgroups(hopper: PtxDevice) -> None:
     with hopper.scheduled(multiprocessors=PROCESSORS):
         accumulate(Checked(hopper), torch.float32, [100])
     with hopper.scheduled(blocks="reverse"):
-        for d, layout in ((128, "contiguous"), (130, "permuted"), (200, "strided")):
+        for d, layout in ((128, "contiguous"), (200, "contiguous"), (200, "permuted"), (200, "strided")):
             Checked(hopper).kron_accumulate_(torch.randn(2, d, d), arrange(torch.randn(70, 2, d), layout), 0.3)
+        image, ones = torch.randn(2, 22, 8, 9), (1, 1)
+        Checked(hopper).conv_kron_accumulate_(torch.randn(198, 198), image, (3, 3), ones, ones, ones, True, 0.3)
     known = {name for name in hopper.kernels if "syrk_warpgroup_kernel" in name}
     assert known and known <= hopper.launched
 
 
-# (N, C, D, X, Y): tiles that are not full, several tiles, one position, a middle that is stored and one that is not.
-SHAPES = [(5, 3, 4, 7, 6), (70, 2, 9, 33, 20), (3, 6, 66, 5, 18), (66, 5, 3, 1, 9), (2, 20, 33, 4, 1)]
+# (N, C, D, X, Y): tiles that are not full, several tiles, one position, a middle that is stored and one that is not; one, two and
+# four results a thread.
+SHAPES = [
+    (5, 3, 4, 7, 6),
+    (70, 2, 9, 33, 20),
+    (3, 6, 66, 5, 18),
+    (66, 5, 3, 1, 9),
+    (2, 20, 33, 4, 1),
+    (5, 2, 3, 70, 130),
+]
+SHAPES += [(34, 3, 2, 130, 70), (3, 40, 2, 2, 40)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -81,19 +92,77 @@ def test_factored_linear(ampere: PtxDevice, shape: tuple[int, ...], dtype: torch
     x, grad = (arrange(torch.randn(N, c, n, dtype=dtype), "strided") for c, n in ((C, X), (D, Y)))
     weight_in, weight_out = (arrange(torch.randn(D, C, n, dtype=dtype), "contiguous") for n in (X, Y))
     bias_in, bias_out = torch.randn(D, dtype=dtype), torch.randn(Y, dtype=dtype)
-    for cache_bytes in (1024, 1 << 20):
+    for cache_bytes in (64, 1 << 20):
         with ampere.scheduled("reverse", cache_bytes=cache_bytes):
             ops = Checked(ampere)
             ops.factored_linear(x, weight_in, weight_out, bias_in, bias_out)
             ops.factored_linear_backward(grad.contiguous(), x, weight_in, weight_out, bias_in, *[True] * 5)
 
 
-@pytest.mark.parametrize("shape", [(70, 2, 33), (37, 1, 133), (9, 3, 64), (300, 2, 32)])
-def test_kron_accumulate(ampere: PtxDevice, shape: tuple[int, int, int]) -> None:
-    rows = torch.randn(shape)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(70, 2, 33), (37, 1, 133), (9, 3, 64), (300, 2, 32), (200, 1, 72), (40, 1, 200)])
+def test_kron_accumulate(ampere: PtxDevice, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows = torch.randn(shape, dtype=dtype)
     with ampere.scheduled("random"):
         for layout in ("contiguous", "strided", "permuted", "expanded"):
-            Checked(ampere).kron_accumulate_(torch.randn(shape[1], *shape[2:] * 2), arrange(rows, layout), -1.5)
+            factor = torch.randn(shape[1], *shape[2:] * 2, dtype=dtype)
+            Checked(ampere).kron_accumulate_(factor, arrange(rows, layout), -1.5)
+
+
+# Image, kernel, stride, padding, dilation: factors of each tile's size, and of several tiles.
+GEOMETRIES = [
+    ((5, 1, 9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+    ((5, 2, 10, 9), (3, 3), (2, 1), (1, 2), (1, 2)),
+    ((5, 7, 7, 9), (3, 2), (1, 1), (0, 0), (2, 2)),
+    ((2, 8, 12, 7), (3, 3), (1, 2), (1, 1), (1, 1)),
+    ((1, 15, 8, 7), (3, 3), (1, 1), (1, 1), (1, 1)),
+    ((1, 22, 8, 9), (3, 3), (1, 1), (1, 1), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_conv_kron_accumulate(ampere: PtxDevice, geometry: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    shape, kernel, *rest = geometry
+    side = shape[1] * kernel[0] * kernel[1]
+    with ampere.scheduled("random"):
+        for layout, circular in (("contiguous", True), ("permuted", False)):
+            half = torch.randn(side, side, dtype=dtype)
+            image = arrange(torch.randn(shape, dtype=dtype), layout)
+            Checked(ampere).conv_kron_accumulate_(half + half.T, image, kernel, *rest, circular, 0.7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kron_evidence(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Tensors of many products and of few, groups with factors of their own, products too large to multiply, a negative one."""
+    shapes = [(3, 5, 7, 1), (2, 3, 4, 2), (1, 170, 40, 1), (1, 1, 600, 1), (2, 0, 3, 1)]
+    pairs = [(3 * torch.rand(G, a, dtype=dtype), 2 * torch.rand(own, b, dtype=dtype)) for G, a, b, own in shapes]
+    spectra = pack_spectra(pairs)
+    packed = spectra.eigenvalues, spectra.tiles, spectra.starts
+    norms, log_precision = (torch.rand(len(shapes), dtype=dtype) for _ in range(2))
+    with ampere.scheduled("random"):
+        ops = Checked(ampere)
+        for log_scale in (0.3, 80.0, 700.0):
+            ops.kron_evidence(*packed, norms, log_precision, torch.tensor(log_scale, dtype=dtype))
+        for order in (2, 5):
+            ops.kron_evidence_derivative(*packed, -log_precision, order)
+        packed[0][0] = -1e-3
+        ops.kron_evidence(*packed, norms, log_precision, torch.tensor(0.3, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_images(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Several images and channels, odd sides, any layout: padding, folding and pooling."""
+    with ampere.scheduled("reverse"):
+        ops = Checked(ampere)
+        for layout in ("contiguous", "permuted", "strided"):
+            image = arrange(torch.randn(3, 2, 17, 13, dtype=dtype), layout)
+            padded = ops.circular_pad2d(image, 2, 3)
+            ops.circular_fold2d(arrange(padded, layout), 2, 3)
+            even = arrange(torch.randn(3, 4, 20, 10, dtype=dtype), layout)
+            for norm in (1.0, 2.0, float("inf")):
+                pooled, index = ops.polyphase_pool(even, norm)
+                ops.polyphase_scatter(arrange(pooled, layout), index)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -106,3 +175,17 @@ def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
         ops.kron_logdet(*sides, precision)
         ops.kron_logdet_gradient(*sides, precision)
         ops.kron_logdet_hvp(*sides, precision, *map(torch.randn_like, (*sides, precision)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gaussian_project(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Points near enough to each other and some too far for an exponential above zero."""
+    u, v, du, dv = (torch.randn(n, 2, dtype=torch.float64) for n in (70, 5, 70, 5))
+    u[::3] *= 30
+    x, grad = torch.randn(9, 70, dtype=dtype), torch.randn(9, 5, dtype=dtype)
+    with ampere.scheduled("random"):
+        ops = Checked(ampere)
+        ops.gaussian_project(x, u, v)
+        ops.gaussian_project_tangent(x, u, v, du, dv)
+        ops.gaussian_project_gradient(grad, x, u, v)
+        ops.gaussian_project_hvp(grad, x, u, v, du, dv)

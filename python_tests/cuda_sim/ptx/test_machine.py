@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from .arithmetic import operation
+from .fault import Fault
+from .global_memory import Elements
 from .machine import Program
-from .memory import Fault
 from .parse import parse
 
 HEAD = """
@@ -35,9 +36,17 @@ cvt.u64.u32 %rd4, %r4;
 def run(body: str, threads: int = 32, blocks: int = 1, shared: int = 1024, words: int = 256) -> np.ndarray:
     """The output of one launch of a kernel with that body, `words` words that start as 7."""
     out = np.full(words, 7, np.uint32)
-    program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
-    program.run(blocks, threads, shared, [struct.pack("Q", out.ctypes.data)])
+    launch(body, out, threads, blocks, shared)
     return out
+
+
+def launch(
+    body: str, out: np.ndarray, threads: int, blocks: int, shared: int, order: str = "forward", **elements: object
+) -> None:
+    """A kernel with that body on a tensor that is `out`, but where told otherwise (`elements`)."""
+    whole = Elements(out.ctypes.data, out.shape, (1,), out.itemsize, True)
+    program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
+    program.run(blocks, threads, shared, [struct.pack("Q", out.ctypes.data)], [whole._replace(**elements)], order)
 
 
 STORE = "st.global.u32 [%rd3], %r5;\n"
@@ -160,6 +169,24 @@ FAULTS = {
     "written by two at once": ("cvt.u64.u32 %rd5, %r2;\nst.shared.u32 [%rd5], %r1;", 32, "two threads"),
     "outside": ("mov.u64 %rd5, 2048;\nld.shared.u32 %r5, [%rd5];", 32, "outside the block's"),
     "not aligned": ("ld.global.v2.u32 {%r5, %r6}, [%rd3];", 32, "multiple of 8"),
+    "global memory read without a barrier": (
+        STORE.replace("%r5", "%r1") + "xor.b32 %r6, %r1, 1;\nmul.wide.u32 %rd5, %r6, 4;\nadd.s64 %rd5, %rd1, %rd5;\n"
+        "ld.global.u32 %r5, [%rd5];",
+        32,
+        "another thread wrote to global",
+    ),
+    "global memory written without a barrier": (
+        "xor.b32 %r6, %r1, 1;\nmul.wide.u32 %rd5, %r6, 4;\nadd.s64 %rd5, %rd1, %rd5;\nld.global.u32 %r5, [%rd5];\n"
+        + STORE,
+        32,
+        "another thread read in global",
+    ),
+    "global memory written by two at once": ("st.global.u32 [%rd1], %r1;", 32, "two threads write one word of global"),
+    "what was written, by an instruction for what is not": (
+        STORE.replace("%r5", "%r1") + "ld.global.nc.u32 %r5, [%rd3];",
+        32,
+        "what the kernel wrote",
+    ),
     "a null pointer": ("mov.u64 %rd5, 0;\nld.global.u32 %r5, [%rd5];", 32, "address 0"),
     "a copy not waited for": (COPY + READ, 32, "nobody wrote|on its way"),
     "a copy of a newer group": (COPY + "cp.async.wait_group 1;\n" + READ, 32, "nobody wrote|on its way"),
@@ -223,14 +250,77 @@ def test_what_is_not_known_is_refused(body: str) -> None:
 
 
 def test_blocks_run_in_any_order() -> None:
-    """Each block adds its number to what it found: the last one's is on top."""
-    body = "mov.u32 %r6, %ctaid.x;\nld.global.u32 %r5, [%rd3];\nmad.lo.s32 %r5, %r5, 10, %r6;\n" + STORE
-    out = np.zeros(1, np.uint32)
-    program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
-    for order, expected in (("forward", 12), ("reverse", 210)):
+    """Each draws a number from the first word and leaves it in a word of its own."""
+    body = BLOCKS_WORD + "atom.global.add.u32 %r5, [%rd1], 1;\nst.global.u32 [%rd5+4], %r5;\n"
+    out = np.zeros(4, np.uint32)
+    for order, expected in (("forward", [3, 0, 1, 2]), ("reverse", [3, 2, 1, 0])):
         out[:] = 0
-        program.run(3, 1, 0, [struct.pack("Q", out.ctypes.data)], order)
-        assert out[0] == expected
+        launch(body, out, threads=1, blocks=3, shared=0, order=order)
+        assert out.tolist() == expected
+
+
+# %rd5: the block's word of the output. Thread 0 of each block leaves something there and draws a number from word 9; the last
+# block's threads read a block's word each.
+BLOCKS_WORD = "mov.u32 %r6, %ctaid.x;\nmul.wide.u32 %rd6, %r6, 4;\nadd.s64 %rd5, %rd1, %rd6;\n"
+LAST_BLOCK = (
+    BLOCKS_WORD
+    + """
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra $L1;
+    add.s32 %r7, %r6, 50;
+    st.global.u32 [%rd5], %r7;
+    membar.gl; // release
+    atom.global.add.u32 %r8, [%rd1+36], 1;
+    st.shared.u32 [%rd4], %r8;
+    $L1:
+    bar.sync 0;
+    ld.shared.u32 %r8, [1024];
+    setp.ne.u32 %p2, %r8, 2;
+    @%p2 bra $L2;
+    membar.gl; // acquire
+    setp.gt.u32 %p3, %r1, 2;
+    @%p3 bra $L2;
+    ld.global.u32 %r5, [%rd3];
+    st.global.u32 [%rd3+64], %r5;
+    $L2:
+    """
+)
+
+
+def test_the_last_block_sees_what_the_others_left() -> None:
+    for order in ("forward", "reverse"):
+        out = np.zeros(64, np.uint32)
+        launch(LAST_BLOCK, out, threads=32, blocks=3, shared=256, order=order)
+        assert out[16:20].tolist() == [50, 51, 52, 0]
+
+
+@pytest.mark.parametrize("left_out", ["membar.gl; // release", "membar.gl; // acquire", "atom", "all"])
+def test_blocks_that_do_not_wait_for_each_other(left_out: str) -> None:
+    body = LAST_BLOCK.replace(left_out, "")
+    if left_out == "atom":
+        body = LAST_BLOCK.replace("atom.global.add.u32 %r8, [%rd1+36], 1;", "mov.u32 %r8, %r6;")
+    if left_out == "all":
+        body = BLOCKS_WORD + "ld.global.u32 %r5, [%rd1+4];\nst.global.u32 [%rd5], %r5;\n"
+    with pytest.raises(Fault, match=r"another block (wrote|read)"):
+        launch(body, np.zeros(64, np.uint32), threads=32 if left_out != "all" else 1, blocks=3, shared=256)
+
+
+@pytest.mark.parametrize(
+    ("body", "elements", "says"),
+    [
+        ("ld.global.u32 %r5, [%rd3];", {"sizes": (31,)}, "outside all tensors"),
+        ("ld.global.u32 %r5, [%rd3];", {"sizes": (17,), "strides": (2,)}, "no element"),
+        (STORE, {"sizes": (31,)}, "outside all tensors"),
+        (STORE, {"sizes": (17,), "strides": (2,)}, "no element"),
+        (STORE, {"writable": False}, "asked for reading"),
+        ("atom.global.add.u32 %r5, [%rd3], 1;", {"writable": False}, "asked for reading"),
+    ],
+)
+def test_elements_of_tensors(body: str, elements: dict, says: str) -> None:
+    out = np.zeros(64, np.uint32)
+    launch("mov.u32 %r5, %r1;\n" + body, out, 32, 1, 0)
+    with pytest.raises(Fault, match=says):
+        launch("mov.u32 %r5, %r1;\n" + body, out, 32, 1, 0, **elements)
 
 
 LIBM = ctypes.CDLL(None)

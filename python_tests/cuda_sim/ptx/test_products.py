@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from . import products
-from .memory import Array
+from .fault import Array
 
 # In a process of its own: Gluon is experimental, and what of it changes may end the process.
 ASK = """

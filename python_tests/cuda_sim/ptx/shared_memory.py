@@ -1,65 +1,19 @@
-"""The memories a kernel sees: this process's for global addresses, a block's shared memory and who touched it, parameters.
+"""A block's shared memory and who touched it.
 
-Shared memory stops a kernel with an error where a thread reads what nobody wrote, two threads touch a word without a barrier
+It stops a kernel with an error where a thread reads what nobody wrote, two threads touch a word without a barrier
 between and one of them writes, somebody touches a word to which an asynchronous copy is on its way, or a product of a
 warpgroup reads a word that was not made visible to it or is written under it. Every access must lie on a multiple of its size.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import numpy as np
 
-Array = np.ndarray
-WORD = 4
-BEGIN = 4096  # no address below is anybody's
-SHARED_BEGIN = 1024  # where a block's dynamic shared memory starts: more alignment than any kernel asks for, and not 0
+from .fault import WORD, Array, Fault, check_aligned
 
-
-class Fault(Exception):
-    """What a GPU would trap on, or what no GPU promises."""
-
-
-def check_aligned(addresses: Array, size: int) -> None:
-    if np.any(addresses % np.uint64(size)):
-        raise Fault(f"an access of {size} bytes is not on a multiple of {size}")
-
-
-class GlobalMemory:
-    """Addresses of this process."""
-
-    def __init__(self) -> None:
-        self._views = {}
-        for dtype in (np.uint8, np.uint16, np.uint32, np.uint64):
-            width = np.dtype(dtype).itemsize
-            kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}[width]
-            everything = (kind * ((1 << 47) // width - BEGIN // width)).from_address(BEGIN)
-            self._views[width] = np.ctypeslib.as_array(everything)
-
-    def _index(self, addresses: Array, width: int, count: int) -> Array:
-        check_aligned(addresses, width * count)
-        if np.any(addresses < BEGIN):
-            raise Fault("an access to global memory near address 0")
-        first = (addresses - np.uint64(BEGIN)) // np.uint64(width)
-        return (first[:, None] + np.arange(count, dtype=np.uint64)).view(np.int64)
-
-    def load(self, addresses: Array, width: int, count: int) -> Array:
-        """(threads, count) numbers of `width` bytes."""
-        return self._views[width][self._index(addresses, width, count)]
-
-    def store(self, addresses: Array, values: Array) -> None:
-        width = values.dtype.itemsize
-        self._views[width][self._index(addresses, width, values.shape[1])] = values
-
-    def add(self, addresses: Array, values: Array) -> Array:
-        """Adds one thread after the other and returns what each found."""
-        view, found = self._views[values.dtype.itemsize], np.empty_like(values)
-        for i, place in enumerate(self._index(addresses, values.dtype.itemsize, 1)[:, 0]):
-            found[i] = view[place]
-            view[place] += values[i]
-        return found
+BEGIN = 1024  # where a block's dynamic shared memory starts: more alignment than any kernel asks for, and not 0
 
 
 @dataclass
@@ -76,9 +30,9 @@ class SharedMemory:
     """A block's, of `size` bytes, for `threads` threads."""
 
     def __init__(self, size: int, threads: int) -> None:
-        words = (SHARED_BEGIN + size + WORD - 1) // WORD
+        words = (BEGIN + size + WORD - 1) // WORD
         self._data = np.zeros(words, np.uint32)
-        self._end = SHARED_BEGIN + size
+        self._end = BEGIN + size
         self._written = np.zeros(words, bool)
         self._writer, self._write_interval = np.full(words, -1), np.full(words, -1)
         self._reader, self._read_interval = np.full(words, -1), np.full(words, -1)  # reader -2: several
@@ -95,7 +49,7 @@ class SharedMemory:
     def _words(self, addresses: Array, size: int) -> Array:
         """(threads, words) of accesses of `size` bytes."""
         check_aligned(addresses, size)
-        if np.any(addresses < SHARED_BEGIN) or np.any(addresses + np.uint64(size) > self._end):
+        if np.any(addresses < BEGIN) or np.any(addresses + np.uint64(size) > self._end):
             raise Fault("an access outside the block's shared memory")
         if size % WORD:
             raise Fault(f"an access of {size} bytes to shared memory, which is watched in words of {WORD}")

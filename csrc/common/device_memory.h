@@ -22,6 +22,8 @@ using cusim::copy_async_commit;
 using cusim::copy_async_vector;
 using cusim::copy_async_wait;
 using cusim::load_vector;
+using cusim::store_pair;
+using cusim::store_vector;
 #define ELLA_SHARED_MEMORY(name) ::ella::SharedMemory name
 
 #else
@@ -96,12 +98,19 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-#endif
-
-// to[0..4) = values in global memory; `to` lies on a 16-byte boundary.
+// to[0..4) = values in global memory; `to` lies on a 16-byte boundary. As an instruction: nvcc takes a float4's store apart.
 __device__ __forceinline__ void store_vector(float* to, const float (&values)[4]) {
-  *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+               "f"(values[3])
+               : "memory");
 }
+
+// The same for two; `to` lies on an 8-byte boundary.
+__device__ __forceinline__ void store_pair(float* to, float first, float second) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
+}
+
+#endif
 
 // A tensor of three axes read through its strides: expanded (stride 0), sliced and permuted ones cost nothing.
 template <class T>

@@ -38,7 +38,9 @@ using cusim::writes_before_products;
   extern __shared__ __align__(1024) unsigned char ella_swizzled_bytes[]; \
   ::ella::SharedMemory name(ella_swizzled_bytes)
 
-__device__ __forceinline__ void store_vector_for_products(float* to, const float (&values)[4]) { store_vector(to, values); }
+__device__ __forceinline__ void store_vector_for_products(float* to, const float (&values)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+}
 
 // Code for other architectures may not reach what follows: their assembler does not know it.
 

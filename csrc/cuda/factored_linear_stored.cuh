@@ -16,8 +16,8 @@
 namespace ella::stored {
 
 // Numbers of the middle for one of everything else, up to which it is stored; a larger one is where the second-level cache
-// could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads. Tests say
-// none, so that small shapes go both ways.
+// could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads. Tests
+// say none, so that small shapes go both ways.
 #ifndef ELLA_LARGEST_MIDDLE
 #define ELLA_LARGEST_MIDDLE 2
 #endif

@@ -184,13 +184,14 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
 
   const int lane = threadIdx.x % kWarp;
 #pragma unroll
-  for (int v = 0; v < 64; ++v) {
-    const int i = down + lane / 4 + v / 2 % 2 * 8, j = v / 4 * 8 + lane % 4 * 2 + v % 2;
-    const float value = sum[v / 32][v % 32];
+  for (int v = 0; v < 64; v += 2) {
+    const int i = down + lane / 4 + v / 2 % 2 * 8, j = v / 4 * 8 + lane % 4 * 2;
+    const float first = sum[v / 32][v % 32], second = sum[v / 32][v % 32 + 1];
     if (parts == nullptr) {
-      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j, alpha, value);
+      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j, alpha, first);
+      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j + 1, alpha, second);
     } else {
-      parts[place.part * (BT * BT) + i * BT + j] = value;
+      store_pair(parts + place.part * (BT * BT) + i * BT + j, first, second);
     }
   }
 #else

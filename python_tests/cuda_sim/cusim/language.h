@@ -16,12 +16,6 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
 using std::exp;

@@ -162,6 +162,17 @@ void load_vector(T (&out)[N], const T* from) {
   for (int i = 0; i < N; ++i) out[i] = from[i];
 }
 
+// To global memory.
+inline void store_vector(float* to, const float (&values)[4]) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) fail("misaligned vector write of global memory");
+  for (int i = 0; i < 4; ++i) to[i] = values[i];
+}
+
+inline void store_pair(float* to, float first, float second) {
+  if (reinterpret_cast<uintptr_t>(to) % 8) fail("misaligned write of a pair to global memory");
+  to[0] = first, to[1] = second;
+}
+
 template <class T>
 void copy_async(SharedArray<T> to, const T* from, bool valid) {
   to.start_copy(0, from, valid);

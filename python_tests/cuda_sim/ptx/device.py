@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import nvcc as compiler
@@ -18,6 +19,7 @@ from .. import simulator as build
 from .global_memory import Elements
 from .machine import Program
 from .parse import parse
+from .traffic import Traffic
 
 RUNTIME = Path(__file__).with_name("runtime.cpp")
 BY_CACHE = (
@@ -57,6 +59,16 @@ def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path
     return made, ptx
 
 
+class Counted(NamedTuple):
+    """A launch, of which `ran` blocks were run, and what they did."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    ran: int
+    traffic: Traffic
+
+
 class Ops:
     """A library's ops, with something done before each call."""
 
@@ -91,6 +103,8 @@ class PtxDevice:
         self._programs: dict[str, Program] = {}
         self.launched: set[str] = set()
         self.stopped_by: Exception | None = None
+        self._counted: list[Counted] | None = None
+        self._most_blocks = 0
         numbers, pointers = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
         self._callbacks = (
             ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, pointers)(
@@ -154,6 +168,15 @@ class PtxDevice:
             torch.use_deterministic_algorithms(before)
             self.schedule()
 
+    @contextmanager
+    def counting(self, most_blocks: int) -> Iterator[list[Counted]]:
+        """The launches of a block of code, of each only so many thread blocks, evenly spaced: what is computed is incomplete."""
+        self._counted, self._most_blocks = [], most_blocks
+        try:
+            yield self._counted
+        finally:
+            self._counted = None
+
     def _address_asked(
         self, address: int, axes: int, sizes: ctypes.Array, strides: ctypes.Array, item: int, writable: bool
     ) -> None:
@@ -166,7 +189,12 @@ class PtxDevice:
         try:
             if kernel.name not in self._programs:
                 self._programs[kernel.name] = Program(kernel)
-            self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._tensors, self._order)
+            order, traffic = self._order, None
+            if self._counted is not None:
+                order = np.unique(np.linspace(0, blocks - 1, min(blocks, self._most_blocks)).astype(int)).tolist()
+                traffic = Traffic()
+                self._counted.append(Counted(kernel.name, blocks, threads, len(order), traffic))
+            self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._tensors, order, traffic)
         except Exception as error:  # raised again where the op was called: an exception cannot cross the library
             self.stopped_by = error
             return False

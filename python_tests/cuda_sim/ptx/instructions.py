@@ -87,6 +87,8 @@ def _load(instruction: Instruction) -> Step:
             return
         at = block.addresses(address, active)
         width = dtype.itemsize
+        if space != "param":
+            block.count(f"{space} read", active, at, width * count)
         if space == "param":
             places = at.astype(np.int64)[:, None] + np.arange(width * count)
             values = np.ascontiguousarray(block.parameters[places]).view(f"u{width}")
@@ -112,6 +114,7 @@ def _store(instruction: Instruction) -> Step:
             return
         values = np.stack([block.read(source, dtype)[active].view(word) for source in sources], 1)
         at = block.addresses(address, active)
+        block.count(f"{space} write", active, at, values[0].nbytes)
         if space == "global":
             block.memory.store(active, at, values)
         else:
@@ -184,6 +187,9 @@ def _copy_async(instruction: Instruction) -> Step:
         data = np.zeros((len(active), count // 4), np.uint32)
         reading = there > 0
         addresses = block.addresses(source, active)
+        if reading.any():
+            block.count("global read", active[reading], addresses[reading], count)
+        block.count("shared write", active, block.addresses(target, active), count)
         width = min(count, 8)
         read = block.memory.load(active[reading], addresses[reading], width, count // width)
         data[reading] = np.ascontiguousarray(read).view(np.uint32)

@@ -19,6 +19,7 @@ from .global_memory import Elements, GlobalMemory
 from .instructions import WARP, WARPGROUP, is_together, step_of
 from .parse import Address, Instruction, Kernel
 from .shared_memory import BEGIN, SharedMemory
+from .traffic import Traffic
 
 POISON = 0xFFF8DEADFFC0DEAD
 
@@ -69,15 +70,17 @@ class Program:
         shared_bytes: int,
         arguments: list[bytes],
         tensors: Sequence[Elements],
-        order: str = "forward",
+        order: str | Sequence[int] = "forward",
+        traffic: Traffic | None = None,
     ) -> None:
-        """One launch; `arguments` are the bytes of each parameter, `order` of blocks is forward, reverse or random."""
+        """One launch; `arguments` are the bytes of each parameter, `order` of blocks is forward, reverse or random, or says which
+        of them run. `traffic` counts what they do."""
         if threads > self.kernel.most_threads:
             raise Fault(f"{threads} threads a block, where the kernel is compiled for {self.kernel.most_threads}")
         parameters = np.zeros(-(-self.parameter_bytes // 8) * 8, np.uint8)
         for name, argument in zip(self.kernel.parameters, arguments, strict=True):
             parameters[self.begins[name] :][: len(argument)] = np.frombuffer(argument, np.uint8)
-        numbers = list(range(blocks))
+        numbers = list(range(blocks)) if isinstance(order, str) else order
         if order == "reverse":
             numbers.reverse()
         elif order == "random":
@@ -86,7 +89,7 @@ class Program:
         for number in numbers:
             memory.enter(number)
             with np.errstate(all="ignore"):
-                Block(self, number, blocks, threads, shared_bytes, parameters, memory).run()
+                Block(self, number, blocks, threads, shared_bytes, parameters, memory, traffic).run()
 
 
 class Block:
@@ -101,9 +104,10 @@ class Block:
         shared_bytes: int,
         parameters: Array,
         memory: GlobalMemory,
+        traffic: Traffic | None,
     ) -> None:
         self.program, self.number, self.threads = program, number, threads
-        self.parameters = parameters
+        self.parameters, self.traffic = parameters, traffic
         self.memory, self.shared = memory, SharedMemory(shared_bytes, threads)
         self.all = np.arange(threads)
         self.registers: dict[str, Array] = {}
@@ -175,6 +179,11 @@ class Block:
         base = self.read(address.base, DTYPES["u64"])[active]
         return base + np.uint64(address.offset % 2**64)
 
+    def count(self, kind: str, active: Array, addresses: Array, size: int) -> None:
+        """Notes an access for who counts them."""
+        if self.traffic:
+            self.traffic.access(kind, active, addresses, size)
+
     # ---- threads ----
 
     def run(self) -> None:
@@ -212,6 +221,8 @@ class Block:
                         if instruction.parts[0] == "bar":
                             waiting[active] = True
                             break
+                    if self.traffic:
+                        self.traffic.step(instruction, active)
                     if instruction.parts[0] in ("bra", "ret"):
                         taken = self._guarded(instruction, active)
                         at[active] = here + 1

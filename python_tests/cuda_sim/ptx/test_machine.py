@@ -13,6 +13,7 @@ from .fault import Fault
 from .global_memory import Elements
 from .machine import Program
 from .parse import parse
+from .traffic import Traffic
 
 HEAD = """
 .visible .entry k(.param .u64 k_param_0)
@@ -41,12 +42,19 @@ def run(body: str, threads: int = 32, blocks: int = 1, shared: int = 1024, words
 
 
 def launch(
-    body: str, out: np.ndarray, threads: int, blocks: int, shared: int, order: str = "forward", **elements: object
+    body: str,
+    out: np.ndarray,
+    threads: int,
+    blocks: int,
+    shared: int,
+    order: str = "forward",
+    traffic: Traffic | None = None,
+    **elements: object,
 ) -> None:
     """A kernel with that body on a tensor that is `out`, but where told otherwise (`elements`)."""
-    whole = Elements(out.ctypes.data, out.shape, (1,), out.itemsize, True)
+    whole = Elements(out.ctypes.data, out.shape, (1,), out.itemsize, True)._replace(**elements)
     program = Program(parse(HEAD + body + "\nret;\n}\n")["k"])
-    program.run(blocks, threads, shared, [struct.pack("Q", out.ctypes.data)], [whole._replace(**elements)], order)
+    program.run(blocks, threads, shared, [struct.pack("Q", out.ctypes.data)], [whole], order, traffic)
 
 
 STORE = "st.global.u32 [%rd3], %r5;\n"

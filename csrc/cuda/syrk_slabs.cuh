@@ -19,22 +19,26 @@ enum class SyrkCopy { rows, columns, vectors };
 template <class Shape, SyrkCopy COPY, class Rows>
 class SyrkSlabs {
   static constexpr int BT = Shape::BT, kWide = COPY == SyrkCopy::vectors ? 4 : 1;
+  // Whether a thread keeps the first of its four columns: each fourth from shared memory takes four turns of the banks. Where
+  // two blocks are to fit there are no registers for it.
+  static constexpr bool kOwn = COPY == SyrkCopy::vectors && Shape::kBlocks == 1;
   using Column = typename Rows::Column;
 
  public:
   __device__ __forceinline__ SyrkSlabs(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<float> staging,
                                        SharedArray<Column> columns)
       : rows_(rows), place_(place), d_(d), staging_(staging), columns_(columns) {
-    if constexpr (COPY == SyrkCopy::rows) {
-      for (int i = threadIdx.x; i < Shape::kOperands * BT; i += kSyrkThreads) {
-        columns_[i] = rows.column(place.g, (i < BT ? place.i0 : place.j0) + Shape::column_of_slot(i % BT));
-      }
-      __syncthreads();
-    } else {
+    if constexpr (kOwn) {
 #pragma unroll
       for (int operand = 0; operand < Shape::kOperands; ++operand) {
         own_[operand] = rows.column(place.g, (operand ? place.j0 : place.i0) + threadIdx.x % (BT / kWide) * kWide);
       }
+    } else {
+      for (int i = threadIdx.x; i < Shape::kOperands * BT; i += kSyrkThreads) {
+        const int at = COPY == SyrkCopy::rows ? Shape::column_of_slot(i % BT) : i % BT;
+        columns_[i] = rows.column(place.g, (i < BT ? place.i0 : place.j0) + at);
+      }
+      __syncthreads();
     }
   }
 
@@ -69,12 +73,18 @@ class SyrkSlabs {
       for (int operand = 0; operand < Shape::kOperands; ++operand) {
         if (operand == 1 && diagonal) break;
         const bool in_columns = (operand ? place_.j0 : place_.i0) + i < d_;
+        Column column;
+        if constexpr (kOwn) {
+          column = own_[operand];
+        } else {
+          column = columns_[operand * BT + i];
+        }
         const int to = stage * Shape::kStage + operand * Shape::kOperand + i;
 #pragma unroll 4
         for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
           const int k = first + e * kAtOnce;
           bool inside = in_columns && k < rows;
-          const float* const from = rows_.address(rows_.row(r0 + k), own_[operand], inside);
+          const float* const from = rows_.address(rows_.row(r0 + k), column, inside);
           if constexpr (COPY == SyrkCopy::vectors) {
             copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
           } else {
@@ -90,8 +100,8 @@ class SyrkSlabs {
   const SyrkPlace& place_;
   const int64_t d_;
   const SharedArray<float> staging_;
-  const SharedArray<Column> columns_;  // where a thread copies a row: those of all slots
-  Column own_[Shape::kOperands];       // where it copies one column, or four: its own, or the first of them
+  const SharedArray<Column> columns_;  // of all slots, where threads do not keep
+  Column own_[Shape::kOperands];
 };
 
 }  // namespace ella

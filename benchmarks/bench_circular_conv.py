@@ -41,6 +41,8 @@ def test_circular_conv2d(time, device, shape, gradients, who):
     for each in arguments:
         each.requires_grad_(gradients)
     grad = torch.randn(N, D, side, side, device=device)
+    if who == CHANNELS_LAST:
+        grad = grad.to(memory_format=torch.channels_last)
 
     def results(call, arguments, grad):
         y = call(*arguments)

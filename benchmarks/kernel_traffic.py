@@ -3,9 +3,9 @@
     python -m benchmarks.kernel_traffic [--out FILE]
 
 nvcc compiles csrc/cuda to PTX and the machine of python_tests/cuda_sim/ptx runs a few thread blocks of every launch, on launchers
-told that the device is an H200. Sectors are the 32 bytes in which global memory moves, whatever cache they come from; turns are
-the accesses of shared memory with their bank conflicts. Each is followed by how many times those that the same bytes need. Nothing
-here is a time.
+told that the device is an H200: from the middle of as many equal parts of them. Sectors are the 32 bytes in which global memory
+moves, whatever cache they come from; turns are the accesses of shared memory with their bank conflicts. Each is followed by how many
+times those that the same bytes need. Nothing here is a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from python_tests.cuda_sim import simulator as build
 from python_tests.cuda_sim.ptx.device import Counted, PtxDevice
 
 DEFAULT = build.ROOT / "benchmarks" / "results" / "cuda-resources" / "traffic.txt"
-BLOCKS = 3  # of each launch
+BLOCKS = 5  # of each launch, evenly spaced
 H200 = {"multiprocessors": 132, "cache_bytes": 50 << 20}
 KINDS = ("global read", "global write", "shared read", "shared write")
 BATCH, ONE = 128, (1, 1)
@@ -126,19 +126,20 @@ def main() -> None:
     text = [
         f"commit: {commit()}",
         "",
-        f"For a thread block, the mean of {BLOCKS} of each launch: PTX instructions of its warps and those for tensor cores; sectors of",
-        "global memory and turns of shared memory, each with how many times those that the bytes need.",
+        f"For a thread block, the mean of {BLOCKS}, evenly spaced, of each launch, whose blocks may differ: PTX instructions of its",
+        "warps and those for tensor cores; sectors of global memory and turns of shared memory, each with how many times those that",
+        "the bytes need.",
         f"  {'kernel':58s} {'blocks':>6s} {'threads':>7s} {'instructions':>12s} {'products':>8s}"
         + "".join(f"{head:>15s}   " for head in heads),
     ]
     torch.manual_seed(0)
-    text += lines("8.0", PtxDevice(nvcc, "80"), WORKS)
+    text += lines("8.0", PtxDevice(nvcc, "80", small=False), WORKS)
     wide = {
         name: work
         for name, work in WORKS.items()
         if "kron" in name and ("128" in name or "1024" in name or "conv" in name)
     }
-    text += lines("9.0a", PtxDevice(nvcc, "90a", ["kron_accumulate", "conv_kron_accumulate"]), wide)
+    text += lines("9.0a", PtxDevice(nvcc, "90a", ["kron_accumulate", "conv_kron_accumulate"], small=False), wide)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(line.rstrip() for line in text) + "\n", encoding="utf-8")
     print(out.read_text(encoding="utf-8"), end="")

@@ -36,12 +36,13 @@ WRAPPED = [
 ]
 
 
-def compile_source(nvcc: Path, name: str, arch: str, library: str) -> tuple[Path, Path]:
+def compile_source(nvcc: Path, name: str, arch: str, library: str, small: bool) -> tuple[Path, Path]:
     """Object and PTX of csrc/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
     source = build.SOURCES / "cuda" / f"{name}.cu"
     headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
     options = [*compiler.language_flags(), f"-gencode=arch=compute_{arch},code=compute_{arch}", "-Xcompiler", "-fPIC"]
-    options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU", build.FEW_PLACES, BY_CACHE]
+    options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU"]
+    options += [build.FEW_PLACES, BY_CACHE] if small else []
     options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     made, ptx = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("o", "ptx"))
@@ -88,13 +89,14 @@ class Ops:
 class PtxDevice:
     """The loaded library: its ops on tensors of the CPU, and what was launched.
 
-    `arch` is what the sources (all, or those named) are compiled for. Uninitialised tensors are filled with NaN while an op runs.
+    `arch` is what the sources (all, or those named) are compiled for; `small`: with limits at which small shapes already take the
+    ways of large ones. Uninitialised tensors are filled with NaN while an op runs.
     """
 
-    def __init__(self, nvcc: Path, arch: str, names: Iterable[str] | None = None) -> None:
+    def __init__(self, nvcc: Path, arch: str, names: Iterable[str] | None = None, small: bool = True) -> None:
         library, names = f"ella_ptx_{arch}", names or build.all_sources()
         with ThreadPoolExecutor(build.jobs()) as pool:
-            compiled = list(pool.map(lambda name: compile_source(nvcc, name, arch, library), names))
+            compiled = list(pool.map(lambda name: compile_source(nvcc, name, arch, library, small), names))
         self._path = self._link(nvcc, library, [made for made, _ in compiled])
         torch.ops.load_library(str(self._path))
         self._tensors: list[Elements] = []  # of the op that runs: those whose addresses its host code asked for
@@ -191,7 +193,9 @@ class PtxDevice:
                 self._programs[kernel.name] = Program(kernel)
             order, traffic = self._order, None
             if self._counted is not None:
-                order = np.unique(np.linspace(0, blocks - 1, min(blocks, self._most_blocks)).astype(int)).tolist()
+                order = np.unique(
+                    ((np.arange(self._most_blocks) + 0.5) * blocks / self._most_blocks).astype(int)
+                ).tolist()
                 traffic = Traffic()
                 self._counted.append(Counted(kernel.name, blocks, threads, len(order), traffic))
             self._programs[kernel.name].run(blocks, threads, shared_bytes, values, self._tensors, order, traffic)

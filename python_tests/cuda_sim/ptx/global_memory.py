@@ -2,7 +2,10 @@
 
 It stops a kernel with an error where a thread reads or writes what is no element of those tensors, or writes to one whose address
 was asked for reading; where two threads of a block touch a word without a barrier between, or threads of two blocks without fences and
-an atomic operation between, and one of them writes; and where what a kernel writes is read by the instruction for what none does.
+an atomic operation between, and one of them writes; where a block writes what another one has read; where a word that atomic
+operations change is accessed otherwise; and where what a kernel writes is read by the instruction for what none does.
+
+Not watched: whether two blocks' atomic operations are on the same word.
 
 Source: PTX ISA, "Memory Consistency Model"; "ld.global.nc".
 """
@@ -18,7 +21,7 @@ import numpy as np
 from .fault import WORD, Array, Fault, check_aligned
 
 BEGIN = 4096  # no address below is anybody's
-NOBODY, SEVERAL = -1, -2
+NOBODY, SEVERAL = -1, -2  # as a reader, and as who fenced: then all of the block know
 
 
 class Elements(NamedTuple):
@@ -61,7 +64,11 @@ class GlobalMemory:
         self._writer, self._reader = np.full(count, NOBODY), np.full(count, NOBODY)
         self._write_interval, self._read_interval = np.full(count, -1), np.full(count, -1)
         self._reading_block = np.full(count, NOBODY)
-        self._fenced, self._published = np.zeros(count, bool), np.zeros(count, bool)  # written, and ...
+        self._fencer = np.full(
+            count, NOBODY
+        )  # which thread of the writer's block knows that they come before what it does next
+        self._published = np.zeros(count, bool)  # and told other blocks so
+        self._read_only, self._atomic = np.zeros(count, bool), np.zeros(count, bool)  # accessed as such
         self._threads, self._block, self._interval = threads, 0, 0
         self.enter(0)
 
@@ -91,20 +98,22 @@ class GlobalMemory:
         """The threads that come are of this block."""
         self._block = block
         self._interval += 1
-        # Whether a thread's fence or atomic operation, or one that it knows of by a barrier, was before, and a fence after the latter.
-        self._has_fenced, self._has_added, self._acquired = (np.zeros(self._threads, bool) for _ in range(3))
+        # Whether a thread's atomic operation, or one that it knows of by a barrier, was before, and a fence after it.
+        self._has_added, self._acquired = (np.zeros(self._threads, bool) for _ in range(2))
 
     def barrier(self) -> None:
         self._interval += 1
-        for known in (self._has_fenced, self._has_added, self._acquired):
+        for known in (self._has_added, self._acquired):
             known[:] = known.any()
+        self._fencer[(self._writer // self._threads == self._block) & (self._fencer >= 0)] = SEVERAL
 
     def fence(self, threads: Array) -> None:
         """What these threads wrote, and what others of the block did before a barrier, comes before what they do next."""
         mine = self._writer // self._threads == self._block
-        known = np.isin(self._writer % self._threads, threads) | (self._write_interval < self._interval)
-        self._fenced |= mine & known
-        self._has_fenced[threads] = True
+        own = mine & np.isin(self._writer % self._threads, threads)
+        others = mine & ~own & (self._write_interval < self._interval)
+        self._fencer[own] = self._writer[own] % self._threads
+        self._fencer[others] = threads[0] if len(threads) == 1 else SEVERAL
         self._acquired[threads] |= self._has_added[threads]
 
     # ---- accesses ----
@@ -124,6 +133,9 @@ class GlobalMemory:
         self._check_writers(who, words, "read of")
         if not coherent and np.any(self._writer[words] != NOBODY):
             raise Fault("a read of what the kernel wrote, by an instruction for what it does not write")
+        if np.any(self._atomic[words]):
+            raise Fault("a read of what atomic operations change")
+        self._read_only[words] |= not coherent
         several = (self._read_interval[words] == self._interval) & (self._reader[words] != who)
         self._reader[words] = who
         self._reader[words[several | (self._reader[words] != who)]] = (
@@ -141,6 +153,10 @@ class GlobalMemory:
         self._check_writable(words)
         who = threads[:, None] + self._block * self._threads
         self._check_writers(who, words, "write to")
+        if np.any(self._atomic[words]):
+            raise Fault("a write to what atomic operations change")
+        if np.any(self._read_only[words]):
+            raise Fault("a write to what the kernel read by an instruction for what it does not write")
         if np.any((self._read_interval[words] == self._interval) & (self._reader[words] != who)):
             raise Fault("a write to what another thread read in global memory, without a barrier between")
         if np.any((self._reading_block[words] != NOBODY) & (self._reading_block[words] != self._block)):
@@ -149,15 +165,18 @@ class GlobalMemory:
         if np.any(self._writer[words] != who):
             raise Fault("two threads write one word of global memory at once")
         self._write_interval[words] = self._interval
-        self._fenced[words] = self._published[words] = False
+        self._fencer[words], self._published[words] = NOBODY, False
         self._views[width][index] = values
 
     def add(self, threads: Array, addresses: Array, values: Array) -> Array:
         """Adds one thread after the other and returns what each found."""
         places = self._index(addresses, values.dtype.itemsize, 1)[:, 0]
-        self._check_writable(self._words(addresses, values.dtype.itemsize))
-        if self._has_fenced[threads].any():
-            self._published |= self._fenced
+        words = self._words(addresses, values.dtype.itemsize)
+        self._check_writable(words)
+        self._check_writers(threads[:, None] + self._block * self._threads, words, "change of")
+        self._atomic[words] = True
+        mine = self._writer // self._threads == self._block
+        self._published |= mine & (np.isin(self._fencer, threads) | (self._fencer == SEVERAL))
         self._has_added[threads] = True
         view, found = self._views[values.dtype.itemsize], np.empty_like(values)
         for i, place in enumerate(places):

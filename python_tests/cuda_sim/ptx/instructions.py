@@ -130,6 +130,7 @@ def _atomic(instruction: Instruction) -> Step:
 
     def step(block: Block, active: Array) -> None:
         values = block.read(str(source), DTYPES["u32"])[active]
+        block.count("global write", active, block.addresses(address, active), values.itemsize)
         block.write(str(target), block.memory.add(active, block.addresses(address, active), values), active)
 
     return step

@@ -219,6 +219,8 @@ class Block:
                             if not len(active):
                                 break
                         if instruction.parts[0] == "bar":
+                            if self.traffic:
+                                self.traffic.step(instruction, active)
                             waiting[active] = True
                             break
                     if self.traffic:

@@ -195,6 +195,26 @@ FAULTS = {
         32,
         "what the kernel wrote",
     ),
+    "what was read by an instruction for what is not written": (
+        "ld.global.nc.u32 %r5, [%rd3];\n" + STORE,
+        32,
+        "what the kernel read by an instruction",
+    ),
+    "a read of a counter": (
+        "atom.global.add.u32 %r5, [%rd1], 1;\nld.global.u32 %r5, [%rd1];",
+        1,
+        "read of what atomic",
+    ),
+    "a write to a counter": (
+        "atom.global.add.u32 %r5, [%rd1], 1;\nst.global.u32 [%rd1], %r1;",
+        1,
+        "write to what atomic",
+    ),
+    "a count on what another thread wrote": (
+        STORE.replace("%r5", "%r1") + "atom.global.add.u32 %r5, [%rd1], 1;",
+        32,
+        "change of what another thread wrote",
+    ),
     "a null pointer": ("mov.u64 %rd5, 0;\nld.global.u32 %r5, [%rd5];", 32, "address 0"),
     "a copy not waited for": (COPY + READ, 32, "nobody wrote|on its way"),
     "a copy of a newer group": (COPY + "cp.async.wait_group 1;\n" + READ, 32, "nobody wrote|on its way"),
@@ -300,6 +320,32 @@ def test_the_last_block_sees_what_the_others_left() -> None:
         out = np.zeros(64, np.uint32)
         launch(LAST_BLOCK, out, threads=32, blocks=3, shared=256, order=order)
         assert out[16:20].tolist() == [50, 51, 52, 0]
+
+
+def test_a_fence_of_another_thread_needs_a_barrier() -> None:
+    """Thread 1 writes and fences, thread 0 counts, and the last block's thread 0 reads: with a barrier after the fence, not else."""
+    body = (
+        BLOCKS_WORD
+        + """
+        setp.ne.u32 %p1, %r1, 1;
+        @!%p1 st.global.u32 [%rd5], %r6;
+        membar.gl;
+        bar.sync 0; // after the fence
+        setp.ne.u32 %p2, %r1, 0;
+        @%p2 bra $L1;
+        atom.global.add.u32 %r8, [%rd1+36], 1;
+        setp.ne.u32 %p3, %r8, 1;
+        @%p3 bra $L1;
+        membar.gl;
+        ld.global.u32 %r5, [%rd1];
+        $L1:
+        """
+    )
+    launch(body, np.zeros(64, np.uint32), threads=2, blocks=2, shared=0)
+    with pytest.raises(Fault, match="another block wrote"):
+        launch(
+            body.replace("bar.sync 0; // after the fence", ""), np.zeros(64, np.uint32), threads=2, blocks=2, shared=0
+        )
 
 
 @pytest.mark.parametrize("left_out", ["membar.gl; // release", "membar.gl; // acquire", "atom", "all"])

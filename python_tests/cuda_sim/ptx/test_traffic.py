@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .test_machine import STORE, launch
+from .test_machine import OPERAND, PRODUCT, STORE, VISIBLE, WAIT, WIDE, launch
 from .traffic import Traffic
 
 
@@ -60,6 +60,13 @@ def test_one_word_for_all_is_read_in_one_turn() -> None:
     body = "mov.u64 %rd5, 1024;\nsetp.eq.u32 %p1, %r1, 0;\n@%p1 st.shared.u32 [%rd5], %r1;\nbar.sync 0;\nld.shared.u32 %r5, [%rd5];\n"
     traffic = counted(body, threads=64)
     assert traffic.moved == {"shared write": 1, "shared read": 2} and traffic.needed == traffic.moved
+
+
+def test_products_are_those_of_tensor_cores() -> None:
+    assert counted(PRODUCT).products == 1
+    body = OPERAND + VISIBLE + "bar.sync 0;\n" + WIDE + WAIT
+    traffic = counted(body, threads=128)
+    assert traffic.products == 4  # one product of a warpgroup; fence, commit and wait are none
 
 
 def test_instructions_of_warps() -> None:

@@ -16,7 +16,6 @@ from .fault import WORD, Array
 from .parse import Instruction
 
 WARP, SECTOR, BANKS = 32, 32, 32
-TENSOR_CORES = ("mma", "wgmma")
 
 
 class Traffic:
@@ -38,7 +37,7 @@ class Traffic:
         """Threads `active` come to an instruction together."""
         warps = len(np.unique(active // WARP))
         self.instructions += warps
-        self.products += warps if instruction.parts[0] in TENSOR_CORES else 0
+        self.products += warps if {"mma", "mma_async"} & set(instruction.parts[:2]) else 0
 
     def access(self, kind: str, threads: Array, addresses: Array, size: int) -> None:
         """These threads access `size` bytes each; `kind` is a key of `moved`."""
@@ -55,7 +54,8 @@ class Traffic:
             phase, word = _distinct(np.repeat(phases, size // WORD), words.ravel())
             busy = np.bincount((phase - phase.min()) * BANKS + word % BANKS, minlength=BANKS)
             self.moved[kind] += int(np.append(busy, np.zeros(-len(busy) % BANKS, int)).reshape(-1, BANKS).max(1).sum())
-            self.needed[kind] += len(np.unique(phases))
+            bytes_of_warp = WORD * np.bincount(_distinct(np.repeat(threads // WARP, size // WORD), words.ravel())[0])
+            self.needed[kind] += int(np.sum(-(-bytes_of_warp // (BANKS * WORD))))
 
 
 def _distinct(first: Array, second: Array) -> tuple[Array, Array]:

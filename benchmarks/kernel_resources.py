@@ -97,13 +97,27 @@ def tables(compiled: list[compiler.Compiled], sass: list[str], launches: list[bu
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DEFAULT, metavar="FILE")
+def start(tool: str, description: str | None, default: Path) -> tuple[Path, Path]:
+    """The file that the command line names and nvcc, for a tool that writes a table; SystemExit where there is no nvcc."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=default, metavar="FILE")
     out = parser.parse_args().out
     nvcc, reason = compiler.find_nvcc()
     if nvcc is None:
-        raise SystemExit(f"kernel_resources: {reason}. Install a CUDA toolkit or set CUDA_HOME")
+        raise SystemExit(f"{tool}: {reason}. Install a CUDA toolkit or set CUDA_HOME")
+    return out, nvcc
+
+
+def finish(out: Path, lines: list[str]) -> None:
+    """Writes the table and prints it."""
+    text = "".join(f"{line.rstrip()}\n" for line in lines)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+def main() -> None:
+    out, nvcc = start("kernel_resources", __doc__, DEFAULT)
     cuobjdump = compiler.find_cuobjdump(nvcc)
     if cuobjdump is None:
         raise SystemExit(
@@ -112,10 +126,7 @@ def main() -> None:
     compiled = compiler.compile_all(nvcc)
     sass = [compiler.disassemble(cuobjdump, one.fatbin) for one in compiled]
     launches = launch_every_kernel(build.Simulator(build.build(build.all_sources())))
-    text = "\n".join(header(nvcc, cuobjdump) + tables(compiled, sass, launches)) + "\n"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
-    print(text, end="")
+    finish(out, header(nvcc, cuobjdump) + tables(compiled, sass, launches))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ times those that the same bytes need. Nothing here is a time.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.kernel_resources import commit
-from python_tests.cuda_sim import nvcc as compiler
+from benchmarks.kernel_resources import commit, finish, start
 from python_tests.cuda_sim import resources
 from python_tests.cuda_sim import simulator as build
 from python_tests.cuda_sim.ptx.device import Counted, PtxDevice
@@ -43,11 +41,13 @@ def factored_linear(C: int, D: int, X: int, Y: int) -> Callable[[Any], None]:
 
 
 def accumulate(rows: int, blocks: int, d: int) -> Callable[[Any], None]:
+    """Blocks of a Kronecker factor."""
     values, factor = torch.randn(rows, blocks, d), torch.zeros(blocks, d, d)
     return lambda ops: ops.kron_accumulate_(factor, values, 1.0)
 
 
 def patches(channels: int, side: int) -> Callable[[Any], None]:
+    """The input side of a 3x3 convolution's factor."""
     image, d = torch.randn(BATCH, channels, side, side), 9 * channels
     factor = torch.zeros(d, d)
     return lambda ops: ops.conv_kron_accumulate_(factor, image, (3, 3), ONE, ONE, ONE, True, 1.0)
@@ -66,6 +66,7 @@ def images(channels: int, side: int) -> Callable[[Any], None]:
 
 
 def project(rows: int, points: int, anchors: int) -> Callable[[Any], None]:
+    """On the exponential basis, and the gradient in its points and anchors."""
     x, grad = torch.randn(rows, points), torch.randn(rows, anchors)
     at, of = (8 * torch.rand(n, 2, dtype=torch.float64) for n in (points, anchors))
 
@@ -77,19 +78,19 @@ def project(rows: int, points: int, anchors: int) -> Callable[[Any], None]:
 
 
 WORKS = {
-    f"F-FC, {C} and {D} channels of {X} and {Y} positions": lambda s=(C, D, X, Y): factored_linear(*s)
+    f"F-FC, {C} and {D} channels of {X} and {Y} positions": partial(factored_linear, C, D, X, Y)
     for C, D, X, Y in ((3, 10, 1024, 1024), (20, 40, 256, 64), (40, 40, 64, 64), (80, 160, 4, 1), (160, 160, 256, 64))
 }
 WORKS |= {
-    f"kron_accumulate_, {rows} rows, {blocks} blocks of {d}": lambda s=(rows, blocks, d): accumulate(*s)
+    f"kron_accumulate_, {rows} rows, {blocks} blocks of {d}": partial(accumulate, rows, blocks, d)
     for rows, blocks, d in ((2000, 64, 16), (4000, 32, 32), (4000, 16, 64), (4000, 8, 128), (4000, 1, 1024))
 }
 WORKS |= {
-    f"conv_kron_accumulate_, {channels} channels, {side}x{side}": lambda s=(channels, side): patches(*s)
+    f"conv_kron_accumulate_, {channels} channels, {side}x{side}": partial(patches, channels, side)
     for channels, side in ((10, 32), (40, 8))
 }
-WORKS |= {"padding and pooling, 20 channels, 16x16": lambda: images(20, 16)}
-WORKS |= {"exponential basis, 1280 rows, 1024 points, 32 anchors": lambda: project(1280, 1024, 32)}
+WORKS |= {"padding and pooling, 20 channels, 16x16": partial(images, 20, 16)}
+WORKS |= {"exponential basis, 1280 rows, 1024 points, 32 anchors": partial(project, 1280, 1024, 32)}
 
 
 def lines(arch: str, device: PtxDevice, works: dict[str, Callable[[], Callable[[Any], None]]]) -> list[str]:
@@ -116,12 +117,7 @@ def _line(name: str, launch: Counted) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=DEFAULT, metavar="FILE")
-    out = parser.parse_args().out
-    nvcc, reason = compiler.find_nvcc()
-    if nvcc is None:
-        raise SystemExit(f"kernel_traffic: {reason}. Install a CUDA toolkit or set CUDA_HOME")
+    out, nvcc = start("kernel_traffic", __doc__, DEFAULT)
     heads = [f"{'sectors' if kind.startswith('global') else 'turns'} {kind.partition(' ')[2]}" for kind in KINDS]
     text = [
         f"commit: {commit()}",
@@ -140,9 +136,7 @@ def main() -> None:
         if "kron" in name and ("128" in name or "1024" in name or "conv" in name)
     }
     text += lines("9.0a", PtxDevice(nvcc, "90a", ["kron_accumulate", "conv_kron_accumulate"], small=False), wide)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(line.rstrip() for line in text) + "\n", encoding="utf-8")
-    print(out.read_text(encoding="utf-8"), end="")
+    finish(out, text)
 
 
 if __name__ == "__main__":

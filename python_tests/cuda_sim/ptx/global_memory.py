@@ -64,10 +64,8 @@ class GlobalMemory:
         self._writer, self._reader = np.full(count, NOBODY), np.full(count, NOBODY)
         self._write_interval, self._read_interval = np.full(count, -1), np.full(count, -1)
         self._reading_block = np.full(count, NOBODY)
-        self._fencer = np.full(
-            count, NOBODY
-        )  # which thread of the writer's block knows that they come before what it does next
-        self._published = np.zeros(count, bool)  # and told other blocks so
+        # Which thread of the writer's block put a fence after that, and whether one told other blocks so.
+        self._fencer, self._published = np.full(count, NOBODY), np.zeros(count, bool)
         self._read_only, self._atomic = np.zeros(count, bool), np.zeros(count, bool)  # accessed as such
         self._threads, self._block, self._interval = threads, 0, 0
         self.enter(0)
@@ -138,9 +136,8 @@ class GlobalMemory:
         self._read_only[words] |= not coherent
         several = (self._read_interval[words] == self._interval) & (self._reader[words] != who)
         self._reader[words] = who
-        self._reader[words[several | (self._reader[words] != who)]] = (
-            SEVERAL  # others before, or others of these threads
-        )
+        several |= self._reader[words] != who  # others of these threads
+        self._reader[words[several]] = SEVERAL
         self._read_interval[words] = self._interval
         others = (self._reading_block[words] != NOBODY) & (self._reading_block[words] != self._block)
         self._reading_block[words] = np.where(others, SEVERAL, self._block)

@@ -348,6 +348,32 @@ def test_a_fence_of_another_thread_needs_a_barrier() -> None:
         )
 
 
+def test_a_fence_covers_what_a_barrier_made_known() -> None:
+    """Thread 1 writes, after a barrier thread 0 fences and counts, and the last block's thread 0 reads all."""
+    body = (
+        BLOCKS_WORD
+        + """
+        setp.ne.u32 %p1, %r1, 1;
+        @!%p1 st.global.u32 [%rd5], %r6;
+        bar.sync 0; // before the fence
+        setp.ne.u32 %p2, %r1, 0;
+        @%p2 bra $L1;
+        membar.gl;
+        atom.global.add.u32 %r8, [%rd1+36], 1;
+        setp.ne.u32 %p3, %r8, 1;
+        @%p3 bra $L1;
+        membar.gl;
+        ld.global.u32 %r5, [%rd1];
+        $L1:
+        """
+    )
+    launch(body, np.zeros(64, np.uint32), threads=2, blocks=2, shared=0)
+    with pytest.raises(Fault, match="another block wrote"):
+        launch(
+            body.replace("bar.sync 0; // before the fence", ""), np.zeros(64, np.uint32), threads=2, blocks=2, shared=0
+        )
+
+
 @pytest.mark.parametrize("left_out", ["membar.gl; // release", "membar.gl; // acquire", "atom", "all"])
 def test_blocks_that_do_not_wait_for_each_other(left_out: str) -> None:
     body = LAST_BLOCK.replace(left_out, "")

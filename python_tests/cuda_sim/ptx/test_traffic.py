@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from .device import PtxDevice
 from .test_machine import OPERAND, PRODUCT, STORE, VISIBLE, WAIT, WIDE, launch
 from .traffic import Traffic
 
@@ -77,3 +79,15 @@ def test_instructions_of_warps() -> None:
     assert counted("setp.gt.u32 %p1, %r1, 99;\n@%p1 mov.u32 %r5, 1;\n").instructions == before + 2
     part = "setp.lt.u32 %p1, %r1, 9;\n@%p1 bra $L1;\nmov.u32 %r5, 1;\nbra $L2;\n$L1:\nmov.u32 %r5, 2;\n$L2:\n"
     assert counted(part + STORE).instructions == before + 2 + 2 + 1 + 1
+
+
+@pytest.mark.nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "ran"), [(2, 2), (9, 4)])
+def test_blocks_of_a_launch(ampere: PtxDevice, most: int, ran: int) -> None:
+    """Padding to 4,096 numbers, which four blocks write 1,024 at a time, each sector of eight once."""
+    with ampere.scheduled(), ampere.counting(most) as launches:
+        ampere.ops.circular_pad2d(torch.randn(2, 2, 30, 30), 1, 1)
+    (launch,) = launches
+    assert (launch.blocks, launch.ran) == (4, ran)
+    assert launch.traffic.moved["global write"] == launch.traffic.needed["global write"] == ran * 1024 // 8

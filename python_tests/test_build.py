@@ -163,8 +163,8 @@ def check(name, ours, reference):
     error = ((ours.double() - reference).abs().max() / reference.abs().max()).nan_to_num(torch.inf)
     worst[name] = max(worst.get(name, 0.0), error.item() / torch.finfo(ours.dtype).eps)
 for dtype in (torch.float32, torch.float64):
-    for X, Y in ((70, 9), (96, 64), (3, 1)):
-        x, u, v, g = (torch.randn(s, dtype=dtype) for s in ((37, 5, X), (11, 5, X), (11, 5, Y), (37, 11, Y)))
+    for N, C, D, X, Y in ((37, 5, 11, 70, 9), (37, 5, 11, 96, 64), (37, 5, 11, 3, 1), *((131, 77, 61, X, 1) for X in (1, 4, 7, 35))):
+        x, u, v, g = (torch.randn(s, dtype=dtype) for s in ((N, C, X), (D, C, X), (D, C, Y), (N, D, Y)))
         leaves = [t.double().requires_grad_() for t in (x, u, v)]
         y = torch.einsum("ncx,dcx,dcy->ndy", *leaves)
         check("forward", ops.factored_linear(x, u, v, None, None), y.detach())

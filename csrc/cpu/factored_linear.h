@@ -38,13 +38,12 @@ int64_t middle_row(const Kernels<T>& k, int64_t channels) {
   return (channels | 1) * k.width;
 }
 
-// Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where they are
-// more than those of x and y together: there z is computed again.
+// Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where it keeps
+// none.
 template <class T>
 int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
   const int64_t blocks = ceil_divide(s.N, k.width);
-  const bool few = blocks * k.width * s.D * s.C <= s.N * (s.C * s.X + s.D * s.Y);
-  return few && s.C > 0 ? blocks * s.D * middle_row(k, s.C) : 0;
+  return s.keeps_middle(blocks * k.width) ? blocks * s.D * middle_row(k, s.C) : 0;
 }
 
 // Whether vectors can run along the last axis of an array of `size` positions.

@@ -47,7 +47,8 @@ class OneOutput {
           }
           for (int64_t d = 0; d < rows; d += kRows) {
             const int64_t m = std::min(kRows, rows - d);
-            for (int64_t i = 0; i < m; ++i) multiply_out(first + d + i, c0, 0, here, s_.X, weights.data() + i * count);
+            k_.multiply_out(m, here, s_.X, u_.at(first + d, c0), u_.s0, v_.at(first + d, c0), v_.s0, v_.s1, weights.data(),
+                            count);
             for (int64_t b = 0; b < blocks; ++b) {
               k_.product(m, std::min(W, images - b * W), count, weights.data(), count, 1, panels.data() + b * panel, W,
                          c0 == 0 ? shift.data() + d : nullptr, 1, 0, sums.data() + (b * most + d) * W, W, c0 > 0, false);
@@ -66,10 +67,18 @@ class OneOutput {
   void backward(const FactoredLinearWanted& wanted, const Tensor& grad, const Tensor& dx, const Tensor& du, const Tensor& dv,
                 const Tensor& dbias_in, const Tensor& dbias_out) const {
     const Array3<T> g(grad);
-    const Buffer<double> sums(s_.D);  // over images
-    if (wanted.bias_in || wanted.bias_out || (wanted.weight_out && bias_in_.data)) sum_images(g, sums.data());
-    if (wanted.bias_in) {
-      for (int64_t d = 0; d < s_.D; ++d) dbias_in.mutable_data_ptr<T>()[d] = static_cast<T>(sum_of_weights(d) * sums.data()[d]);
+    const bool shifted = wanted.weight_out && bias_in_.data;
+    const Buffer<double> sums(s_.D);            // over images
+    const Buffer<T> shift(shifted ? s_.D : 0);  // of the gradient of weight_out, by bias_in
+    if (wanted.bias_in || wanted.bias_out || shifted) {
+      T* const inner = wanted.bias_in ? dbias_in.mutable_data_ptr<T>() : nullptr;
+      torch::stable::parallel_for(0, s_.D, kRows, [&](int64_t begin, int64_t end) {
+        sum_images(g, begin, end, sums.data());
+        for (int64_t d = begin; d < end; ++d) {
+          if (inner) inner[d] = static_cast<T>(sum_of_weights(d) * sums.data()[d]);
+          if (shifted) shift.data()[d] = static_cast<T>(static_cast<double>(*bias_in_.from(d)) * sums.data()[d]);
+        }
+      });
     }
     if (wanted.bias_out) {
       double total = 0;
@@ -83,25 +92,18 @@ class OneOutput {
       const int64_t most = ceil_divide(s_.D, kHalves);
       const Buffer<T> panel(std::max(wanted.x ? s_.D : 0, kImages) * W), sum(most * W);
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t half = task % kHalves, c0 = s_.C * (task / kHalves) / groups,
-                      here = s_.C * (task / kHalves + 1) / groups - c0;
+        const int64_t half = task % kHalves, c0 = channels * (task / kHalves), here = std::min(channels, s_.C - c0);
         for (int64_t x0 = 0; x0 < s_.X; x0 += W) {
           const int64_t positions = std::min(W, s_.X - x0), lanes = here * positions;  // several channels, or some positions
           if (wanted.x) input_gradient(g, half, c0, here, x0, positions, lanes, panel.data(), dx);
           if (wanted.weight_in || wanted.weight_out) {
             const int64_t first = s_.D * half / kHalves, rows = s_.D * (half + 1) / kHalves - first;
             multiplied_gradient(g, first, rows, x_.at(0, c0) + x0, lanes, panel.data(), sum.data());
-            for (int64_t d = first; d < first + rows; ++d) {
-              const T* row = sum.data() + (d - first) * W;
-              if (wanted.weight_in) {
-                scale(row, v_.at(d, c0), v_.s1, here, positions, du.mutable_data_ptr<T>() + (d * s_.C + c0) * s_.X + x0);
-              }
-              if (wanted.weight_out) {
-                const double shift = bias_in_.data && x0 == 0 ? static_cast<double>(*bias_in_.from(d)) * sums.data()[d] : 0.0;
-                add_products(row, u_.at(d, c0) + x0, here, positions, static_cast<T>(shift), x0 > 0,
-                             dv.mutable_data_ptr<T>() + d * s_.C + c0);
-              }
-            }
+            k_.multiplied_gradients(rows, here, positions, sum.data(), W, u_.at(first, c0) + x0, u_.s0, v_.at(first, c0), v_.s0,
+                                    v_.s1,
+                                    wanted.weight_in ? du.mutable_data_ptr<T>() + (first * s_.C + c0) * s_.X + x0 : nullptr,
+                                    columns_, wanted.weight_out ? dv.mutable_data_ptr<T>() + first * s_.C + c0 : nullptr, s_.C,
+                                    shifted && x0 == 0 ? shift.data() + first : nullptr, x0 > 0);
           }
         }
       }
@@ -115,61 +117,28 @@ class OneOutput {
   static constexpr int64_t kImages = 512;     // summed at once: 128 KiB of floats
   static constexpr int64_t kHalves = 2;       // of the images, or of the output channels: for few groups of channels
 
-  // to[c * positions + i] = from[c * positions + i] factor[c * step]
-  static void scale(const T* from, const T* factor, int64_t step, int64_t channels, int64_t positions, T* to) {
-    if (positions == 4) {
-      for (int64_t c = 0; c < channels; ++c) {
-        for (int64_t i = 0; i < 4; ++i) to[4 * c + i] = from[4 * c + i] * factor[c * step];
-      }
-      return;
-    }
-    for (int64_t c = 0; c < channels; ++c) {
-      for (int64_t i = 0; i < positions; ++i) to[c * positions + i] = from[c * positions + i] * factor[c * step];
-    }
-  }
-
-  // to[c] = first + sum_i a[c * positions + i] b[c * positions + i], or that added
-  static void add_products(const T* a, const T* b, int64_t channels, int64_t positions, T first, bool add, T* to) {
-    for (int64_t c = 0; c < channels; ++c) {
-      T sum = first;
-      if (positions == 4) {
-        sum +=
-            (a[4 * c] * b[4 * c] + a[4 * c + 1] * b[4 * c + 1]) + (a[4 * c + 2] * b[4 * c + 2] + a[4 * c + 3] * b[4 * c + 3]);
-      } else {
-        for (int64_t i = 0; i < positions; ++i) sum += a[c * positions + i] * b[c * positions + i];
-      }
-      to[c] = add ? to[c] + sum : sum;
-    }
-  }
-
-  // The weights of output channel d for `positions` from x0 on (all, of several channels) of `channels` from c0 on.
-  void multiply_out(int64_t d, int64_t c0, int64_t x0, int64_t channels, int64_t positions, T* to) const {
-    scale(u_.at(d, c0) + x0, v_.at(d, c0), v_.s1, channels, positions, to);
-  }
-
   double sum_of_weights(int64_t d) const {
+    const int64_t W = k_.width, whole = v_.s1 == 1 ? s_.C / k_.vector * k_.vector : 0;
     double sum = 0;
-    for (int64_t c = 0; c < s_.C; ++c) sum += static_cast<double>(*v_.at(d, c));
+    for (int64_t c = 0; c < whole; c += W) k_.lane_sums(1, std::min(W, whole - c), v_.at(d, c), 0, &sum, 0);
+    for (int64_t c = whole; c < s_.C; ++c) sum += static_cast<double>(*v_.at(d, c));
     return sum;
   }
 
-  void sum_images(const Array3<T>& g, double* sums) const {
-    torch::stable::parallel_for(0, s_.D, kRows, [&](int64_t begin, int64_t end) {
-      std::fill(sums + begin, sums + end, 0.0);
-      for (int64_t n = 0; n < s_.N; ++n) {
-        for (int64_t d = begin; d < end; ++d) sums[d] += static_cast<double>(*g.at(n, d));
-      }
-    });
+  // Of output channels from begin to end.
+  void sum_images(const Array3<T>& g, int64_t begin, int64_t end, double* sums) const {
+    std::fill(sums + begin, sums + end, 0.0);
+    for (int64_t n = 0; n < s_.N; ++n) {
+      for (int64_t d = begin; d < end; ++d) sums[d] += static_cast<double>(*g.at(n, d));
+    }
   }
 
   // dx of one half of the images for the `lanes` columns of the panel.
   void input_gradient(const Array3<T>& g, int64_t half, int64_t c0, int64_t channels, int64_t x0, int64_t positions,
                       int64_t lanes, T* panel, const Tensor& dx) const {
     const int64_t W = k_.width, n0 = s_.N * half / kHalves, images = s_.N * (half + 1) / kHalves - n0;
-    for (int64_t d = 0; d < s_.D; ++d) {
-      multiply_out(d, c0, x0, channels, positions, panel + d * W);
-      std::fill(panel + d * W + lanes, panel + d * W + ceil_divide(lanes, k_.vector) * k_.vector, T(0));
-    }
+    k_.multiply_out(s_.D, channels, positions, u_.at(0, c0) + x0, u_.s0, v_.at(0, c0), v_.s0, v_.s1, panel, W);
+    clear_lanes(k_, s_.D, lanes, panel, W);
     k_.product(images, lanes, s_.D, g.at(n0, 0), g.s0, g.s1, panel, W, nullptr, 0, 0,
                dx.mutable_data_ptr<T>() + n0 * columns_ + c0 * s_.X + x0, columns_, false, true);
   }

@@ -142,6 +142,18 @@ struct Kernels {
 
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);
+
+  // to[r * to_row + c * positions + i] = u[r * u_row + c * positions + i] v[r * v_row + c * v_step], r < rows, c < channels,
+  // i < positions. Fastest where positions is 4 or 1 and v_step 1.
+  void (*multiply_out)(int64_t rows, int64_t channels, int64_t positions, const T* u, int64_t u_row, const T* v, int64_t v_row,
+                       int64_t v_step, T* to, int64_t to_row);
+
+  // The gradients of u and v, of which `sums` is that of their products, unless the one or the other is null: du is sums times
+  // v, and dv[r * dv_row + c] = shift[r] + sum_i sums[r * sums_row + c * positions + i] u[...], without shift if it is null;
+  // `add` adds to dv instead.
+  void (*multiplied_gradients)(int64_t rows, int64_t channels, int64_t positions, const T* sums, int64_t sums_row, const T* u,
+                               int64_t u_row, const T* v, int64_t v_row, int64_t v_step, T* du, int64_t du_row, T* dv,
+                               int64_t dv_row, const T* shift, bool add);
 };
 
 // Rows of the sums in kron_logdet; always in double. t_j = l m_j + p, r_j = 1 / t_j.

@@ -32,8 +32,8 @@ inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weight
   return small && in_int && !(weights && s.N > kImages);
 }
 
-// Whether the forward pass keeps z for the backward pass, which would otherwise compute it again: where it is no larger than x.
-inline bool keeps(const Device& device, const FactoredLinearSizes& s) { return s.D <= s.X && fits(device, s, true); }
+// Whether the forward pass keeps z for the backward pass.
+inline bool keeps(const Device& device, const FactoredLinearSizes& s) { return s.keeps_middle(s.N) && fits(device, s, true); }
 
 constexpr int kThreads = ProductTile::kThreads;
 

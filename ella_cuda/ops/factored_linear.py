@@ -36,12 +36,13 @@ def factored_linear(
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
-    backward where it is no larger than x, for to compute it again is up to a fifth of all products; on CUDA in float32 and for at
-    most 4,096 inputs. There it is also stored within a call where it is no larger than twice everything else or than the
-    second-level cache (for gradients of weights, again, of at most 4,096 inputs), and then all products run on tensor cores, from
-    values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN. On the CPU the backward
-    has it, and its gradient, for at most 1,024 inputs and so many output channels that each of the two is no larger than twice the
-    larger one of those inputs' x and y, or 4 MiB, or six channels (float32 with AVX-512; fewer inputs and channels otherwise).
+    backward where it is no larger than x and the result together, for to compute it again is up to a fifth of all products; on CUDA
+    in float32 and for at most 4,096 inputs. There it is also stored within a call where it is no larger than twice everything else or
+    than the second-level cache (for gradients of weights, again, of at most 4,096 inputs), and then all products run on tensor cores,
+    from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN. On the CPU the
+    backward has it, and its gradient, for at most 1,024 inputs and so many output channels that each of the two is no larger than
+    twice the larger one of those inputs' x and y, or 4 MiB, or six channels (float32 with AVX-512; fewer inputs and channels
+    otherwise).
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
     N D C = 2^19 on, the map is one matrix product with them, in which V U may overflow where V (U x) does not; by torch, whose

@@ -46,7 +46,7 @@ def factored_linear(
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
     N D C = 2^19 on, the map is one matrix product with them, in which V U may overflow where V (U x) does not; by torch, whose
-    settings (TF32 on CUDA, if allowed) apply, where X is 1 and on CUDA, in eager mode.
+    settings (TF32 on CUDA, if allowed) apply, where Y is not 1 and on CUDA, in eager mode.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -100,7 +100,7 @@ def _to_multiply_out(
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
     device = x.device.type
-    in_torch = x_size == 1 or (y_size == 1 and device == "cuda")  # on the CPU the op itself does so for y
+    in_torch = x_size == 1 if y_size > 1 else device == "cuda"  # on the CPU the op itself does so for one position of y
     if not in_torch or device not in ("cpu", "cuda") or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))

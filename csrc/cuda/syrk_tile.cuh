@@ -50,20 +50,67 @@ __device__ __forceinline__ void update_factor(T* factor, int64_t d, int64_t i, i
   if (i != j) factor[j * d + i] = fma(alpha, value, factor[j * d + i]);
 }
 
-// Adds the shares of every tile in order and updates the factor. One thread per element of a tile, 256 a block.
+// Squares of a tile, for which a thread block adds the shares up: a row of one is 128 bytes of a factor of floats.
+template <int BT>
+struct SyrkFinishSquare {
+  static constexpr int kThreads = 256;
+  static constexpr int kSide = BT < 32 ? BT : 32, kAcross = BT / kSide;
+  static constexpr int kRows = kThreads / kSide, kEach = kSide / kRows;  // rows at once; rows of a thread
+  static constexpr int kStride = kSide + 1;                              // its columns too lie in different banks
+  static_assert(kSide * kAcross == BT && kRows * kEach == kSide, "whole squares, whole rows");
+
+  template <class T>
+  static constexpr size_t shared_bytes() {
+    return shared_size(kSide * kStride * sizeof(T));
+  }
+};
+
+// Adds the shares of every tile in order and updates the factor, its rows and those of its mirror image by whole sectors.
+// Block: (square of a tile, tile, g), square fastest; those below the diagonal have nothing to do.
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT)
 template <class T, int BT>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads)
     syrk_finish_kernel(T* factor, const T* __restrict__ parts, int64_t groups, int64_t d, int64_t shares, T alpha) {
+  using Shape = SyrkFinishSquare<BT>;
+  constexpr int kSquares = Shape::kAcross * Shape::kAcross;
+  ELLA_SHARED_MEMORY(memory);
+  const SharedArray<T> square = memory.array<T>(Shape::kSide * Shape::kStride);
   const int64_t side = ceil_div(d, int64_t{BT}), tiles = side * (side + 1) / 2, count = groups * tiles * (BT * BT);
-  const int64_t at = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x;
-  if (at >= count) return;
-  T total = parts[at];
-  for (int64_t share = 1; share < shares; ++share) total += parts[share * count + at];
-  const int64_t tile = at / (BT * BT) % tiles, g = at / (BT * BT) / tiles;
-  int64_t row, column;
-  triangle_position(tile, side, row, column);
-  update_factor(factor + g * d * d, d, row * BT + at / BT % BT, column * BT + at % BT, alpha, total);
+  const int in_tile = blockIdx.x % kSquares, down = in_tile / Shape::kAcross * Shape::kSide,
+            across = in_tile % Shape::kAcross * Shape::kSide;
+  const int64_t tile = blockIdx.x / kSquares % tiles, g = blockIdx.x / kSquares / tiles;
+  int64_t i0, j0;
+  triangle_position(tile, side, i0, j0);
+  i0 = i0 * BT + down, j0 = j0 * BT + across;
+  if (j0 < i0 || i0 >= d || j0 >= d) return;
+
+  const int column = threadIdx.x % Shape::kSide, first = threadIdx.x / Shape::kSide;
+  const T* from = parts + ((g * tiles + tile) * BT + down + first) * BT + across + column;
+  T total[Shape::kEach];
+#pragma unroll
+  for (int e = 0; e < Shape::kEach; ++e) total[e] = from[e * Shape::kRows * BT];
+#pragma unroll 8  // reads are on their way together: where tiles are few, these waits are all that a block does
+  for (int64_t share = 1; share < shares; ++share) {
+    from += count;
+#pragma unroll
+    for (int e = 0; e < Shape::kEach; ++e) total[e] += from[e * Shape::kRows * BT];
+  }
+
+  factor += g * d * d;
+#pragma unroll
+  for (int e = 0; e < Shape::kEach; ++e) {
+    const int row = first + e * Shape::kRows;
+    square[row * Shape::kStride + column] = total[e];
+    const int64_t i = i0 + row, j = j0 + column;
+    if (i <= j && j < d) factor[i * d + j] = fma(alpha, total[e], factor[i * d + j]);
+  }
+  __syncthreads();  // the square is there for its mirror image
+#pragma unroll
+  for (int e = 0; e < Shape::kEach; ++e) {
+    const int row = first + e * Shape::kRows;  // of the mirror image
+    const int64_t i = i0 + column, j = j0 + row;
+    if (i < j && j < d) factor[j * d + i] = fma(alpha, square[column * Shape::kStride + row], factor[j * d + i]);
+  }
 }
 
 // Into how many shares to cut the rows so that `blocks` of each fill the device's `slots` in the fewest rounds for the work; a
@@ -95,8 +142,9 @@ void launch_syrk(const Device& device, const char* name, void (*kernel)(Rows, T*
   launch(device, name, kernel, blocks * shares, kSyrkThreads, Shape::template shared_bytes<typename Rows::Column>(), rows, data,
          parts ? parts->mutable_data_ptr<T>() : nullptr, d, count, share_rows, shares, alpha);
   if (parts) {
-    launch(device, name, syrk_finish_kernel<T, BT>, ceil_div(blocks * (BT * BT), int64_t{256}), 256, 0, data,
-           parts->const_data_ptr<T>(), groups, d, shares, alpha);
+    using Square = SyrkFinishSquare<BT>;
+    launch(device, name, syrk_finish_kernel<T, BT>, blocks * Square::kAcross * Square::kAcross, Square::kThreads,
+           Square::template shared_bytes<T>(), data, parts->const_data_ptr<T>(), groups, d, shares, alpha);
   }
 }
 

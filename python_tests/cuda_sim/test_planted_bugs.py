@@ -134,6 +134,22 @@ BUGS = [
         "race on shared memory: .* after a read",
     ),
     Bug(
+        "no barrier between a square of the shares' sums and its mirror image",
+        "syrk_tile.cuh",
+        "  __syncthreads();  // the square is there for its mirror image\n",
+        "",
+        "kron_accumulate",
+        "race on shared memory: read after a write|nobody wrote",
+    ),
+    Bug(
+        "a mirror image that also has the diagonal",
+        "syrk_tile.cuh",
+        "if (i < j && j < d) factor[j * d + i]",
+        "if (i <= j && j < d) factor[j * d + i]",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
         "columns split for products that are not made visible to them",
         "syrk_warpgroup.cuh",
         "  writes_before_products();\n",

@@ -52,6 +52,9 @@ def call_every_op(ops: Any) -> None:
             ops.polyphase_scatter(torch.randn(1, 1, side, side, dtype=dtype), index)
             image = torch.randn(1, 1, side, side, dtype=dtype)
             ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)
+            for circular in (True, False):
+                ones = (1, 1)
+                ops.conv_kron_accumulate_(torch.zeros(1, 1, dtype=dtype), image, ones, ones, ones, ones, circular, 1.0)
 
 
 def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:

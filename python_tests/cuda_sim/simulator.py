@@ -25,6 +25,7 @@ SOURCES = ROOT / "csrc"
 HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
 FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places in 63 bits
+FEW_PADDED = "-DELLA_MOST_PADDED_NUMBERS=2000"  # so many of the images with their border are there at a time
 FLAGS = [
     "-std=c++17",
     "-g0",
@@ -36,6 +37,7 @@ FLAGS = [
     "-DELLA_LIBRARY=ella_sim",
     "-DELLA_DISPATCH_KEY=CPU",
     FEW_PLACES,
+    FEW_PADDED,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 

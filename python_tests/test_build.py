@@ -165,10 +165,12 @@ def check(name, ours, reference):
 for dtype in (torch.float32, torch.float64):
     for N, C, D, X, Y in ((37, 5, 11, 70, 9), (37, 5, 11, 96, 64), (37, 5, 11, 3, 1), *((131, 77, 61, X, 1) for X in (1, 4, 7, 35))):
         x, u, v, g = (torch.randn(s, dtype=dtype) for s in ((N, C, X), (D, C, X), (D, C, Y), (N, D, Y)))
-        leaves = [t.double().requires_grad_() for t in (x, u, v)]
-        y = torch.einsum("ncx,dcx,dcy->ndy", *leaves)
-        check("forward", ops.factored_linear(x, u, v, None, None), y.detach())
-        gradients = ops.factored_linear_backward(g, x, u, v, None, True, True, True, False, False)
+        biases = torch.randn(D, dtype=dtype), torch.randn(Y, dtype=dtype)
+        leaves = [t.double().requires_grad_() for t in (x, u, v, *biases)]
+        z = torch.einsum("ncx,dcx->ndc", *leaves[:2]) + leaves[3][:, None]
+        y = torch.einsum("ndc,dcy->ndy", z, leaves[2]) + leaves[4]
+        check("forward", ops.factored_linear(x, u, v, *biases), y.detach())
+        gradients = ops.factored_linear_backward(g, x, u, v, biases[0], True, True, True, True, True)
         for ours, reference in zip(gradients, torch.autograd.grad(y, leaves, g.double())):
             check("backward", ours, reference)
     for blocks, d in ((1, 77), (2, 77), (5, 250), (2, 300), *((37, d) for d in range(1, 35))):

@@ -113,9 +113,13 @@ class ArgumentCheck {
 struct FactoredLinearSizes {
   int64_t N, C, X, D, Y;
 
-  // Whether z of so many images, N or more, is small enough for the forward pass to keep it for the backward pass, which would
-  // otherwise compute it again: no larger than x and y together, which are kept too.
-  bool keeps_middle(int64_t images) const { return C > 0 && images * D * C <= N * (C * X + D * Y); }
+  // Whether z, so many numbers as it is stored, is small enough for the forward pass to keep it for the backward pass, which
+  // would otherwise compute it again: no larger than x, or than x and y where its sums are too long to be faster than reading
+  // it.
+  bool keeps_middle(int64_t numbers) const {
+    constexpr int64_t kLong = 32;
+    return C > 0 && numbers <= N * (C * X + (X >= kLong ? D * Y : 0));
+  }
 };
 
 inline FactoredLinearSizes check_factored_weights(const ArgumentCheck& check, const Tensor& x, const Tensor& weight_in,

@@ -53,7 +53,7 @@ class Forward {
     const int64_t groups = std::min(ceil_divide(threads, blocks), ceil_divide(s_.D, k_.rows));
     const int64_t group = ceil_divide(s_.D, groups);
     torch::stable::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t block = whole_ ? group : channel_block(k_, channels_, group);
+      const int64_t block = kept_ ? group : channel_block(k_, channels_, group);
       const bool once = block >= group;  // then a panel of x is used by all channels right after it was packed
       const int64_t x_panel = middle_.panel_size(), y_panel = s_.Y * k_.width;
       Buffer<T> panels((once ? 1 : s_.C) * x_panel), tile(kept_ ? 0 : block * z_row_),
@@ -122,7 +122,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   Tensor middle = empty_of(x, {0});
   if (out.numel() == 0) return {out, middle};
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
-    if (one_large_output(s, x, weight_in)) {
+    if (one_large_output(s)) {
       OneOutput<scalar_t>(s, x, weight_in, weight_out, bias_in).forward(bias_out, out);
       return;
     }

@@ -42,8 +42,8 @@ int64_t middle_row(const Kernels<T>& k, int64_t channels) {
 // none.
 template <class T>
 int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
-  const int64_t blocks = ceil_divide(s.N, k.width);
-  return s.keeps_middle(blocks * k.width) ? blocks * s.D * middle_row(k, s.C) : 0;
+  const int64_t numbers = ceil_divide(s.N, k.width) * s.D * middle_row(k, s.C);
+  return s.keeps_middle(numbers) ? numbers : 0;
 }
 
 // Whether vectors can run along the last axis of an array of `size` positions.

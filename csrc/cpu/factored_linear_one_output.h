@@ -8,12 +8,16 @@
 
 namespace ella {
 
-// Whether to do so: y has one position, the middle is large enough, and a row of all channels lies together in x and in
-// weight_in.
-inline bool one_large_output(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in) {
+// Whether to do so: y has one position, and the middle is large enough.
+inline bool one_large_output(const FactoredLinearSizes& s) {
   constexpr int64_t kLeast = 1 << 19;  // of the middle: the same on all devices (ella_cuda/ops/factored_linear.py)
-  const auto together = [&](const Tensor& t) { return (s.X == 1 || t.stride(2) == 1) && (s.C == 1 || t.stride(1) == s.X); };
-  return s.Y == 1 && s.X > 0 && s.N * s.D * s.C >= kLeast && together(x) && together(weight_in);
+  return s.Y == 1 && s.X > 0 && s.N * s.D * s.C >= kLeast;
+}
+
+// x or weight_in with a row of all channels lying together: itself, or a copy.
+inline Tensor rows_together(const FactoredLinearSizes& s, const Tensor& t) {
+  const bool together = (s.X == 1 || t.stride(2) == 1) && (s.C == 1 || t.stride(1) == s.X);
+  return together ? t : torch::stable::contiguous(t);
 }
 
 template <class T>
@@ -21,7 +25,15 @@ class OneOutput {
  public:
   OneOutput(const FactoredLinearSizes& s, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
             const std::optional<Tensor>& bias_in)
-      : k_(kernels<T>()), s_(s), columns_(s.C * s.X), x_(x), u_(weight_in), v_(weight_out), bias_in_(bias_in) {}
+      : k_(kernels<T>()),
+        s_(s),
+        columns_(s.C * s.X),
+        x_rows_(rows_together(s, x)),
+        u_rows_(rows_together(s, weight_in)),
+        x_(x_rows_),
+        u_(u_rows_),
+        v_(weight_out),
+        bias_in_(bias_in) {}
 
   // out (N, D, 1) is contiguous.
   void forward(const std::optional<Tensor>& bias_out, const Tensor& out) const {
@@ -157,6 +169,7 @@ class OneOutput {
   const Kernels<T>& k_;
   const FactoredLinearSizes s_;
   const int64_t columns_;  // of x and weight_in, those of all channels
+  const Tensor x_rows_, u_rows_;
   const Array3<T> x_, u_, v_;
   const Array1<T> bias_in_;
 };

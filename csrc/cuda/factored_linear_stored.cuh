@@ -33,7 +33,9 @@ inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weight
 }
 
 // Whether the forward pass keeps z for the backward pass.
-inline bool keeps(const Device& device, const FactoredLinearSizes& s) { return s.keeps_middle(s.N) && fits(device, s, true); }
+inline bool keeps(const Device& device, const FactoredLinearSizes& s) {
+  return s.keeps_middle(s.N * s.D * s.C) && fits(device, s, true);
+}
 
 constexpr int kThreads = ProductTile::kThreads;
 

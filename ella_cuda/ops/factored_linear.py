@@ -36,17 +36,17 @@ def factored_linear(
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
-    backward where it is no larger than x and the result together, for to compute it again is up to a fifth of all products; on CUDA
-    in float32 and for at most 4,096 inputs. There it is also stored within a call where it is no larger than twice everything else or
-    than the second-level cache (for gradients of weights, again, of at most 4,096 inputs), and then all products run on tensor cores,
-    from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of overflow, gives NaN. On the CPU the
-    backward has it, and its gradient, for at most 1,024 inputs and so many output channels that each of the two is no larger than
-    twice the larger one of those inputs' x and y, or 4 MiB, or six channels (float32 with AVX-512; fewer inputs and channels
-    otherwise).
+    backward where it is no larger than x (from 32 positions on: than x and the result together), for to compute it again is up to a
+    fifth of all products; on CUDA in float32 and for at most 4,096 inputs. There it is also stored within a call where it is no
+    larger than twice everything else or than the second-level cache (for gradients of weights, again, of at most 4,096 inputs), and
+    then all products run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of
+    overflow, gives NaN. On the CPU the backward has it, and its gradient, for at most 1,024 inputs and so many output channels that
+    each of the two is no larger than twice the larger one of those inputs' x and y, or 4 MiB, or six channels (float32 with AVX-512;
+    fewer inputs and channels otherwise).
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
     N D C = 2^19 on, the map is one matrix product with them, in which V U may overflow where V (U x) does not; by torch, whose
-    settings (TF32 on CUDA, if allowed) apply, where Y is not 1 and on CUDA, in eager mode.
+    settings (TF32 on CUDA, if allowed) apply, in eager mode on CUDA, and on the CPU where Y is not 1.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -100,7 +100,8 @@ def _to_multiply_out(
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
     device = x.device.type
-    in_torch = x_size == 1 if y_size > 1 else device == "cuda"  # on the CPU the op itself does so for one position of y
+    # On the CPU the op itself does so for one position of y.
+    in_torch = device == "cuda" if y_size == 1 else x_size == 1
     if not in_torch or device not in ("cpu", "cuda") or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))

@@ -54,6 +54,8 @@ SHAPES = [
     (64, 300, 40, 5, 1),  # channels in several parts
     (131, 77, 61, 1, 1),
     (131, 77, 61, 4, 1),  # and some beyond whole vectors of them
+    (70, 2, 7, 2048, 3),  # rows in several parts, of many images
+    (70, 3, 40, 96, 1040),
 ]  # N, C, D, X, Y
 ONE_OUTPUT = [(140, 60, 70, 4, 1), (131, 67, 61, 7, 1), (131, 77, 61, 1, 1), (131, 77, 61, 35, 1)]
 
@@ -171,7 +173,7 @@ def test_nothing_past_the_end_is_read(shape, dtype):
         assert torch.equal(o, e)
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), ONE_OUTPUT[1]])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 6, 7), (5, 3, 2, 64, 48), *ONE_OUTPUT[:3]])
 @pytest.mark.parametrize("position", range(5))
 def test_every_layout(shape, position, device):
     args = list(arguments(shape, device))
@@ -211,7 +213,8 @@ def test_derivatives_of_the_backward_op(device):
 
 
 @pytest.mark.parametrize(
-    "shape", [(3, 2, 4, 5, 3), (35, 80, 110, 33, 5), (35, 80, 110, 32, 32), (3, 12, 4, 5, 3), ONE_OUTPUT[0]]
+    "shape",
+    [(3, 2, 4, 5, 3), (35, 80, 110, 33, 5), (35, 80, 110, 32, 32), (3, 12, 4, 5, 3), ONE_OUTPUT[0], ONE_OUTPUT[2]],
 )
 def test_only_what_is_asked_for_is_computed(shape, device):
     args = arguments(shape, device)
@@ -234,14 +237,18 @@ KEPT = [
     (70, 41, 30, 96, 48),
     (1030, 41, 20, 30, 3),
     (70, 90, 30, 64, 3),
-    (64, 2, 40, 3, 5),
+    (64, 2, 40, 33, 5),
+    (64, 3, 51, 34, 1),
 ]
+
+# Larger than x; than x and y; by lanes without an image; sums too short for y to count.
+NOT_KEPT = [(64, 20, 10, 3, 5), (64, 3, 54, 34, 1), (1, 8, 8, 64, 64), (64, 2, 40, 3, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("shape", "kept"), [*((s, True) for s in KEPT), ((64, 20, 10, 3, 5), False)])
+@pytest.mark.parametrize(("shape", "kept"), [*((s, True) for s in KEPT), *((s, False) for s in NOT_KEPT)])
 def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
-    """Its gradients are to the bit those of one that computes it again; autograd has it so wherever the middle is no larger than x and y."""
+    """Its gradients are to the bit those of one that computes it again; autograd has it so wherever the middle is small."""
     args, kernels = arguments(shape, torch.device("cpu"), dtype), torch.ops.ella_cuda
     y, middle = kernels.factored_linear_keeping(*args)
     assert kept * (args[0].numel() + y.numel()) >= middle.numel() >= kept * shape[0] * shape[1] * shape[2]
@@ -516,7 +523,9 @@ def test_multiplied_out(shape, device, monkeypatch):
     checks.check_compile(ops.factored_linear, detached)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 4, 1), (2, 0, 3, 1, 5), (2, 3, 0, 1, 5), (2, 3, 4, 0, 1), (2, 3, 4, 1, 0)])
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4, 1), (2, 0, 3, 1, 5), (2, 3, 0, 1, 5), (2, 3, 4, 0, 1), (2, 3, 4, 1, 0), (2, 3, 4, 5, 0)]
+)
 def test_multiplied_out_empty(shape, device, monkeypatch):
     monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
     args = [a.requires_grad_() for a in arguments(shape, device)]

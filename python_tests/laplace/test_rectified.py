@@ -340,6 +340,24 @@ def test_a_compiled_network(device):
     assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (model, compiled)))
 
 
+def test_a_network_that_inductor_compiled_for_dynamic_shapes():
+    """Its factors are those of the network as it is, also blocks that lie further on in a factor, and a vmap over the backward."""
+    torch._dynamo.reset()
+    layers = (
+        nn.Conv2d(4, 4, 1),
+        nn.Tanh(),
+        nn.Conv2d(4, 8, 3, padding=1, groups=2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(128, 3),
+    )
+    model = nn.Sequential(*layers).double()
+    compiled = torch.compile(model, dynamic=True)
+    batches = [(torch.randn(n, 4, 4, 4, dtype=torch.float64), torch.arange(n) % 3) for n in (7, 5)]
+    compiled(batches[0][0])
+    assert_same_factors(*(KronLaplace(m).fit(batches) for m in (model, compiled)))
+
+
 def test_nothing_is_held(device):
     """What went into the rectifier is gone when the outputs are there, with the network as it is or as a fit sees it."""
     relu, seen = nn.ReLU(), []

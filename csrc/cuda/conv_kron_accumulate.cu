@@ -24,23 +24,23 @@ template <class T>
 struct Patches {
   static constexpr bool kRowsAdjacent = true;
 
-  using Row = const T*;    // a patch's first element
-  using Column = int32_t;  // an element's distance from there
+  using Row = uint32_t;     // a patch's first element, by its distance from the first of all
+  using Column = uint32_t;  // an element's distance from there
 
   const T* data;
-  int64_t stride_n, stride_c, stride_h, stride_w;
-  int64_t step_h, step_w;  // from patch to patch, in memory
+  uint32_t stride_n, stride_c, stride_h, stride_w;  // with few images the first may wrap, where it is not used
+  uint32_t step_h, step_w;                          // from patch to patch, in memory
   Divisor<uint32_t> positions, out_w;
   int kernel_h, kernel_w, dilation_h, dilation_w;
 
   Patches(const Image<T>& x, const ConvGeometry& shape)
       : data(x.data),
-        stride_n(x.n),
-        stride_c(x.c),
-        stride_h(x.h),
-        stride_w(x.w),
-        step_h(shape.stride_h * x.h),
-        step_w(shape.stride_w * x.w),
+        stride_n(static_cast<uint32_t>(x.n)),
+        stride_c(static_cast<uint32_t>(x.c)),
+        stride_h(static_cast<uint32_t>(x.h)),
+        stride_w(static_cast<uint32_t>(x.w)),
+        step_h(static_cast<uint32_t>(shape.stride_h * x.h)),
+        step_w(static_cast<uint32_t>(shape.stride_w * x.w)),
         positions(shape.out_h * shape.out_w),
         out_w(shape.out_w),
         kernel_h(static_cast<int>(shape.kernel_h)),
@@ -51,25 +51,24 @@ struct Patches {
   __device__ __forceinline__ Row row(int64_t r) const {
     const uint32_t row = static_cast<uint32_t>(r), n = positions(row), p = row - n * positions.value();
     const uint32_t oh = out_w(p), ow = p - oh * out_w.value();
-    return data + (n * stride_n + oh * step_h + ow * step_w);
+    return n * stride_n + oh * step_h + ow * step_w;
   }
 
   __device__ __forceinline__ Column column(int64_t, int64_t i) const {
     const int at = static_cast<int>(i), area = kernel_h * kernel_w, c = at / area, k = at - c * area;
     const int u = k / kernel_w, v = k - u * kernel_w;
-    return static_cast<Column>(c * stride_c + u * dilation_h * stride_h + v * dilation_w * stride_w);
+    return c * stride_c + u * dilation_h * stride_h + v * dilation_w * stride_w;
   }
 
   __device__ __forceinline__ bool rows_adjacent() const { return true; }
 
-  __device__ __forceinline__ const T* address(Row row, Column column, bool&) const { return row + column; }
+  __device__ __forceinline__ const T* address(Row row, Column column, bool&) const { return data + (row + column); }
 };
 
-// Whether an image's patches can be read where they are.
+// From an image's first number to its last.
 template <class T>
-bool readable(const Image<T>& x, const ConvGeometry& g) {
-  const int64_t last = (g.C - 1) * x.c + (g.kernel_h - 1) * g.dilation_h * x.h + (g.kernel_w - 1) * g.dilation_w * x.w;
-  return g.padding_h == 0 && g.padding_w == 0 && last <= std::numeric_limits<int32_t>::max();
+int64_t span(const Image<T>& x, const ConvGeometry& g) {
+  return (g.C - 1) * x.c + (g.H - 1) * x.h + (g.W - 1) * x.w;
 }
 
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
@@ -85,8 +84,10 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(factor.scalar_type(), name, [&] {
     const Image<scalar_t> images = image<scalar_t>(x);
-    const bool copies = !readable(images, geometry);
-    int64_t at_once = kMostNumbers / (geometry.out_h * geometry.out_w);
+    const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(images, geometry) > kMostNumbers;
+    // Positions, and numbers from the first to the last.
+    int64_t at_once = kMostNumbers / std::max(geometry.out_h * geometry.out_w, copies ? int64_t{1} : images.n);
+    at_once = std::max(at_once, int64_t{1});
     if (copies) at_once = std::min(at_once, std::max(kMostPadded / (geometry.C * padded_h * padded_w), int64_t{1}));
     for (int64_t first = 0; first < geometry.N; first += at_once) {
       const int64_t count = std::min(at_once, geometry.N - first);

@@ -139,7 +139,7 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
 // With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
 template <class T, int BT, class Rows>
-__global__ void __launch_bounds__(kSyrkThreads)
+__global__ void __launch_bounds__(kSyrkThreads, SyrkScalarTile<T, BT>::kBlocks)
     syrk_scalar_kernel(Rows rows, T* factor, T* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares, T alpha) {
   using Shape = SyrkScalarTile<T, BT>;
   ELLA_SHARED_MEMORY(memory);

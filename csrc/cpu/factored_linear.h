@@ -38,8 +38,8 @@ int64_t middle_row(const Kernels<T>& k, int64_t channels) {
   return (channels | 1) * k.width;
 }
 
-// Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]. None where it keeps
-// none.
+// Numbers of z of all images, as the forward keeps them for the backward: [block of images][d][c][lane]; 0 where it
+// keeps none.
 template <class T>
 int64_t kept_middle(const Kernels<T>& k, const FactoredLinearSizes& s) {
   const int64_t numbers = ceil_divide(s.N, k.width) * s.D * middle_row(k, s.C);

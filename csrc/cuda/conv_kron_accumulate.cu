@@ -1,6 +1,6 @@
 // conv_kron_accumulate_: factor += alpha * sum a a^T over the patches a of a convolution, gathered from the images into the
 // tiles of the product. Images with a border are copied with it first: an element's address is then its row's and its column's
-// sum; asking each whether it lies beyond a border took a third of all instructions.
+// sum; asking each whether it lies beyond a border would take a third of all instructions.
 #include <algorithm>
 #include <limits>
 #include <optional>

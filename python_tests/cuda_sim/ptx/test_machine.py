@@ -322,17 +322,20 @@ def test_the_last_block_sees_what_the_others_left() -> None:
         assert out[16:20].tolist() == [50, 51, 52, 0]
 
 
-def test_a_fence_of_another_thread_needs_a_barrier() -> None:
-    """Thread 1 writes and fences, thread 0 counts, and the last block's thread 0 reads: with a barrier after the fence, not else."""
+@pytest.mark.parametrize(("by_all", "by_one"), [("membar.gl;", ""), ("", "membar.gl;")])
+def test_a_barrier_joins_writes_and_fences_to_the_count(by_all: str, by_one: str) -> None:
+    """Thread 1 writes, thread 0 counts, and the last block's thread 0 reads: with a barrier between them, whether all fence before
+    it or thread 0 after it, not else."""
     body = (
         BLOCKS_WORD
-        + """
+        + f"""
         setp.ne.u32 %p1, %r1, 1;
         @!%p1 st.global.u32 [%rd5], %r6;
-        membar.gl;
-        bar.sync 0; // after the fence
+        {by_all}
+        bar.sync 0; // between them
         setp.ne.u32 %p2, %r1, 0;
         @%p2 bra $L1;
+        {by_one}
         atom.global.add.u32 %r8, [%rd1+36], 1;
         setp.ne.u32 %p3, %r8, 1;
         @%p3 bra $L1;
@@ -343,35 +346,7 @@ def test_a_fence_of_another_thread_needs_a_barrier() -> None:
     )
     launch(body, np.zeros(64, np.uint32), threads=2, blocks=2, shared=0)
     with pytest.raises(Fault, match="another block wrote"):
-        launch(
-            body.replace("bar.sync 0; // after the fence", ""), np.zeros(64, np.uint32), threads=2, blocks=2, shared=0
-        )
-
-
-def test_a_fence_covers_what_a_barrier_made_known() -> None:
-    """Thread 1 writes, after a barrier thread 0 fences and counts, and the last block's thread 0 reads all."""
-    body = (
-        BLOCKS_WORD
-        + """
-        setp.ne.u32 %p1, %r1, 1;
-        @!%p1 st.global.u32 [%rd5], %r6;
-        bar.sync 0; // before the fence
-        setp.ne.u32 %p2, %r1, 0;
-        @%p2 bra $L1;
-        membar.gl;
-        atom.global.add.u32 %r8, [%rd1+36], 1;
-        setp.ne.u32 %p3, %r8, 1;
-        @%p3 bra $L1;
-        membar.gl;
-        ld.global.u32 %r5, [%rd1];
-        $L1:
-        """
-    )
-    launch(body, np.zeros(64, np.uint32), threads=2, blocks=2, shared=0)
-    with pytest.raises(Fault, match="another block wrote"):
-        launch(
-            body.replace("bar.sync 0; // before the fence", ""), np.zeros(64, np.uint32), threads=2, blocks=2, shared=0
-        )
+        launch(body.replace("bar.sync 0; // between them", ""), np.zeros(64, np.uint32), threads=2, blocks=2, shared=0)
 
 
 @pytest.mark.parametrize("left_out", ["membar.gl; // release", "membar.gl; // acquire", "atom", "all"])

@@ -36,7 +36,8 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a failed write as RuntimeError
         beside.unlink(missing_ok=True)
         raise OSError(
-            f"the checkpoint {path} could not be written ({error}); the one before it, if any, is untouched."
+            f"the checkpoint {path} could not be written ({error}); free space or choose another folder. The one before it, if any, is "
+            "untouched."
         ) from error
 
 

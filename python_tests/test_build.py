@@ -325,7 +325,7 @@ def test_extension_sources():
 
 
 @pytest.mark.slow
-def test_sdist_holds_all_that_a_build_needs(tmp_path: Path):
+def test_sdist_holds_all_that_a_build_and_its_tests_need(tmp_path: Path):
     pytest.importorskip("setuptools")
     code = f"import os; os.chdir({str(ROOT)!r})\n"
     code += f"from setuptools import build_meta\nbuild_meta.build_sdist({str(tmp_path)!r})"
@@ -339,7 +339,17 @@ def test_sdist_holds_all_that_a_build_needs(tmp_path: Path):
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
     needed = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.is_file()}
     needed |= {str(path.relative_to(ROOT)) for path in (ROOT / "ella_cuda").rglob("*.py")}
-    needed |= {"build_config.py", "setup.py", "pyproject.toml", "ella_cuda/py.typed"}
+    needed |= {
+        "build_config.py",
+        "setup.py",
+        "pyproject.toml",
+        "ella_cuda/py.typed",
+        "CONTRIBUTING.md",
+        "docker/Dockerfile",
+    }
+    for folder in ("python_tests", "benchmarks"):
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        needed |= {str(path.relative_to(ROOT)) for path in files}
     assert needed - names == set()
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
 

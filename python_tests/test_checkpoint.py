@@ -31,7 +31,9 @@ def test_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"could not be written.*No space left.*untouched"):
+    with pytest.raises(
+        OSError, match=r"could not be written.*No space left.*free space or choose another folder.*untouched"
+    ):
         save_checkpoint(path, {"epoch": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert read_checkpoint(path)["epoch"] == 1

@@ -234,6 +234,8 @@ def test_info_fails_when_a_kernel_is_wrong(monkeypatch, capsys):
         ["train", "--objective", "elbo"],
         ["train", "--device", "tpu"],
         ["train", "--out", "a", "--resume", "b"],
+        ["train", "--out", ""],
+        ["train", "--seed", str(2**64)],
         ["train", "--resume", "not-there"],
         ["inspect"],
         ["info", "--device", "tpu"],
@@ -384,6 +386,18 @@ def test_a_picture_that_fails_is_said_and_the_tables_are_shown(tmp_path, monkeyp
         f"ella-cuda: {tmp_path / 'drawn' / name} could not be drawn"
         for name in ("curves", Path(made.row()["run"]) / "precisions")
     ]
+
+
+def test_a_damaged_history_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
+    monkeypatch.setattr(experiments, "read_summary", lambda folder: [made.row()])
+    monkeypatch.setattr(experiments, "read_running", lambda folder: [])
+    history = tmp_path / made.row()["run"] / "history.json"
+    history.parent.mkdir()
+    history.write_text('{"losses": [')
+    assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(f"{history} is damaged" in line for line in lines)
 
 
 def test_a_folder_without_an_evaluation_has_nothing_to_draw(tmp_path, monkeypatch, capsys):

@@ -102,6 +102,7 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
             "positive and finite, got -1.0. (--prior-prec-init)",
         ),
         (["train", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
+        (["train", "--seed", str(2**64)], "seed must be less than 2**64", f"got {2**64}. (--seed)"),
         (["train", "--column-tolerance", "2"], "column_tolerance must be at least 0", "(--column-tolerance)"),
         (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
     ],

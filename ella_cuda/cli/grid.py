@@ -249,11 +249,13 @@ def new_folder(out: str | None, name: str) -> Path:
     """The folder of that path, or the next free one of today of that name.
 
     Raises:
-        UsageError: it holds runs already, or is a file.
+        UsageError: it holds runs already, is a file, or has no name.
     """
     if out is None:
         today = datetime.date.today().isoformat()
         return next(p for n in itertools.count(1) if not (p := Path("runs") / f"{name}-{today}-{n}").exists())
+    if not out:
+        raise UsageError("--out must name a folder, got an empty string.")
     path = Path(out)
     if (path / experiments.CONFIG_FILE).exists():
         raise UsageError(

@@ -156,6 +156,8 @@ class RunConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}.")
+        if self.seed >= 2**64:  # what torch's generators take
+            raise ValueError(f"seed must be less than 2**64, got {self.seed}.")
         if self.objective == "evidence" and self.burn_in >= self.epochs:
             raise ValueError(
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "

@@ -134,6 +134,7 @@ class KronLaplace:
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def fit(
         self,
         loader: Iterable[tuple[Tensor, Tensor]],
@@ -143,7 +144,8 @@ class KronLaplace:
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size. A model that was compiled runs as it is written. An error or an interruption
+        The result does not depend on the batch size. A model that was compiled runs as it is written, and in its parameters' precision
+        under autocast too. An error or an interruption
         leaves the approximation unfitted. What is asked of it afterwards is about the parameters as they were here: after they
         changed, fit again.
 
@@ -157,7 +159,7 @@ class KronLaplace:
             self.
 
         Raises:
-            TypeError: the loader is a data set, or yields something else than pairs of tensors.
+            TypeError: the loader is a data set or a tensor, or yields something else than pairs of tensors; override is no bool.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
@@ -166,6 +168,12 @@ class KronLaplace:
             raise TypeError(
                 "fit: loader must yield batches (x, y), but a data set yields single examples; pass "
                 "torch.utils.data.DataLoader(dataset, batch_size=...)."
+            )
+        if isinstance(loader, Tensor) or not isinstance(override, bool):
+            raise TypeError(
+                "fit: expected one loader of batches (x, y) and override as a bool, got "
+                f"{type(loader).__name__} and {type(override).__name__}; tensors make one by "
+                "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
         data_fit = DataFitGradient(self.model)
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
@@ -189,7 +197,7 @@ class KronLaplace:
         with curvature_pass(self.model, self._rules, self.memory_budget) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                 x, y = _pair(batch)
-                x, y = x.to(self._device), y.to(self._device)
+                x, y = (t.clone() if t.is_inference() else t for t in (x.to(self._device), y.to(self._device)))
                 outputs = run.forward(x)
                 f = outputs.detach()
                 with torch.no_grad():

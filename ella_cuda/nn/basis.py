@@ -35,6 +35,7 @@ class SpatialBasis(nn.Module):
         kind: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         inverse_lengthscale: :math:`\omega` at the start, at least 0, a number or a tensor of one element.
         anchors: where they are at the start, ``(A, 2)``, copied; None draws them.
+        device, dtype: of the buffers; None is torch's default.
 
     Raises:
         TypeError: anchors are no real tensor, or inverse_lengthscale is neither a number nor a tensor.
@@ -55,6 +56,8 @@ class SpatialBasis(nn.Module):
         kind: str = "interpolating",
         inverse_lengthscale: Scale = 1.0,
         anchors: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.size, self.kind = as_size("size", size), kind
@@ -62,15 +65,17 @@ class SpatialBasis(nn.Module):
             raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
         count = _count(num_anchors, anchors, math.prod(self.size))
         scale = as_scale("inverse_lengthscale", inverse_lengthscale)
-        self.register_buffer("points", _grid(*self.size))
-        self.register_buffer("anchors", torch.empty(count, 2))
-        self.register_buffer("inverse_lengthscale", torch.full((), scale))
+        kind_of = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
+        self.register_buffer("points", _grid(*self.size, **kind_of))
+        self.register_buffer("anchors", torch.empty(count, 2, **kind_of))
+        self.register_buffer("inverse_lengthscale", torch.full((), scale, **kind_of))
         self._kept: tuple[Versions, Tensor] | None = None
         self._held: Tensor | None = None
         if anchors is None:
             self.reset_anchors()
         else:
-            self._assign(scale, anchors)
+            with torch.no_grad():
+                self.anchors.copy_(anchors)
 
     @property
     def num_anchors(self) -> int:
@@ -85,13 +90,6 @@ class SpatialBasis(nn.Module):
         with torch.no_grad():
             half = (self.anchors.new_tensor(self.size) - 1) / 2
             self.anchors.uniform_(-1, 1).mul_(half)
-
-    def _assign(self, inverse_lengthscale: float, anchors: Tensor | None) -> None:
-        """Set what is given, in the buffers' dtype: a basis is made in torch's default one, which may be less exact than the values."""
-        with torch.no_grad():
-            self.inverse_lengthscale.fill_(inverse_lengthscale)
-            if anchors is not None:
-                self.anchors.copy_(anchors)
 
     def matrix(self) -> Tensor:
         r""":math:`\Psi`, ``(A, X)``, differentiable in the anchors and the inverse lengthscale.
@@ -267,7 +265,7 @@ def _may_be_kept(buffers: Sequence[Tensor]) -> bool:
     return not wanted and all(type(b) is Tensor and not b.is_inference() for b in buffers)
 
 
-def _grid(height: int, width: int) -> Tensor:
+def _grid(height: int, width: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
     """Centred pixel coordinates of the positions in row-major order, ``(H*W, 2)``."""
-    rows, columns = (torch.arange(n, dtype=torch.get_default_dtype()) - (n - 1) / 2 for n in (height, width))
+    rows, columns = (torch.arange(n, device=device, dtype=dtype) - (n - 1) / 2 for n in (height, width))
     return torch.cartesian_prod(rows, columns)

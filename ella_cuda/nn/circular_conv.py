@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_kernel_size, check_image
+from ella_cuda.nn._autocast import full_precision
+from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, check_image
 
 
 class CircularConv2d(nn.Conv2d):
@@ -19,16 +21,27 @@ class CircularConv2d(nn.Conv2d):
         out_channels: D.
         kernel_size: odd height and width, or one odd number for both.
         bias: whether the layer has a bias.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
-        ValueError: kernel_size is not positive or even; in forward, the input does not fit.
+        ValueError: a size is not positive or kernel_size even; in forward, the input does not fit.
         TypeError: in forward, the input is no tensor.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: Size = 3, bias: bool = True) -> None:
-        size = as_kernel_size(kernel_size)
-        super().__init__(in_channels, out_channels, size, padding="same", padding_mode="circular", bias=bias)
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        channels = as_count("in_channels", in_channels), as_count("out_channels", out_channels)
+        same = {"padding": "same", "padding_mode": "circular"}
+        super().__init__(*channels, as_kernel_size(kernel_size), **same, bias=bias, device=device, dtype=dtype)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
         check_image("CircularConv2d", x, self.in_channels, None, self.weight)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.nn._sizes import Size, as_size, check_image
+from ella_cuda.nn._autocast import full_precision
+from ella_cuda.nn._sizes import Size, as_count, as_size, check_image
 
 
 class FactoredLinear2d(nn.Module):
@@ -28,6 +29,7 @@ class FactoredLinear2d(nn.Module):
         in_size: H and W, or one number for both.
         out_size: H' and W', or one number for both.
         bias: whether the layer has biases.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
         ValueError: a size is not positive; in forward, the input does not fit.
@@ -35,14 +37,25 @@ class FactoredLinear2d(nn.Module):
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.1 and eq. 5.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, in_size: Size, out_size: Size, bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_size: Size,
+        out_size: Size,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels = as_count("in_channels", in_channels)
+        self.out_channels = as_count("out_channels", out_channels)
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
-        self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, *self.in_size))
-        self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, *self.out_size))
-        self.bias_in = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.bias_out = nn.Parameter(torch.empty(*self.out_size)) if bias else None
+        kind = {"device": device, "dtype": dtype}
+        self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, *self.in_size, **kind))
+        self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, *self.out_size, **kind))
+        self.bias_in = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
+        self.bias_out = nn.Parameter(torch.empty(*self.out_size, **kind)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -54,6 +67,7 @@ class FactoredLinear2d(nn.Module):
             nn.init.zeros_(self.bias_in)
             nn.init.zeros_(self.bias_out)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
         check_image("FactoredLinear2d", x, self.in_channels, self.in_size, self.weight_in)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
-from ella_cuda.nn._sizes import Size, as_size, check_image
+from ella_cuda.nn._autocast import full_precision
+from ella_cuda.nn._sizes import Size, as_count, as_size, check_image
 
 
 class FullyConnected2d(nn.Module):
@@ -21,6 +23,7 @@ class FullyConnected2d(nn.Module):
         in_size: H and W, or one number for both.
         out_size: H' and W', or one number for both.
         bias: whether the layer has a bias, one number per output channel and position.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
         ValueError: a size is not positive; in forward, the input does not fit.
@@ -28,16 +31,26 @@ class FullyConnected2d(nn.Module):
     Source: van der Ouderaa et al., NeurIPS 2023, eq. 3.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, in_size: Size, out_size: Size, bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        in_size: Size,
+        out_size: Size,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels = as_count("in_channels", in_channels)
+        self.out_channels = as_count("out_channels", out_channels)
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
-        self.linear = nn.Linear(
-            in_channels * math.prod(self.in_size), out_channels * math.prod(self.out_size), bias=bias
-        )
+        features = in_channels * math.prod(self.in_size), out_channels * math.prod(self.out_size)
+        self.linear = nn.Linear(*features, bias=bias, device=device, dtype=dtype)
         if bias:
             nn.init.zeros_(self.linear.bias)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
         check_image("FullyConnected2d", x, self.in_channels, self.in_size, self.linear.weight)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
+from ella_cuda.nn._autocast import full_precision
 from ella_cuda.nn._sizes import Size, as_count, as_kernel_size
 from ella_cuda.nn.group_layers import as_frames, check_features, turn_slices
 
@@ -37,6 +38,7 @@ class GroupFilter2d(nn.Module):
         depthwise: whether every channel has a filter of its own and none mix; D = C then.
         group, frames: see :class:`GroupConv2d`.
         bias: whether the layer has a bias.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
         ValueError: a size is not positive, an even kernel, a depthwise filter with D other than C, a group that does not map the kernel
@@ -53,6 +55,8 @@ class GroupFilter2d(nn.Module):
         group: str | Group = "p4",
         frames: str = "own",
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = (
@@ -70,8 +74,8 @@ class GroupFilter2d(nn.Module):
         self.turns = mixes_slices and self.frames == "common"
         depth = self.group.order if mixes_slices else 1
         shape = (out_channels, 1 if depthwise else in_channels, depth, *self.kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
         if self.turns:
             self.group.require_kernel(self.kernel_size)  # says now whether the group fits
         self.reset_parameters()
@@ -82,6 +86,7 @@ class GroupFilter2d(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, D, G, H, W)``."""
         check_features("GroupFilter2d", x, self.in_channels, self.group, self.weight)
@@ -120,7 +125,7 @@ class GroupFilter2d(nn.Module):
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """On a torus, at stride 1; in the weight's dtype under autocast too, as the compiled ops."""
+    """On a torus, at stride 1."""
     height, width = weight.shape[2:]
     if groups == 1 and (height, width) != (1, 1):
         return ops.circular_conv2d(x, weight, bias)
@@ -130,9 +135,8 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -
             f"GroupFilter2d: a {height}x{width} kernel for each channel by itself wraps more than once around x, {tuple(x.shape)}; use a "
             "smaller one."
         )
-    with torch.autocast(x.device.type, enabled=False):
-        wrapped = F.pad(x, (columns, columns, rows, rows), mode="circular") if rows or columns else x
-        return F.conv2d(wrapped, weight, bias, groups=groups)
+    wrapped = F.pad(x, (columns, columns, rows, rows), mode="circular") if rows or columns else x
+    return F.conv2d(wrapped, weight, bias, groups=groups)
 
 
 class GroupConv2d(nn.Sequential):
@@ -155,6 +159,7 @@ class GroupConv2d(nn.Sequential):
             first. Both are equivariant to the group; where slices are mixed, only the second is equivariant to translations of the
             image as well (they move the turned slices in different directions). The pointwise variant mixes none and is both in both.
         bias: whether the factors have biases.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
         ValueError: an unknown variant, frames or group, or what :class:`GroupFilter2d` raises.
@@ -172,10 +177,12 @@ class GroupConv2d(nn.Sequential):
         group: str | Group = "p4",
         frames: str = "own",
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
-        common = {"group": group, "frames": frames, "bias": bias}
+        common = {"group": group, "frames": frames, "bias": bias, "device": device, "dtype": dtype}
         c, d, k = in_channels, out_channels, kernel_size
 
         def spatial(out: int, depthwise: bool) -> GroupFilter2d:

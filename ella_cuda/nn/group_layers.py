@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
+from ella_cuda.nn._autocast import full_precision
 from ella_cuda.nn._sizes import Size, as_size, check_same_kind
 from ella_cuda.nn.factored import FactoredLinear2d
 
@@ -121,6 +122,7 @@ class GroupPolyphasePool2d(_GroupModule):
         super().__init__(group)
         self.frames, self.norm = as_frames(frames), norm
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, C, G, H/2, W/2)``."""
         check_features("GroupPolyphasePool2d", x, None, self.group)
@@ -186,6 +188,7 @@ class GroupFactoredLinear2d(_GroupModule):
         out_size: H' and W', or one number for both.
         group: see :class:`GroupLift`.
         bias: whether the layer has biases.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
         ValueError: a size is not positive; in forward, the input does not fit.
@@ -201,12 +204,15 @@ class GroupFactoredLinear2d(_GroupModule):
         out_size: Size,
         group: str | Group = "p4",
         bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group)
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
         sizes = [(self.group.order * height, width) for height, width in (self.in_size, self.out_size)]
-        self.factored = FactoredLinear2d(in_channels, out_channels, *sizes, bias=bias)
+        self.factored = FactoredLinear2d(in_channels, out_channels, *sizes, bias, device, dtype)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, D, G, H', W')``."""
         check_features("GroupFactoredLinear2d", x, self.factored.in_channels, self.group, self.factored.weight_in)

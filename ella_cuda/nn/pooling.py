@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.nn._autocast import full_precision
 
 
 class PolyphasePool2d(nn.Module):
@@ -17,6 +18,7 @@ class PolyphasePool2d(nn.Module):
         super().__init__()
         self.norm = norm
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, C, H/2, W/2)``."""
         return ops.polyphase_pool(x, self.norm)

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.nn._autocast import full_precision
 from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, as_size, check_image
-from ella_cuda.nn.basis import Scale, SpatialBasis, as_scale
+from ella_cuda.nn.basis import Scale, SpatialBasis
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.factored import FactoredLinear2d
 
 Anchors = tuple[Tensor | None, Tensor | None]
+MANY = 1 << 20
 
 
 class SparseFactoredLinear2d(nn.Module):
@@ -41,6 +43,7 @@ class SparseFactoredLinear2d(nn.Module):
         inverse_lengthscale: :math:`\omega` per pixel at the start, a pair or one for both sides.
         anchors: a pair of ``(A, 2)`` and ``(A', 2)``, rows and columns in centred pixels at the start, each None to draw them; None
             draws both.
+        device, dtype: of the parameters and buffers; None is torch's default.
 
     Raises:
         TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
@@ -61,6 +64,8 @@ class SparseFactoredLinear2d(nn.Module):
         bias: bool = True,
         inverse_lengthscale: Scale | tuple[Scale, Scale] = 1.0,
         anchors: Anchors | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = (
@@ -69,23 +74,24 @@ class SparseFactoredLinear2d(nn.Module):
         )
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
         sides = zip(*_pairs(num_anchors, inverse_lengthscale, anchors), strict=True)
+        kind = {"device": device, "dtype": dtype}
         made = []
         for side, size, (count, scale, places) in zip(("in", "out"), (self.in_size, self.out_size), sides, strict=True):
             try:
-                made.append(SpatialBasis(size, count, basis, scale, places))
+                made.append(SpatialBasis(size, count, basis, scale, places, **kind))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"SparseFactoredLinear2d, basis_{side}: {error}") from None
         self.basis_in, self.basis_out = made
-        self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors))
-        self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors))
-        self.bias_in = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.weight_in = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_in.num_anchors, **kind))
+        self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors, **kind))
+        self.bias_in = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
         self.residuals: dict[str, float] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw an F-FC layer's initial weights, from torch's global generator, and take their least squares fit at the anchors."""
-        dense = FactoredLinear2d(self.in_channels, self.out_channels, self.in_size, self.out_size, bias=False)
-        self._fit(dense.to(self.weight_in))
+        sizes = (self.in_channels, self.out_channels, self.in_size, self.out_size)
+        self._fit(FactoredLinear2d(*sizes, bias=False, device=self.weight_in.device, dtype=self.weight_in.dtype))
         if self.bias_in is not None:
             nn.init.zeros_(self.bias_in)
 
@@ -94,6 +100,7 @@ class SparseFactoredLinear2d(nn.Module):
             self.weight_in.copy_(self.basis_in.fit(dense.weight_in.flatten(2)))
             self.weight_out.copy_(self.basis_out.fit(dense.weight_out.flatten(2)))
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""
         check_image("SparseFactoredLinear2d", x, self.in_channels, self.in_size, self.weight_in)
@@ -110,11 +117,13 @@ class SparseFactoredLinear2d(nn.Module):
 
     def projects_input(self, batch: int) -> bool:
         """Whether projecting so many images takes fewer multiplications than expanding ``weight_in``, the use of each included."""
+        batch = _at_hand(batch)
         c, d, a, x = self.in_channels, self.out_channels, self.basis_in.num_anchors, self.basis_in.num_points
         return batch * c * a * x + batch * d * c * a < d * c * a * x + batch * d * c * x
 
     def projects_output(self, batch: int) -> bool:
         """Whether expanding so many outputs takes fewer multiplications than expanding ``weight_out``, the use of each included."""
+        batch = _at_hand(batch)
         c, d, a, y = self.in_channels, self.out_channels, self.basis_out.num_anchors, self.basis_out.num_points
         return batch * d * a * y + batch * d * c * a < d * c * a * y + batch * d * c * y
 
@@ -146,11 +155,8 @@ class SparseFactoredLinear2d(nn.Module):
                 f"SparseFactoredLinear2d.from_dense: expected a FactoredLinear2d, got {type(dense).__name__}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.in_size, dense.out_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias_in is not None, inverse_lengthscale, anchors)
-        layer = layer.to(dense.weight_in)
-        _, scales, places = _pairs(num_anchors, inverse_lengthscale, anchors)
-        for side, scale, place in zip((layer.basis_in, layer.basis_out), scales, places, strict=True):
-            side._assign(as_scale("inverse_lengthscale", scale), place)
+        given = (num_anchors, basis, dense.bias_in is not None, inverse_lengthscale, anchors)
+        layer = cls(*sizes, *given, dense.weight_in.device, dense.weight_in.dtype)
         layer._fit(dense)
         layer.residuals = {
             "weight_in": layer.basis_in.residual(dense.weight_in.flatten(2), layer.weight_in),
@@ -165,9 +171,8 @@ class SparseFactoredLinear2d(nn.Module):
     def to_dense(self) -> FactoredLinear2d:
         """The F-FC layer of the same map; nothing is lost, every smooth weight is a weight. Its ``bias_out`` is zero."""
         sizes = (self.in_channels, self.out_channels, self.in_size, self.out_size)
-        with torch.device("meta"):  # nothing is drawn
-            dense = FactoredLinear2d(*sizes, bias=self.bias_in is not None)
-        dense = dense.to_empty(device=self.weight_in.device).to(self.weight_in.dtype)
+        dense = FactoredLinear2d(*sizes, self.bias_in is not None, "meta", self.weight_in.dtype)  # nothing is drawn
+        dense = dense.to_empty(device=self.weight_in.device)
         with torch.no_grad():
             dense.weight_in.copy_(self.basis_in.expand(self.weight_in).unflatten(2, self.in_size))
             dense.weight_out.copy_(self.basis_out.expand(self.weight_out).unflatten(2, self.out_size))
@@ -178,6 +183,14 @@ class SparseFactoredLinear2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, in_size={self.in_size}, out_size={self.out_size}, bias={self.bias_in is not None}"
+
+
+def _at_hand(count: int | torch.SymInt) -> int:
+    """A number of images or positions; very many where a program is exported for any number, which a comparison would fix. A strict
+    export shows no difference between any number and a certain one."""
+    if not torch.compiler.is_exporting():
+        return count
+    return MANY if isinstance(count, torch.SymInt) or torch.compiler.is_dynamo_compiling() else count
 
 
 def _pairs(
@@ -225,6 +238,7 @@ class SparseConv2d(nn.Module):
         bias: whether the layer has a bias.
         inverse_lengthscale: :math:`\omega` per pixel at the start.
         anchors: ``(A, 2)``, rows and columns in centred pixels at the start; None draws them.
+        device, dtype: of the parameters and buffers; None is torch's default.
 
     Raises:
         TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
@@ -244,6 +258,8 @@ class SparseConv2d(nn.Module):
         bias: bool = True,
         inverse_lengthscale: Scale = 1.0,
         anchors: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = (
@@ -251,9 +267,10 @@ class SparseConv2d(nn.Module):
             as_count("out_channels", out_channels),
         )
         self.kernel_size = as_kernel_size(kernel_size)
-        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale, anchors)
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors))
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        kind = {"device": device, "dtype": dtype}
+        self.basis = SpatialBasis(self.kernel_size, num_anchors, basis, inverse_lengthscale, anchors, **kind)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors, **kind))
+        self.bias = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
         self.residuals: dict[str, float] | None = None
         self.reset_parameters()
 
@@ -270,6 +287,7 @@ class SparseConv2d(nn.Module):
         """The expanded kernel, ``(D, C, kh, kw)``, differentiable."""
         return self.basis.expand(self.weight).unflatten(2, self.kernel_size)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H, W)``."""
         check_image("SparseConv2d", x, self.in_channels, None, self.weight)
@@ -284,7 +302,7 @@ class SparseConv2d(nn.Module):
         """Whether projecting the patches of so many images takes fewer multiplications than expanding the kernel, the use of each
         included."""
         c, d, a, r = self.in_channels, self.out_channels, self.basis.num_anchors, self.basis.num_points
-        pixels = batch * positions
+        pixels = _at_hand(batch) * _at_hand(positions)
         return pixels * c * a * r + pixels * d * c * a < d * c * a * r + pixels * d * c * r
 
     @classmethod
@@ -320,8 +338,8 @@ class SparseConv2d(nn.Module):
                 f"stride, dilation and groups 1), got {dense}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)
-        layer = cls(*sizes, num_anchors, basis, dense.bias is not None, inverse_lengthscale, anchors).to(dense.weight)
-        layer.basis._assign(as_scale("inverse_lengthscale", inverse_lengthscale), anchors)
+        given = (num_anchors, basis, dense.bias is not None, inverse_lengthscale, anchors)
+        layer = cls(*sizes, *given, dense.weight.device, dense.weight.dtype)
         with torch.no_grad():
             layer.weight.copy_(layer.basis.fit(dense.weight.flatten(2)))
             if layer.bias is not None:
@@ -332,9 +350,9 @@ class SparseConv2d(nn.Module):
 
     def to_dense(self) -> CircularConv2d:
         """The convolution of the same map; nothing is lost, every smooth kernel is a kernel."""
-        with torch.device("meta"):  # nothing is drawn
-            dense = CircularConv2d(self.in_channels, self.out_channels, self.kernel_size, self.bias is not None)
-        dense = dense.to_empty(device=self.weight.device).to(self.weight.dtype)
+        sizes = (self.in_channels, self.out_channels, self.kernel_size)
+        dense = CircularConv2d(*sizes, self.bias is not None, "meta", self.weight.dtype)  # nothing is drawn
+        dense = dense.to_empty(device=self.weight.device)
         with torch.no_grad():
             dense.weight.copy_(self.kernel())
             if self.bias is not None:

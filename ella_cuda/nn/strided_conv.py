@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.nn._autocast import full_precision
 from ella_cuda.nn._sizes import Size, check_image
 from ella_cuda.nn.circular_conv import CircularConv2d
 from ella_cuda.nn.pooling import PolyphasePool2d
@@ -26,18 +27,27 @@ class StridedCircularConv2d(nn.Sequential):
         kernel_size: odd height and width, or one odd number for both.
         bias: whether the convolution has a bias.
         norm: that decides, 1, 2 or ``math.inf``.
+        device, dtype: of the parameters; None is torch's default.
 
     Raises:
-        ValueError: kernel_size is not positive or even; in forward, ``norm`` is none of these, or the input has other channels, dtype
+        ValueError: a size is not positive or kernel_size even; in forward, ``norm`` is none of these, or the input has other channels, dtype
             or device.
         TypeError: in forward, the input is no tensor.
         RuntimeError: in forward, H or W is odd.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: Size = 3, bias: bool = True, norm: float = 2
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        bias: bool = True,
+        norm: float = 2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(CircularConv2d(in_channels, out_channels, kernel_size, bias=bias), PolyphasePool2d(norm))
+        conv = CircularConv2d(in_channels, out_channels, kernel_size, bias, device, dtype)
+        super().__init__(conv, PolyphasePool2d(norm))
 
     def __getitem__(self, index: slice | int) -> nn.Module:
         """A part, or some in a row as an ``nn.Sequential``."""
@@ -45,6 +55,7 @@ class StridedCircularConv2d(nn.Sequential):
             return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
         return super().__getitem__(index)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H/2, W/2)``."""
         if not self._closed():

@@ -55,7 +55,8 @@ def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _require_images_and_kernel(x, weight)
     if x.dtype not in (torch.float32, torch.float64) or not x.numel() or not weight.numel():
         return circular_conv2d_torch(x, weight, bias)
-    return F.conv2d(circular_pad2d(x, *(k // 2 for k in weight.shape[2:])), weight, bias)
+    with torch.autocast(x.device.type, enabled=False):  # no lower precision than the CPU's
+        return F.conv2d(circular_pad2d(x, *(k // 2 for k in weight.shape[2:])), weight, bias)
 
 
 def _require_images_and_kernel(x: Tensor, weight: Tensor) -> None:

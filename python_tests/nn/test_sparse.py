@@ -364,3 +364,14 @@ def test_errors(make, words):
 def test_wrong_types(make, words):
     with pytest.raises(TypeError, match=words):
         make()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("layer", [SparseFactoredLinear2d(2, 3, 4, 2), SparseConv2d(2, 3)], ids=["s_fc", "s_conv"])
+def test_exports_for_any_number_of_images(layer, strict):
+    """One program for numbers of images that eager mode computes in different ways."""
+    images = {0: torch.export.Dim("images")}
+    program = torch.export.export(layer, (torch.randn(3, 2, 4, 4),), dynamic_shapes=(images,), strict=strict).module()
+    for n in (2, 3, 700):
+        x = torch.randn(n, 2, 4, 4)
+        assert_same(program(x), layer(x))

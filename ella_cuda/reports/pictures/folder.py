@@ -38,9 +38,17 @@ class Drawn:
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
-    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs."""
+    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs.
+
+    Raises:
+        ValueError: the file that has them is damaged.
+    """
     path = run_dir / HISTORY_FILE
-    return json.loads((path if path.exists() else run_dir / DIARY_FILE).read_text(encoding="utf-8"))
+    path = path if path.exists() else run_dir / DIARY_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}); do that run again in another folder.") from error
 
 
 def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Path) -> Drawn:

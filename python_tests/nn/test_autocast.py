@@ -1,0 +1,119 @@
+"""Layers under autocast: as without it, whatever comes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.models import neyshabur
+from ella_cuda.nn import (
+    CircularConv2d,
+    FactoredLinear2d,
+    FullyConnected2d,
+    GroupConv2d,
+    GroupFactoredLinear2d,
+    GroupPolyphasePool2d,
+    PolyphasePool2d,
+    SparseConv2d,
+    SparseFactoredLinear2d,
+    StridedCircularConv2d,
+)
+
+IMAGES, FEATURES = (3, 2, 4, 4), (3, 2, 4, 4, 4)
+CASES = {
+    "FactoredLinear2d": (lambda: FactoredLinear2d(2, 3, 4, 2), IMAGES),
+    "FullyConnected2d": (lambda: FullyConnected2d(2, 3, 4, 2), IMAGES),
+    "CircularConv2d": (lambda: CircularConv2d(2, 3), IMAGES),
+    "StridedCircularConv2d": (lambda: StridedCircularConv2d(2, 3), IMAGES),
+    "PolyphasePool2d": (PolyphasePool2d, IMAGES),
+    "SparseFactoredLinear2d": (lambda: SparseFactoredLinear2d(2, 3, 4, 2), IMAGES),
+    "SparseFactoredLinear2d, exponential": (
+        lambda: SparseFactoredLinear2d(2, 3, 4, 2, basis="exponential"),
+        IMAGES,
+    ),
+    "SparseConv2d": (lambda: SparseConv2d(2, 3), IMAGES),
+    "GroupConv2d": (lambda: GroupConv2d(2, 3), FEATURES),
+    "GroupConv2d, separable": (lambda: GroupConv2d(2, 3, variant="separable"), FEATURES),
+    "GroupPolyphasePool2d": (GroupPolyphasePool2d, FEATURES),
+    "GroupFactoredLinear2d": (lambda: GroupFactoredLinear2d(2, 3, 4, 2), FEATURES),
+}
+each_layer = pytest.mark.parametrize(("make", "shape"), CASES.values(), ids=list(CASES))
+reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+@each_layer
+@reduced
+def test_layers_compute_as_without_autocast(make, shape, dtype, device):
+    layer = make().to(device)
+    x = torch.randn(shape, device=device).to(dtype)
+    expected = layer(x.float())
+    with torch.autocast(device.type, dtype):
+        from_reduced, from_full = layer(x), layer(x.float())
+    assert expected.dtype == torch.float32
+    assert from_reduced.dtype == from_full.dtype == torch.float32
+    assert torch.equal(from_reduced, expected) and torch.equal(from_full, expected)
+
+
+@each_layer
+def test_gradients_are_those_without_autocast(make, shape, device):
+    layer = make().to(device)
+    x = torch.randn(shape, device=device).to(torch.bfloat16).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x.float()).square().sum(), wanted)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = layer(x)
+    for mine, theirs in zip(torch.autograd.grad(y.square().sum(), wanted), expected, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@each_layer
+def test_reduced_inputs_are_refused_outside(make, shape):
+    """Of layers with parameters; a conversion that nobody asked for would hide where precision was lost."""
+    layer = make()
+    if not list(layer.parameters()):
+        pytest.skip("has no parameters that the input could differ from")
+    with pytest.raises(ValueError, match=r"x is torch\.bfloat16, the layer's parameters are torch\.float32"):
+        layer(torch.zeros(shape, dtype=torch.bfloat16))
+
+
+@each_layer
+def test_compiled_layers_under_autocast(make, shape, device):
+    layer = make().to(device)
+    x = torch.randn(shape, device=device).to(torch.bfloat16)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = compiled(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, layer(x.float()))
+
+
+def test_network_with_torch_layers_trains_under_autocast(device):
+    """Torch's own layers hand on bfloat16, ours float32."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), FactoredLinear2d(2, 2, 4, 4), nn.ReLU(), nn.Flatten(), nn.Linear(32, 3)
+    )
+    model.to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        y = model(torch.randn(5, 1, 4, 4, device=device))
+        loss = y.float().square().mean()
+    loss.backward()
+    assert y.dtype == torch.bfloat16
+    assert all(p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("layer", ["f_fc+conv", "s_fc+s_conv"])
+def test_published_network_under_autocast(layer, device):
+    model, x = neyshabur(layer, width=1).to(device), torch.randn(2, 3, 32, 32, device=device)
+    features = torch.randn(0, device=device)
+
+    def keep(module, args, out):
+        nonlocal features
+        features = out
+
+    model.blocks[-1].register_forward_hook(keep)
+    model(x)
+    expected = features
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(x)
+    assert logits.dtype == torch.bfloat16 and torch.equal(features, expected)

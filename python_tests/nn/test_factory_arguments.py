@@ -1,0 +1,81 @@
+"""Layers made on a device and in a dtype at once, as torch's are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda.nn import (
+    CircularConv2d,
+    FactoredLinear2d,
+    FullyConnected2d,
+    GroupConv2d,
+    GroupFactoredLinear2d,
+    SparseConv2d,
+    SparseFactoredLinear2d,
+    SpatialBasis,
+    StridedCircularConv2d,
+)
+
+IMAGES, FEATURES = (3, 2, 4, 4), (3, 2, 4, 4, 4)
+CASES = {
+    "FactoredLinear2d": (FactoredLinear2d, (2, 3, 4, 2), IMAGES),
+    "FullyConnected2d": (FullyConnected2d, (2, 3, 4, 2), IMAGES),
+    "CircularConv2d": (CircularConv2d, (2, 3), IMAGES),
+    "StridedCircularConv2d": (StridedCircularConv2d, (2, 3), IMAGES),
+    "SparseFactoredLinear2d": (SparseFactoredLinear2d, (2, 3, 4, 2), IMAGES),
+    "SparseConv2d": (SparseConv2d, (2, 3), IMAGES),
+    "GroupConv2d": (GroupConv2d, (2, 3), FEATURES),
+    "GroupConv2d, separable": (GroupConv2d, (2, 3, 3, "separable"), FEATURES),
+    "GroupConv2d, depth-wise separable": (GroupConv2d, (2, 3, 3, "depthwise_separable"), FEATURES),
+    "GroupFactoredLinear2d": (GroupFactoredLinear2d, (2, 3, 4, 2), FEATURES),
+}
+each_layer = pytest.mark.parametrize(("layer", "sizes", "shape"), CASES.values(), ids=list(CASES))
+
+
+@each_layer
+def test_device_and_dtype(layer, sizes, shape, device):
+    made = layer(*sizes, device=device, dtype=torch.float64)
+    tensors = [*made.parameters(), *made.buffers()]
+    assert tensors and all(t.dtype == torch.float64 and t.device.type == device.type for t in tensors)
+    assert made(torch.randn(shape, device=device, dtype=torch.float64)).dtype == torch.float64
+    assert {t.dtype for t in (*layer(*sizes).parameters(), *layer(*sizes).buffers())} == {torch.float32}
+
+
+@each_layer
+def test_shapes_on_meta(layer, sizes, shape):
+    """Shapes without memory; and what meta's parameters become is drawn as elsewhere."""
+    made = layer(*sizes, device="meta")
+    assert all(t.is_meta for t in (*made.parameters(), *made.buffers()))
+    assert made(torch.empty(shape, device="meta")).shape == layer(*sizes)(torch.randn(shape)).shape
+    assert [p.shape for p in made.parameters()] == [p.shape for p in layer(*sizes).parameters()]
+
+
+@each_layer
+def test_skipped_initialization(layer, sizes, shape):
+    """``torch.nn.utils.skip_init`` needs the device."""
+    made = torch.nn.utils.skip_init(layer, *sizes)
+    assert all(p.device.type == "cpu" for p in made.parameters())
+
+
+def test_a_basis_is_as_exact_as_its_dtype():
+    """Not made in float32 and converted: thirds of a pixel show the difference."""
+    anchors = torch.tensor([[1 / 3, -1 / 3], [0.1, 0.2]], dtype=torch.float64)
+    basis = SpatialBasis(4, inverse_lengthscale=0.1, anchors=anchors, dtype=torch.float64)
+    assert torch.equal(basis.anchors, anchors) and basis.inverse_lengthscale.item() == 0.1
+    layer = SparseConv2d(1, 1, anchors=anchors, inverse_lengthscale=0.1, dtype=torch.float64)
+    assert torch.equal(layer.basis.anchors, anchors) and layer.basis.inverse_lengthscale.item() == 0.1
+
+
+@pytest.mark.parametrize("layer", [FactoredLinear2d, FullyConnected2d, GroupFactoredLinear2d])
+@pytest.mark.parametrize(("sizes", "name"), [((0, 2, 4, 4), "in_channels"), ((2, 0, 4, 4), "out_channels")])
+def test_no_channels(layer, sizes, name):
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
+        layer(*sizes)
+
+
+@pytest.mark.parametrize("layer", [CircularConv2d, StridedCircularConv2d])
+@pytest.mark.parametrize("sizes", [("1", 2), (1, 0)])
+def test_channels_that_are_no_numbers(layer, sizes):
+    with pytest.raises(ValueError, match="_channels must be a positive integer"):
+        layer(*sizes)

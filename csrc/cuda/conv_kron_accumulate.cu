@@ -76,7 +76,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
                            const std::vector<int64_t>& dilation, bool circular, double alpha) {
   constexpr const char* name = "conv_kron_accumulate_";
   const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
-  if (geometry.positions() == 0 || factor.numel() == 0) return;
+  if (geometry.positions() == 0 || factor.numel() == 0 || x.numel() == 0) return;  // of a border alone, patches are zero
   const int64_t padded_h = geometry.H + 2 * geometry.padding_h, padded_w = geometry.W + 2 * geometry.padding_w;
   ELLA_CHECK(std::max(padded_h, padded_w) <= kMostNumbers && padded_h * padded_w <= kMostNumbers / geometry.C, name,
              ": an image with its padding may have at most ", kMostNumbers, " numbers, got ", geometry.C, " x ", padded_h,

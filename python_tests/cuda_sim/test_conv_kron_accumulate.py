@@ -66,6 +66,12 @@ def test_layouts(simulator: Simulator, layout: str) -> None:
     assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
 
 
+@pytest.mark.parametrize("size", [(0, 5), (4, 0)])
+def test_images_without_pixels(simulator: Simulator, size: tuple[int, int]) -> None:
+    start, x = problem(((3, 2, *size), (3, 3)), torch.float32)
+    assert torch.equal(accumulated(simulator, start, x, (3, 3), (1, 1), (2, 2), (1, 1), False, 1.0), start)
+
+
 def test_rows_shared_out_over_blocks(simulator: Simulator) -> None:
     geometry = ((9, 1, 13, 11), (3, 3), (1, 1), (1, 1), (1, 1))
     start, x = problem(geometry, torch.float32)

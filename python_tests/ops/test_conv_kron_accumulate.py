@@ -142,6 +142,14 @@ def test_no_images(device):
     )
 
 
+@pytest.mark.parametrize("size", [(0, 5), (4, 0), (0, 0)])
+def test_images_without_pixels(size, device):
+    """Patches of their border alone are zero."""
+    factor = torch.ones(18, 18, dtype=torch.float64, device=device)
+    x = torch.zeros(3, 2, *size, dtype=torch.float64, device=device)
+    assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), x, 3, "zeros", padding=2), factor)
+
+
 def test_errors(device):
     x = torch.randn(2, 2, 4, 4, dtype=torch.float64, device=device)
     factor = torch.zeros(18, 18, dtype=torch.float64, device=device)

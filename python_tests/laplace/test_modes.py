@@ -62,3 +62,15 @@ def test_inference_mode_changes_nothing(case):
         batch = x.clone(), y.clone()
         la = KronLaplace(model, prior_precision=0.5).fit([batch])  # as it is, not a part of it
     assert torch.allclose(la.log_marginal_likelihood(), expected[0], rtol=1e-6)
+
+
+def test_inference_mode_and_learned_lengthscales(case):
+    """The data fit's gradient in a buffer goes through the network, which saves its inputs."""
+    model, x, y = case
+    scale = model[0].s_fc.basis_in.inverse_lengthscale.requires_grad_()
+    expected = KronLaplace(model).fit([(x, y)])
+    with torch.inference_mode():
+        found = KronLaplace(model).fit([(x.clone(), y.clone())])
+    slopes = [torch.autograd.grad(la.log_marginal_likelihood(), scale) for la in (found, expected)]
+    assert slopes[1][0] != 0
+    torch.testing.assert_close(*slopes)

@@ -310,6 +310,17 @@ def test_errors_name_the_argument(position, bad, words):
         ops.circular_conv2d(*args)
 
 
+def test_autocast_leaves_the_precision_alone(device):
+    """Torch's convolution, which computes it on CUDA, would be in bfloat16."""
+    args = [a.requires_grad_() for a in arguments(SHAPES[0], device, torch.float32)]
+    expected = ops.circular_conv2d(*args)
+    gradients = torch.autograd.grad(expected.sum(), args)
+    with torch.autocast(device.type, torch.bfloat16):
+        result = ops.circular_conv2d(*args)
+        again = torch.autograd.grad(result.sum(), args)
+    torch.testing.assert_close((result, *again), (expected, *gradients))
+
+
 def test_errors_of_the_weight_gradient():
     shape = (3, 2, 4, 5, 3, 3, 3)
     x, grad = arguments(shape, torch.device("cpu"))[0], gradient(shape, torch.device("cpu"))

@@ -9,6 +9,7 @@ import torch
 
 from ella_cuda import build_info
 from ella_cuda.cli.common import DONE, named_device
+from ella_cuda.laplace.eigenvalues import solver
 from ella_cuda.reports import check_kernels, kernel_table
 from ella_cuda.reports.text import counted
 
@@ -42,6 +43,7 @@ def _info(args: argparse.Namespace) -> int:
             "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to "
             "use it"
         )
+    print(f"{'eigenvalues':14}{solver(device)}")
     checks = check_kernels(device)
     print("\n" + kernel_table(checks))
     failed = [c for c in checks if not c.ok]

@@ -1,17 +1,17 @@
-"""Block-Kronecker algebra: sums of outer products, their eigenvalues, and the products of two of them."""
+"""Block-Kronecker algebra: sums of outer products and the products of two of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.laplace.eigenvalues import eigenvalues, eigenvalues_of_all
 from ella_cuda.nn import SpatialBasis
-
-DECOMPOSED_AT_ONCE = 1 << 20  # numbers of a factor's blocks: 8 MiB in float64
 
 
 class FactorShape(NamedTuple):
@@ -145,23 +145,44 @@ class SecondMoment:
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
         """
         if self._learns():
-            return self._decompose()
-        psi = None if self.basis is None else self.basis.matrix()
-        if self._eigenvalues is None or psi is not self._decomposed_on:
-            self._eigenvalues, self._decomposed_on = self._decompose(), psi
+            return self._checked(eigenvalues(self._blocks()))
+        if self._eigenvalues is None or self._matrix() is not self._decomposed_on:
+            self._keep(eigenvalues(self._blocks()))
         return self._eigenvalues
+
+    @staticmethod
+    def decompose_all(moments: Iterable[SecondMoment]) -> None:
+        """Compute what :meth:`eigenvalues` of each keeps; off the CPU, where a call for many blocks takes little longer than one for a
+        few, blocks of one size together."""
+        lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
+        if all(m.total.is_cpu for m in lacking):
+            for moment in lacking:
+                moment.eigenvalues()
+            return
+        for moment, values in zip(lacking, eigenvalues_of_all([m._blocks() for m in lacking]), strict=True):
+            moment._keep(values)
 
     def _learns(self) -> bool:
         """Whether the eigenvalues are wanted as a function of the basis."""
         return self.basis is not None and torch.is_grad_enabled() and self.basis.learns()
 
-    def _decompose(self) -> Tensor:
+    def _matrix(self) -> Tensor | None:
+        return None if self.basis is None else self.basis.matrix()
+
+    def _keep(self, values: Tensor) -> None:
+        self._eigenvalues, self._decomposed_on = self._checked(values), self._matrix()
+
+    def _blocks(self) -> Tensor:
+        """:meth:`projected`, once the sum is found to be finite."""
         if not torch.isfinite(self.total).all():
             raise FloatingPointError(
                 f"{self.name}: the factor has entries that are not finite; the activations or gradients of this "
                 "layer overflowed. Check the inputs and the parameters for inf and nan, or use float64."
             )
-        values = _eigenvalues(self.projected())
+        return self.projected()
+
+    def _checked(self, values: Tensor) -> Tensor:
+        """Eigenvalues without what rounding took below zero; ArithmeticError where it was more."""
         with torch.no_grad():
             # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
             # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
@@ -186,17 +207,6 @@ class SecondMoment:
                     "added."
                 )
         return values.clamp(min=0)
-
-
-def _eigenvalues(blocks: Tensor) -> Tensor:
-    """Of symmetric blocks ``(G, d, d)``, in float64. On the CPU, where they are decomposed one after the other anyway, a few at once:
-    the copies in float64 would take several times the factor's memory. Not one block a thread: called in a parallel region, torch's
-    MKL returns wrong eigenvalues once ``torch.set_num_threads`` was used.
-    """
-    if blocks.device.type != "cpu":
-        return torch.linalg.eigvalsh(blocks.double())
-    at_once = max(DECOMPOSED_AT_ONCE // max(blocks.shape[1] ** 2, 1), 1)
-    return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(at_once)])
 
 
 class KroneckerFactor:

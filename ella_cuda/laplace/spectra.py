@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ella_cuda import ops
-from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.factors import KroneckerFactor, SecondMoment
 
 
 class Spectra:
@@ -34,5 +34,6 @@ class Spectra:
         rows = [moment.rows for moment in self._moments]
         if self._packed is None or rows != self._rows:
             with torch.inference_mode(False), torch.no_grad():  # later calls may want gradients
+                SecondMoment.decompose_all(self._moments)
                 self._packed, self._rows = ops.pack_spectra([f.eigenvalues() for f in self._factors]), rows
         return self._packed

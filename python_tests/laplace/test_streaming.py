@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace, SecondMoment, factors
+from ella_cuda.laplace import KronLaplace, SecondMoment, eigenvalues
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
 
@@ -178,7 +178,7 @@ def test_weighted_sums_grow_with_their_rows(groups):
 
 
 def test_blocks_are_decomposed_a_few_at_a_time(monkeypatch):
-    monkeypatch.setattr(factors, "DECOMPOSED_AT_ONCE", 50)
+    monkeypatch.setattr(eigenvalues, "AT_ONCE_ON_CPU", 50)
     rows = torch.randn(9, 7, 4)
     moment = SecondMoment(7, 4, rows, "layer.weight (input side)")
     moment.add(rows)

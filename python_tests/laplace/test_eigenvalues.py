@@ -1,0 +1,237 @@
+"""Eigenvalues of blocks by cuSOLVER's batched routine, in a stand-in for its library on the CPU and, where there is a GPU, in itself;
+and of blocks of one size together."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace import KronLaplace, SecondMoment, cusolver, eigenvalues
+from ella_cuda.laplace.cusolver import ROUTINES, BatchedEigenvalues
+from ella_cuda.models import neyshabur
+from python_tests.cuda_sim.simulator import compiler
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return compiled(tmp_path_factory.mktemp("cusolver") / "libella_stand_in.so.0")
+
+
+def compiled(target: Path, *flags: str) -> Path:
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    source = Path(__file__).with_name("cusolver_stand_in.cpp")
+    subprocess.run([compiler(), "-std=c++17", "-O2", "-shared", "-fPIC", *flags, source, "-o", target], check=True)
+    return target
+
+
+@pytest.fixture
+def calls(library):
+    """How many calls the stand-in has had since."""
+    count = ctypes.CDLL(str(library)).stand_in_calls
+    count.restype = ctypes.c_int64
+    before = count()
+    return lambda: count() - before
+
+
+@pytest.fixture
+def solve(library) -> BatchedEigenvalues:
+    return BatchedEigenvalues(str(library))
+
+
+def symmetric(groups: int, size: int, **kind) -> Tensor:
+    half = torch.randn(groups, size, size, **{"dtype": torch.float64, **kind})
+    return half + half.mT
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (7, 1), (3, 2), (5, 33), (40, 6)])
+def test_one_call_for_all(solve, calls, shape):
+    blocks = symmetric(*shape)
+    torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
+    assert calls() == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_nothing_to_decompose(solve, calls, shape):
+    assert solve(symmetric(*shape)).shape == shape
+    assert calls() == 0
+
+
+def test_the_triangle_that_torch_reads(solve):
+    blocks = torch.randn(4, 6, 6, dtype=torch.float64)  # not symmetric
+    torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
+
+
+def test_calls_are_no_larger_than_the_library_takes(solve, calls):
+    blocks = symmetric(40_000, 2)
+    torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
+    assert calls() == 3
+
+
+def test_large_workspaces_are_parted(solve, calls, monkeypatch):
+    monkeypatch.setattr(cusolver, "MOST_WORKSPACE", 256 + 2 * 4 * 8)  # of two blocks
+    blocks = symmetric(7, 4)
+    torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
+    assert calls() == 4
+    monkeypatch.setattr(cusolver, "MOST_WORKSPACE", 0)  # a single block has to fit
+    torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
+
+
+def test_blocks_that_do_not_converge_are_named(solve):
+    blocks = symmetric(5, 3)
+    blocks[3, 0, 0] = -1234
+    with pytest.raises(torch.linalg.LinAlgError, match=r"block 3, 3x3, did not converge \(info 2\)"):
+        solve(blocks)
+
+
+def test_a_failing_call_is_named(solve):
+    with pytest.raises(RuntimeError, match=r"cusolverDnXsyevBatched failed with status 7 \(INTERNAL_ERROR\)"):
+        solve(symmetric(2, 13))
+    assert solve(symmetric(2, 12)).shape == (2, 12)  # and the next one works
+
+
+def test_libraries_without_the_routine(tmp_path):
+    with pytest.raises(AttributeError, match="XsyevBatched"):
+        BatchedEigenvalues(str(compiled(tmp_path / "libcusolver.so.old", "-DWITHOUT_BATCHED")))
+    with pytest.raises(OSError):
+        BatchedEigenvalues(str(tmp_path / "none"))
+
+
+def test_the_loaded_library_is_found(library, solve):
+    assert cusolver._loaded("libella_stand_in.so") == str(library)
+    with pytest.raises(OSError, match="is not loaded"):
+        cusolver._loaded("libnobody")
+
+
+def headers() -> Path | None:
+    """NVIDIA's, which come with torch for CUDA."""
+    found = importlib.util.find_spec("nvidia")
+    folders = [] if found is None else list(found.submodule_search_locations or ())
+    return next((path.parent for folder in folders for path in Path(folder).rglob("cusolverDn.h")), None)
+
+
+def test_signatures_are_those_of_the_header():
+    folder = headers()
+    if folder is None:
+        pytest.skip("needs the header cusolverDn.h, which comes with torch for CUDA")
+    text = (folder / "cusolverDn.h").read_text()
+    handles = {"cusolverDnHandle_t", "cusolverDnParams_t", "cudaStream_t"}  # pointers to structures
+    enums = {"cusolverEigMode_t", "cublasFillMode_t", "cudaDataType"}
+    for name, kinds in ROUTINES.items():
+        (arguments,) = re.findall(rf"\b{name}\(([^)]*)\)", text)
+        expected = []
+        for argument in arguments.split(","):
+            *words, _ = argument.replace("*", " * ").split()
+            kind = next(w for w in words if w != "const")
+            if "*" in words or kind in handles:
+                expected.append(ctypes.c_void_p)
+            else:
+                expected.append(
+                    ctypes.c_int if kind in enums else {"int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t}[kind]
+                )
+        assert kinds == tuple(expected), name
+    numbers = {
+        "CUSOLVER_EIG_MODE_NOVECTOR": cusolver.NO_VECTORS,
+        "CUBLAS_FILL_MODE_UPPER": cusolver.UPPER,
+        "CUDA_R_64F": cusolver.R_64F,
+        **{f"CUSOLVER_STATUS_{word}": number for number, word in enumerate(cusolver.STATUS)},
+    }
+    found = {}
+    for header in ("cusolver_common.h", "cublas_api.h", "library_types.h"):
+        path = next(iter(folder.parent.rglob(header)), None)
+        if path is not None:
+            found |= {k: int(v) for k, v in re.findall(r"(C[A-Z0-9_]+) *= *(\d+)", path.read_text())}
+    known = {name: number for name, number in numbers.items() if name in found}
+    assert len(known) >= 10 and known == {name: found[name] for name in known}
+
+
+def test_blocks_of_one_size_together(monkeypatch):
+    moments = [symmetric(*shape) for shape in [(3, 4), (1, 5), (2, 4), (5, 1), (4, 4), (2, 5)]]
+    moments.append(symmetric(2, 4, dtype=torch.float32))
+    monkeypatch.setattr(
+        eigenvalues, "AT_ONCE_ELSEWHERE", 5 * 16
+    )  # of the nine of four rows, the last four are on their own
+    seen, eigvalsh = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape[:2])) or eigvalsh(a))
+    found = eigenvalues.eigenvalues_of_all(moments)
+    assert seen == [(5, 4), (4, 4), (3, 5), (5, 1), (2, 4)]
+    for mine, blocks in zip(found, moments, strict=True):
+        torch.testing.assert_close(mine, eigvalsh(blocks.double()))
+
+
+class Elsewhere(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cpu = False
+    is_cuda = True
+
+
+def test_on_cuda_blocks_go_to_the_batched_routine(solve, calls, monkeypatch):
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda: solve)
+    blocks = symmetric(3, 5, dtype=torch.float32)
+    before = blocks.clone()
+    found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
+    assert calls() == 1 and torch.equal(blocks, before)  # the routine overwrites a copy
+    torch.testing.assert_close(found.as_subclass(Tensor), torch.linalg.eigvalsh(blocks.double()))
+    wanted = symmetric(3, 5).requires_grad_()
+    eigenvalues.eigenvalues(wanted.as_subclass(Elsewhere)).sum().backward()
+    assert calls() == 1 and torch.allclose(wanted.grad, torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
+
+
+def test_moments_decomposed_together_keep_their_eigenvalues(monkeypatch):
+    """Whatever is asked afterwards: nothing is decomposed again, unless rows were added."""
+    like = torch.zeros(0, dtype=torch.float32)
+    moments = [SecondMoment(groups, size, like, f"{groups}x{size}") for groups, size in [(2, 3), (1, 5), (4, 3)]]
+    for moment in moments:
+        moment.add(torch.randn(9, *moment.total.shape[:2]))
+        moment.total = moment.total.as_subclass(Elsewhere)
+    seen, eigvalsh = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda: None)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape[:2])) or eigvalsh(a))
+    SecondMoment.decompose_all(moments)
+    assert seen == [(6, 3), (1, 5)]
+    for moment in moments:
+        expected = eigvalsh(moment.total.as_subclass(Tensor).double())
+        torch.testing.assert_close(moment.eigenvalues().as_subclass(Tensor), expected)
+    SecondMoment.decompose_all(moments)
+    assert len(seen) == 2
+    moments[1].count(1)
+    SecondMoment.decompose_all(moments)
+    assert seen[2:] == [(1, 5)]
+
+
+def test_evidence_with_eigenvalues_together(device, monkeypatch):
+    """On a GPU by what is used there, and by cuSOLVER itself; on the CPU by the function that is used elsewhere."""
+    model = neyshabur("f_fc+conv", width=1, in_channels=1).to(device)
+    batch = torch.randn(20, 1, 32, 32, device=device), torch.randint(10, (20,), device=device)
+    la = KronLaplace(model).fit([batch])
+    sides = (m for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None)
+    moments = list(dict.fromkeys(m for m in sides if m.total.shape[1] <= 256))  # larger ones take LAPACK seconds
+    together = eigenvalues.eigenvalues_of_all([m.total for m in moments])
+    for moment, values in zip(moments, together, strict=True):
+        single = torch.linalg.eigvalsh(moment.total.cpu().double())
+        torch.testing.assert_close(values.cpu(), single, rtol=1e-9, atol=1e-12 * float(single.max()))
+        torch.testing.assert_close(moment.eigenvalues().cpu(), values.cpu().clamp(min=0), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1, 40), (60, 20), (60, 33), (40, 64), (9, 300), (2, 1000)])
+def test_cusolver_itself(shape, device):
+    if device.type != "cuda":
+        pytest.skip("needs a GPU")
+    torch.linalg.eigvalsh(torch.eye(2, device=device))
+    try:
+        solve = BatchedEigenvalues(cusolver._loaded("libcusolver.so"))
+    except AttributeError:
+        pytest.skip("this cuSOLVER has no batched routine")
+    blocks = symmetric(*shape)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = solve(blocks.to(device))
+    torch.testing.assert_close(found.cpu(), torch.linalg.eigvalsh(blocks), rtol=1e-10, atol=1e-10)

@@ -173,9 +173,10 @@ class Elsewhere(Tensor):
     is_cuda = True
 
 
-def test_on_cuda_blocks_go_to_the_batched_routine(solve, calls, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypatch):
     monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda: solve)
-    blocks = symmetric(3, 5, dtype=torch.float32)
+    blocks = symmetric(3, 5, dtype=dtype)
     before = blocks.clone()
     found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
     assert calls() == 1 and torch.equal(blocks, before)  # the routine overwrites a copy

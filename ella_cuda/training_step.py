@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.ops._autocast import without_autocast
+
 
 class TrainingStep:
     r"""Steps along the gradient of mean loss :math:`+ \frac{1}{2N} \sum_l \delta_l \|\theta_l\|^2`.
@@ -72,7 +74,10 @@ class TrainingStep:
         else:
             loss = (outputs - y).square().sum() / (self._twice_variance * max(len(y), 1))
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with without_autocast(
+            loss.device.type
+        ):  # as torch has it: each operation's backward is in its forward's precision
+            loss.backward()
         with torch.no_grad():
             check_loss(loss)
             # The prior's gradient, added in one call: temporaries of all weights would cost a page fault for every 4 KiB.

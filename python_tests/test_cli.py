@@ -235,6 +235,9 @@ def test_info_fails_when_a_kernel_is_wrong(monkeypatch, capsys):
         ["train", "--device", "tpu"],
         ["train", "--out", "a", "--resume", "b"],
         ["train", "--out", ""],
+        ["train", "--resume", ""],
+        ["reproduce", "group-convs", "--out", ""],
+        ["inspect", ""],
         ["train", "--seed", str(2**64)],
         ["train", "--resume", "not-there"],
         ["inspect"],
@@ -388,13 +391,14 @@ def test_a_picture_that_fails_is_said_and_the_tables_are_shown(tmp_path, monkeyp
     ]
 
 
-def test_a_damaged_history_is_named(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("content", [b'{"losses": [', b"\xff\xfe{", b"{}", b"null"])
+def test_a_damaged_history_is_named(content, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(experiments, "read_grid", lambda folder: ([], {}))
     monkeypatch.setattr(experiments, "read_summary", lambda folder: [made.row()])
     monkeypatch.setattr(experiments, "read_running", lambda folder: [])
     history = tmp_path / made.row()["run"] / "history.json"
     history.parent.mkdir()
-    history.write_text('{"losses": [')
+    history.write_bytes(content)
     assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and all(f"{history} is damaged" in line for line in lines)

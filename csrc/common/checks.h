@@ -200,8 +200,9 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   check.number("alpha", alpha);
   const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t least) {
     ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
-    ELLA_CHECK(value[0] >= least && value[1] >= least, op, ": ", name, " must be at least ", least, ", got (", value[0], ", ",
-               value[1], ")");
+    constexpr int64_t kMost = 1 << 30;  // products and sums of these and of sizes do not overflow
+    ELLA_CHECK(std::min(value[0], value[1]) >= least && std::max(value[0], value[1]) <= kMost, op, ": ", name,
+               " must be at least ", least, " and at most ", kMost, ", got (", value[0], ", ", value[1], ")");
   };
   pair("kernel_size", kernel_size, 1);
   pair("stride", stride, 1);

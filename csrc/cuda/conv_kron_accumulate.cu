@@ -2,7 +2,6 @@
 // tiles of the product. Images with a border are copied with it first: an element's address is then its row's and its column's
 // sum; asking each whether it lies beyond a border would take a third of all instructions.
 #include <algorithm>
-#include <limits>
 #include <optional>
 
 #include "../common/checks.h"
@@ -12,7 +11,10 @@
 namespace ella {
 namespace {
 
-constexpr int64_t kMostNumbers = 1 << 30;  // of a padded image, and positions at a time: counted in 32 bits
+#ifndef ELLA_MOST_NUMBERS
+#define ELLA_MOST_NUMBERS (1 << 30)
+#endif
+constexpr int64_t kMostNumbers = ELLA_MOST_NUMBERS;  // of a padded image, and positions at a time: counted in 32 bits
 #ifndef ELLA_MOST_PADDED_NUMBERS
 #define ELLA_MOST_PADDED_NUMBERS (1 << 26)
 #endif
@@ -28,8 +30,8 @@ struct Patches {
   using Column = uint32_t;  // an element's distance from there
 
   const T* data;
-  uint32_t stride_n, stride_c, stride_h, stride_w;  // with few images the first may wrap, where it is not used
-  uint32_t step_h, step_w;                          // from patch to patch, in memory
+  uint32_t stride_n, stride_c, stride_h, stride_w;  // of an axis of one it may wrap, where it is not used
+  uint32_t step_h, step_w;                          // from patch to patch, in memory; likewise
   Divisor<uint32_t> positions, out_w;
   int kernel_h, kernel_w, dilation_h, dilation_w;
 
@@ -62,7 +64,7 @@ struct Patches {
 
   __device__ __forceinline__ bool rows_adjacent() const { return true; }
 
-  __device__ __forceinline__ const T* address(Row row, Column column, bool&) const { return data + (row + column); }
+  __device__ __forceinline__ const T* address(Row row, Column column) const { return data + (row + column); }
 };
 
 // From an image's first number to its last.

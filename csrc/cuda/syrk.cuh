@@ -1,6 +1,6 @@
 // factor[g] += alpha * sum_r a a^T for the rows a = rows(r, g, :), the one computation behind both Kronecker accumulations. How
 // an element of a row is found is the `Rows` policy's affair (strides, or a patch of an image):
-//   using Row, Column; const T* address(Row, Column, bool& inside)
+//   using Row, Column; const T* address(Row, Column)
 //   Row row(int64_t r), Column column(int64_t g, int64_t i): the parts of the address that depend on one of them; computed also
 //   for rows and columns beyond the last, whose addresses are then not read
 //   bool rows_adjacent(): neighbouring rows, not neighbouring columns, are neighbours in memory; kRowsAdjacent: for sure

@@ -59,9 +59,9 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
       for (int e = 0; e < copies; ++e) {
         const int i = t / Shape::kSlabRows + e * (kSyrkThreads / Shape::kSlabRows);
         for (int operand = 0; operand < (diagonal ? 1 : 2); ++operand) {
-          bool inside = in_rows && (operand ? j0 : i0) + i < d;
+          const bool inside = in_rows && (operand ? j0 : i0) + i < d;
           const typename Rows::Column column = columns[operand * BT + i];
-          const T* const from = rows.address(row, column, inside);
+          const T* const from = rows.address(row, column);
           copy_async(staging + (stage * Shape::kStage + operand * Shape::kOperand + k * Shape::kStride + i), from, inside);
         }
       }
@@ -73,8 +73,8 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
 #pragma unroll 4
         for (int e = 0; e < copies; ++e) {
           const int k = t / BT + e * (kSyrkThreads / BT);
-          bool inside = in_columns && r0 + k < r_end;
-          const T* const from = rows.address(rows.row(min(r0 + k, r_end - 1)), column, inside);
+          const bool inside = in_columns && r0 + k < r_end;
+          const T* const from = rows.address(rows.row(min(r0 + k, r_end - 1)), column);
           copy_async(staging + (stage * Shape::kStage + operand * Shape::kOperand + k * Shape::kStride + i), from, inside);
         }
       }

@@ -60,9 +60,9 @@ class SyrkSlabs {
 #pragma unroll 4
         for (int e = 0; e < BT / kAtOnce; ++e) {
           const int slot = first + e * kAtOnce;
-          bool inside = k < rows && Shape::column_of_slot(slot) < columns;
+          const bool inside = k < rows && Shape::column_of_slot(slot) < columns;
           const Column column = columns_[operand * BT + slot];
-          const float* const from = rows_.address(row, column, inside);
+          const float* const from = rows_.address(row, column);
           copy_async(staging_ + (to + slot * Shape::kColumnStride), from, inside);
         }
       }
@@ -83,8 +83,8 @@ class SyrkSlabs {
 #pragma unroll 4
         for (int e = 0; e < Shape::kSlabRows / kAtOnce; ++e) {
           const int k = first + e * kAtOnce;
-          bool inside = in_columns && k < rows;
-          const float* const from = rows_.address(rows_.row(r0 + k), column, inside);
+          const bool inside = in_columns && k < rows;
+          const float* const from = rows_.address(rows_.row(r0 + k), column);
           if constexpr (COPY == SyrkCopy::vectors) {
             copy_async_vector(staging_ + (to + k * Shape::kStride), from, inside);
           } else {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void update_factor(T* factor, int64_t d, int64_t i, i
   if (i != j) factor[j * d + i] = fma(alpha, value, factor[j * d + i]);
 }
 
-// Squares of a tile, for which a thread block adds the shares up: a row of one is 128 bytes of a factor of floats.
+// Squares of a tile, for which a thread block adds the shares up: a row of 32 floats is 128 bytes of a factor.
 template <int BT>
 struct SyrkFinishSquare {
   static constexpr int kThreads = 256;

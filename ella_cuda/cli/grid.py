@@ -169,8 +169,11 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line names.
 
     Raises:
-        UsageError: a number of jobs below 1.
+        UsageError: a number of jobs below 1, or a folder without a name.
     """
+    for name in ("out", "resume"):
+        if getattr(args, name) == "":
+            raise UsageError(f"--{name} must name a folder, got an empty string.")
     if args.jobs is not None and args.jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {args.jobs}.")
     return {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
@@ -249,13 +252,11 @@ def new_folder(out: str | None, name: str) -> Path:
     """The folder of that path, or the next free one of today of that name.
 
     Raises:
-        UsageError: it holds runs already, is a file, or has no name.
+        UsageError: it holds runs already, or is a file.
     """
     if out is None:
         today = datetime.date.today().isoformat()
         return next(p for n in itertools.count(1) if not (p := Path("runs") / f"{name}-{today}-{n}").exists())
-    if not out:
-        raise UsageError("--out must name a folder, got an empty string.")
     path = Path(out)
     if (path / experiments.CONFIG_FILE).exists():
         raise UsageError(

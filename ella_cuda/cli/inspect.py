@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import experiments
-from ella_cuda.cli.common import DONE, grid_of
+from ella_cuda.cli.common import DONE, UsageError, grid_of
 from ella_cuda.reports import layer_table, results_table, save_pictures
 from ella_cuda.reports.text import counted, duration, number
 
@@ -37,6 +37,8 @@ def add_inspect(commands: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    if not args.dir:
+        raise UsageError("DIR must name a folder, got an empty string.")
     folder = Path(args.dir)
     configs, _ = grid_of(folder)
     finished, running = experiments.read_summary(folder), experiments.read_running(folder)

@@ -304,8 +304,8 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
 def hooked(
     model: nn.Module, hooks: Mapping[Rule, Callable[..., Tensor]], constants: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Evaluation mode, no gradients of ``constants``, no autocast, a forward hook on the layer of every rule, and compiled modules run
-    as they are written, for the duration of the context; all restored at its end.
+    """Evaluation mode, no gradients of ``constants``, a forward hook on the layer of every rule, and compiled modules run as they
+    are written, for the duration of the context; all restored at its end.
 
     A compiler would trace the hooks, which add to views of factors: inductor forgets where such a view begins in dynamic shapes,
     and what aot_autograd compiled cannot be differentiated under vmap.
@@ -319,8 +319,7 @@ def hooked(
         model.eval()
         for tensor in constants:
             tensor.requires_grad_(False)
-        device = next(model.parameters()).device.type
-        with torch.autocast(device, enabled=False), torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for handle in handles:

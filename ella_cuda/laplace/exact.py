@@ -12,6 +12,7 @@ from ella_cuda.laplace.curvature import hooked
 from ella_cuda.laplace.factors import SecondMoment
 from ella_cuda.laplace.kron import KronLaplace, Value, rules_for
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.ops._autocast import without_autocast
 
 
 class _GraphMoment(SecondMoment):
@@ -93,6 +94,12 @@ def exact_log_marginal_likelihood(
             f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {tuple(x.shape)}."
         )
     x, y = x.to(precision.device), y.to(precision.device)
+    with without_autocast(precision.device.type):
+        return _evidence(la, rules, x, y, precision, sigma)
+
+
+def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
+    """Of checked arguments."""
     outputs, tapped = _forward(la.model, rules, x)
     for rule in rules:
         if rule not in tapped:

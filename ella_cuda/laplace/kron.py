@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from ella_cuda import ops
-from ella_cuda.laplace.curvature import curvature_pass
+from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
@@ -23,9 +24,23 @@ from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import load_factors, save_factors
 from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
+from ella_cuda.nn._autocast import widened
+from ella_cuda.ops._autocast import autocast_is_on, without_autocast
 
 FISHERS = ("exact", "mc")
 Value = float | Tensor
+
+
+def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method run so that autograd works, in the grad mode of whoever calls it, which is what others' code inside sees."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(before):
+            return method(*args, **kwargs)
+
+    return wrapped
 
 
 class KronLaplace:
@@ -134,7 +149,7 @@ class KronLaplace:
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)
+    @_outside_inference_mode
     def fit(
         self,
         loader: Iterable[tuple[Tensor, Tensor]],
@@ -196,26 +211,10 @@ class KronLaplace:
         seen = 0
         with curvature_pass(self.model, self._rules, self.memory_budget) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = _pair(batch)
-                x, y = (t.clone() if t.is_inference() else t for t in (x.to(self._device), y.to(self._device)))
-                outputs = run.forward(x)
-                f = outputs.detach()
-                with torch.no_grad():
-                    self.likelihood_function.check(f, y)
-                    statistic = statistic + self.likelihood_function.statistic(f, y)
-                    columns = (
-                        self.likelihood_function.columns(f, self.column_tolerance)
-                        if self.fisher == "exact"
-                        else self.likelihood_function.sampled_column(f, generator)
-                    )
-                if x.shape[0]:
-                    run.backward(outputs, columns)
-                if data_fit.buffers:
-                    with run.paused():
-                        data_fit.add(lambda x=x, y=y: self.likelihood_function.statistic(self.model(x), y))
+                x, y = self._taken(batch)
+                with without_autocast(self._device.type):
+                    statistic = statistic + self._add(run, data_fit, x, y, generator)
                 seen += x.shape[0]
-                self.n_outputs = f.shape[1]
-                del outputs
         if not seen:
             raise ValueError(
                 "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
@@ -238,6 +237,33 @@ class KronLaplace:
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
         self._fingerprint = fingerprint
         return self
+
+    def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
+        x, y = (t.clone() if t.is_inference() else t for t in (t.to(self._device) for t in _pair(batch)))
+        return widened(x, self.model) if autocast_is_on(self._device.type) else x, y
+
+    def _add(
+        self, run: CurvaturePass, data_fit: DataFitGradient, x: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Tensor:
+        """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
+        outputs = run.forward(x)
+        f = outputs.detach()
+        with torch.no_grad():
+            self.likelihood_function.check(f, y)
+            statistic = self.likelihood_function.statistic(f, y)
+            columns = (
+                self.likelihood_function.columns(f, self.column_tolerance)
+                if self.fisher == "exact"
+                else self.likelihood_function.sampled_column(f, generator)
+            )
+        if x.shape[0]:
+            run.backward(outputs, columns)
+        if data_fit.buffers:
+            with run.paused():
+                data_fit.add(lambda: self.likelihood_function.statistic(self.model(x), y))
+        self.n_outputs = f.shape[1]
+        return statistic
 
     def _check_finite(self, statistic: Tensor) -> None:
         for name, factor in self._factors.items():

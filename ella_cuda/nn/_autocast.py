@@ -9,25 +9,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.ops._autocast import autocast_is_on, without_autocast
+
 Layer = TypeVar("Layer", bound=nn.Module)
 REDUCED = (torch.float16, torch.bfloat16)
 
 
 def full_precision(forward: Callable[[Layer, Tensor], Tensor]) -> Callable[[Layer, Tensor], Tensor]:
     """A layer's forward, which under autocast takes inputs of reduced precision as float32 and reduces none itself: what torch does
-    with the functions of which it knows that they need float32. The compiled ops have no other kernels."""
+    with the functions of which it knows that they need float32. The compiled ops have no other kernels. A layer whose parameters
+    are of reduced precision themselves takes its inputs as they are."""
 
     @functools.wraps(forward)
     def wrapped(self: Layer, x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or not _is_on(x.device.type):
+        if not isinstance(x, Tensor) or not autocast_is_on(x.device.type):
             return forward(self, x)
-        with torch.autocast(x.device.type, enabled=False):
-            return forward(self, x.float() if x.dtype in REDUCED else x)
+        with without_autocast(x.device.type):
+            return forward(self, widened(x, self))
 
     # Code of its own: a compiler that begins here limits how often it compiles the same code again.
     wrapped.__code__ = wrapped.__code__.replace(co_name=f"forward of {forward.__qualname__.partition('.')[0]}")
     return wrapped
 
 
-def _is_on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+def widened(x: Tensor, layer: nn.Module) -> Tensor:
+    """An input of reduced precision as float32, if its layer is not of reduced precision."""
+    own = next(layer.parameters(), None)
+    return x.float() if x.dtype in REDUCED and (own is None or own.dtype not in REDUCED) else x

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.nn._sizes import Size, as_count, as_size
+from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops.basis import BASIS_KINDS
 
 LEAST_SQUARES_CUTOFF = 1e-2  # singular values of the basis below this share of the largest are not fitted with
@@ -35,7 +36,7 @@ class SpatialBasis(nn.Module):
         kind: "interpolating" or "exponential", see :func:`ella_cuda.ops.basis_matrix`.
         inverse_lengthscale: :math:`\omega` at the start, at least 0, a number or a tensor of one element.
         anchors: where they are at the start, ``(A, 2)``, copied; None draws them.
-        device, dtype: of the buffers; None is torch's default.
+        device, dtype: of the buffers, float32 or float64; None is torch's default.
 
     Raises:
         TypeError: anchors are no real tensor, or inverse_lengthscale is neither a number nor a tensor.
@@ -64,18 +65,18 @@ class SpatialBasis(nn.Module):
         if not isinstance(kind, str) or kind not in BASIS_KINDS:
             raise ValueError(f"basis must be one of {', '.join(BASIS_KINDS)}, got {kind!r}.")
         count = _count(num_anchors, anchors, math.prod(self.size))
-        scale = as_scale("inverse_lengthscale", inverse_lengthscale)
+        # Where they start, beside the buffers, in which they change.
+        self._start = (
+            as_scale("inverse_lengthscale", inverse_lengthscale),
+            None if anchors is None else anchors.detach().clone(),
+        )
         kind_of = {"device": device, "dtype": torch.get_default_dtype() if dtype is None else dtype}
-        self.register_buffer("points", _grid(*self.size, **kind_of))
+        self.register_buffer("points", torch.empty(math.prod(self.size), 2, **kind_of))
         self.register_buffer("anchors", torch.empty(count, 2, **kind_of))
-        self.register_buffer("inverse_lengthscale", torch.full((), scale, **kind_of))
+        self.register_buffer("inverse_lengthscale", torch.empty((), **kind_of))
         self._kept: tuple[Versions, Tensor] | None = None
         self._held: Tensor | None = None
-        if anchors is None:
-            self.reset_anchors()
-        else:
-            with torch.no_grad():
-                self.anchors.copy_(anchors)
+        self.reset()
 
     @property
     def num_anchors(self) -> int:
@@ -84,6 +85,18 @@ class SpatialBasis(nn.Module):
     @property
     def num_points(self) -> int:
         return self.points.shape[0]
+
+    def reset(self) -> None:
+        """Put the grid, the inverse lengthscale and the anchors to where they start, whatever the buffers hold, such as uninitialised
+        memory after ``to_empty``; anchors that were not given are drawn anew."""
+        scale, anchors = self._start
+        with torch.no_grad():
+            self.points.copy_(_grid(*self.size, self.points))
+            self.inverse_lengthscale.fill_(scale)
+            if anchors is not None:
+                self.anchors.copy_(anchors)
+        if anchors is None:
+            self.reset_anchors()
 
     def reset_anchors(self) -> None:
         """Draw the anchors anew, from torch's global generator."""
@@ -133,7 +146,8 @@ class SpatialBasis(nn.Module):
         self._check("project", "x", x, self.num_points)
         if self.kind == "exponential" and self._held is None:  # evaluated on the fly
             return ops.basis_project(x, self.points, self.anchors, self.inverse_lengthscale, self.kind)
-        return x @ self.matrix().T
+        with without_autocast(x.device.type):
+            return x @ self.matrix().T
 
     def expand(self, values: Tensor) -> Tensor:
         """The functions with these values at the anchors: ``values @ matrix()``, ``(..., A) -> (..., X)``; TypeError or ValueError where
@@ -141,7 +155,8 @@ class SpatialBasis(nn.Module):
         self._check("expand", "values", values, self.num_anchors)
         if self.kind == "exponential" and self._held is None:  # symmetric in points and anchors
             return ops.basis_project(values, self.anchors, self.points, self.inverse_lengthscale, self.kind)
-        return values @ self.matrix()
+        with without_autocast(values.device.type):
+            return values @ self.matrix()
 
     def fit(self, functions: Tensor) -> Tensor:
         """Values whose expansion is nearest to the given functions, by least squares in float64: ``(..., X) -> (..., A)``.
@@ -153,7 +168,7 @@ class SpatialBasis(nn.Module):
             TypeError, ValueError: functions are no real tensor of that shape.
         """
         self._check("fit", "functions", functions, self.num_points, any_dtype=True)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(functions.device.type):
             psi = self.matrix().double()
             squares, directions = torch.linalg.eigh(psi @ psi.T)
             kept = squares > LEAST_SQUARES_CUTOFF**2 * squares[-1]
@@ -265,7 +280,7 @@ def _may_be_kept(buffers: Sequence[Tensor]) -> bool:
     return not wanted and all(type(b) is Tensor and not b.is_inference() for b in buffers)
 
 
-def _grid(height: int, width: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
-    """Centred pixel coordinates of the positions in row-major order, ``(H*W, 2)``."""
-    rows, columns = (torch.arange(n, device=device, dtype=dtype) - (n - 1) / 2 for n in (height, width))
+def _grid(height: int, width: int, like: Tensor) -> Tensor:
+    """Centred pixel coordinates of the positions in row-major order, ``(H*W, 2)``, of a tensor's dtype and on its device."""
+    rows, columns = (torch.arange(n, device=like.device, dtype=like.dtype) - (n - 1) / 2 for n in (height, width))
     return torch.cartesian_prod(rows, columns)

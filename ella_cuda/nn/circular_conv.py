@@ -21,7 +21,7 @@ class CircularConv2d(nn.Conv2d):
         out_channels: D.
         kernel_size: odd height and width, or one odd number for both.
         bias: whether the layer has a bias.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: a size is not positive or kernel_size even; in forward, the input does not fit.

@@ -29,7 +29,7 @@ class FactoredLinear2d(nn.Module):
         in_size: H and W, or one number for both.
         out_size: H' and W', or one number for both.
         bias: whether the layer has biases.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: a size is not positive; in forward, the input does not fit.

@@ -50,6 +50,12 @@ class FullyConnected2d(nn.Module):
         if bias:
             nn.init.zeros_(self.linear.bias)
 
+    def reset_parameters(self) -> None:
+        """Draw the weight anew, from torch's global generator; zero bias."""
+        self.linear.reset_parameters()
+        if self.linear.bias is not None:
+            nn.init.zeros_(self.linear.bias)
+
     @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H', W')``."""

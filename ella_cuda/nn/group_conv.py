@@ -38,7 +38,7 @@ class GroupFilter2d(nn.Module):
         depthwise: whether every channel has a filter of its own and none mix; D = C then.
         group, frames: see :class:`GroupConv2d`.
         bias: whether the layer has a bias.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: a size is not positive, an even kernel, a depthwise filter with D other than C, a group that does not map the kernel
@@ -159,7 +159,7 @@ class GroupConv2d(nn.Sequential):
             first. Both are equivariant to the group; where slices are mixed, only the second is equivariant to translations of the
             image as well (they move the turned slices in different directions). The pointwise variant mixes none and is both in both.
         bias: whether the factors have biases.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: an unknown variant, frames or group, or what :class:`GroupFilter2d` raises.

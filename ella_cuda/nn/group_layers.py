@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.groups import Group, as_group
-from ella_cuda.nn._autocast import full_precision
+from ella_cuda.nn._autocast import full_precision, widened
 from ella_cuda.nn._sizes import Size, as_size, check_same_kind
 from ella_cuda.nn.factored import FactoredLinear2d
+from ella_cuda.ops._autocast import autocast_is_on
 
 FRAMES = ("own", "common")
 
@@ -82,6 +83,7 @@ class GroupLift(_GroupModule):
     def __init__(self, group: str | Group = "p4") -> None:
         super().__init__(group)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, C, G, H, W)``."""
         require_tensor("GroupLift", x)
@@ -102,6 +104,7 @@ class GroupMaxPool(_GroupModule):
     def __init__(self, group: str | Group = "p4") -> None:
         super().__init__(group)
 
+    @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, C, H, W)``."""
         check_features("GroupMaxPool", x, None, self.group)
@@ -162,6 +165,8 @@ class SlicesAsChannels(_GroupModule):
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, G, H, W) -> (N, D, G, H', W')``."""
         check_features("SlicesAsChannels", x, None, self.group)
+        if autocast_is_on(x.device.type):  # which then is the layer's own affair
+            x = widened(x, self)
         if self.frames == "common":
             x = turn_slices(x, self.group, "common")
         y = self.layer(x.flatten(1, 2))
@@ -188,7 +193,7 @@ class GroupFactoredLinear2d(_GroupModule):
         out_size: H' and W', or one number for both.
         group: see :class:`GroupLift`.
         bias: whether the layer has biases.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: a size is not positive; in forward, the input does not fit.

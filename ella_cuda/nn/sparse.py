@@ -43,7 +43,7 @@ class SparseFactoredLinear2d(nn.Module):
         inverse_lengthscale: :math:`\omega` per pixel at the start, a pair or one for both sides.
         anchors: a pair of ``(A, 2)`` and ``(A', 2)``, rows and columns in centred pixels at the start, each None to draw them; None
             draws both.
-        device, dtype: of the parameters and buffers; None is torch's default.
+        device, dtype: of the parameters and buffers, float32 or float64; None is torch's default.
 
     Raises:
         TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
@@ -86,10 +86,16 @@ class SparseFactoredLinear2d(nn.Module):
         self.weight_out = nn.Parameter(torch.empty(out_channels, in_channels, self.basis_out.num_anchors, **kind))
         self.bias_in = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
         self.residuals: dict[str, float] | None = None
-        self.reset_parameters()
+        self._draw_weights()
 
     def reset_parameters(self) -> None:
-        """Draw an F-FC layer's initial weights, from torch's global generator, and take their least squares fit at the anchors."""
+        """Begin anew: the bases where they start, then an F-FC layer's initial weights, from torch's global generator, by their least
+        squares fit at the anchors."""
+        self.basis_in.reset()
+        self.basis_out.reset()
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
         sizes = (self.in_channels, self.out_channels, self.in_size, self.out_size)
         self._fit(FactoredLinear2d(*sizes, bias=False, device=self.weight_in.device, dtype=self.weight_in.dtype))
         if self.bias_in is not None:
@@ -238,7 +244,7 @@ class SparseConv2d(nn.Module):
         bias: whether the layer has a bias.
         inverse_lengthscale: :math:`\omega` per pixel at the start.
         anchors: ``(A, 2)``, rows and columns in centred pixels at the start; None draws them.
-        device, dtype: of the parameters and buffers; None is torch's default.
+        device, dtype: of the parameters and buffers, float32 or float64; None is torch's default.
 
     Raises:
         TypeError: inverse_lengthscale or anchors are no numbers or tensors; in forward, the input is no tensor.
@@ -272,10 +278,15 @@ class SparseConv2d(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels, self.basis.num_anchors, **kind))
         self.bias = nn.Parameter(torch.empty(out_channels, **kind)) if bias else None
         self.residuals: dict[str, float] | None = None
-        self.reset_parameters()
+        self._draw_weights()
 
     def reset_parameters(self) -> None:
-        """Draw a CONV layer's initial kernel (Kaiming-uniform for ReLU, as published) and take its least squares fit; zero bias."""
+        """Begin anew: the basis where it starts, then a CONV layer's initial kernel (Kaiming-uniform for ReLU, as published) by its least
+        squares fit, and zero bias."""
+        self.basis.reset()
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
         kernel = self.weight.new_empty(self.out_channels, self.in_channels, *self.kernel_size)
         nn.init.kaiming_uniform_(kernel, nonlinearity="relu")
         with torch.no_grad():

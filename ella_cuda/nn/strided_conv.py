@@ -27,7 +27,7 @@ class StridedCircularConv2d(nn.Sequential):
         kernel_size: odd height and width, or one odd number for both.
         bias: whether the convolution has a bias.
         norm: that decides, 1, 2 or ``math.inf``.
-        device, dtype: of the parameters; None is torch's default.
+        device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
         ValueError: a size is not positive or kernel_size even; in forward, ``norm`` is none of these, or the input has other channels, dtype

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops.gaussian_project import gaussian_matrix, gaussian_project
 
 INTERPOLATION_NOISE = 0.01  # sigma of basis_matrix
@@ -86,7 +87,8 @@ def basis_project(
     _check_signal(x, points)
     scale = _check("basis_project", points, anchors, inverse_lengthscale, kind)
     if kind != "exponential":
-        return x @ _matrix(scale, points, anchors, kind).mT
+        with without_autocast(x.device.type):
+            return x @ _matrix(scale, points, anchors, kind).mT
     u, v = scale * points.double(), scale * anchors.double()
     if x.dim() == 2:
         return gaussian_project(x, u, v)

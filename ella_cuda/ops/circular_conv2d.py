@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
 from ella_cuda.ops.circular_pad2d import circular_pad2d
 
@@ -55,7 +56,7 @@ def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _require_images_and_kernel(x, weight)
     if x.dtype not in (torch.float32, torch.float64) or not x.numel() or not weight.numel():
         return circular_conv2d_torch(x, weight, bias)
-    with torch.autocast(x.device.type, enabled=False):  # no lower precision than the CPU's
+    with without_autocast(x.device.type):  # no lower precision than the CPU's
         return F.conv2d(circular_pad2d(x, *(k // 2 for k in weight.shape[2:])), weight, bias)
 
 

@@ -43,7 +43,8 @@ def conv_kron_accumulate_(
 
     Raises:
         ValueError: an unknown ``padding_mode``, or a tensor carries a graph or a tangent.
-        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        RuntimeError: a shape, dtype or device does not fit, or on CUDA an image with its padding has more than 2^30 numbers; the
+            message names the argument.
 
     Source: Grosse and Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016, eq. 33 (the
     expanded sum over positions, KFAC-expand).

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -126,7 +127,7 @@ def _multiplied_out(
 ) -> Tensor:
     """:func:`factored_linear` as a product with ``V[d,c,y] U[d,c,x]``, where x or y has one value. In x's dtype under autocast too,
     as the compiled ops."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         d, _, y_size = weight_out.shape
         weight, inputs = _product_of_weights(weight_in, weight_out), x.flatten(1)
         shift = None if bias_out is None else bias_out.expand(d, y_size)
@@ -155,7 +156,7 @@ class _MultipliedOut(torch.autograd.Function):
         if not plain_autograd((grad, *inputs), graph=False):
             grads = _backward(grad, *inputs, *wanted)
             return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             (d, c, y_size), x_size = weight_out.shape, x.shape[2]
             flat, sums = grad.flatten(1), grad.sum(0)  # (N, D Y), (D, Y)
             x_grad = weight_in_grad = weight_out_grad = bias_in_grad = None

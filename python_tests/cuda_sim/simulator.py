@@ -26,6 +26,7 @@ HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
 FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places in 63 bits
 FEW_PADDED = "-DELLA_MOST_PADDED_NUMBERS=2000"  # so many of the images with their border are there at a time
+FEW_NUMBERS = "-DELLA_MOST_NUMBERS=8000"  # so many of other images, or one of them with its border, at the most
 FLAGS = [
     "-std=c++17",
     "-g0",
@@ -38,6 +39,7 @@ FLAGS = [
     "-DELLA_DISPATCH_KEY=CPU",
     FEW_PLACES,
     FEW_PADDED,
+    FEW_NUMBERS,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 

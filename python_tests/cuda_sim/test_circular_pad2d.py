@@ -18,7 +18,7 @@ SHAPES = [
     (2, 1, 2, 3, 5, 10),
     (5, 2, 1, 1, 1, 2),
     (4, 3, 16, 16, 1, 1),  # more than one block
-    (1, 1, 3, 2, 600, 1),  # a pad alone beyond 31 bits
+    (1, 1, 3, 2, 600, 1),  # places counted in 63 bits
 ]
 
 

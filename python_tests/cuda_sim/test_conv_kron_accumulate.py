@@ -23,6 +23,9 @@ GEOMETRIES = [
     ((1, 12, 3, 3), (3, 3), (1, 1), (1, 1), (1, 1)),
     ((20, 3, 5, 4), (3, 3), (1, 1), (1, 1), (1, 1)),  # more images than are copied with their border at once
     ((1, 3, 40, 17), (3, 2), (1, 2), (1, 1), (1, 1)),  # not even one of them
+    ((90, 4, 5, 5), (2, 2), (2, 1), (0, 0), (1, 1)),  # more numbers without a border than are read at once
+    ((90, 1, 10, 10), (1, 1), (1, 1), (0, 0), (1, 1)),  # and positions
+    ((1, 3, 40, 27), (3, 2), (1, 2), (1, 1), (1, 1)),  # an image with its border whose places are counted in 63 bits
 ]
 
 
@@ -72,6 +75,21 @@ def test_images_without_pixels(simulator: Simulator, size: tuple[int, int]) -> N
     assert torch.equal(accumulated(simulator, start, x, (3, 3), (1, 1), (2, 2), (1, 1), False, 1.0), start)
 
 
+def test_images_whose_rows_lie_far_apart(simulator: Simulator) -> None:
+    """Farther than distances are counted: they are copied."""
+    start, x = problem(((3, 2, 4, 5), (3, 3)), torch.float32)
+    by_rows = torch.full((3, 2, 4, 2600), float("nan"))[..., 7:12]
+    by_channels = torch.full((2, 3, 4, 700), float("nan"))[..., 7:12].transpose(0, 1)
+    for apart in (by_rows.copy_(x), by_channels.copy_(x)):
+        call = (apart, (3, 3), (1, 1), (0, 0), (1, 1), False, 0.7)
+        simulator.launches()
+        (got,) = in_every_order(simulator, lambda call=call: accumulated(simulator, start, *call))
+        assert any("pad_kernel" in launch.kernel for launch in simulator.launches())
+        assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
+    accumulated(simulator, start, x, *call[1:])
+    assert not any("pad_kernel" in launch.kernel for launch in simulator.launches())
+
+
 def test_rows_shared_out_over_blocks(simulator: Simulator) -> None:
     geometry = ((9, 1, 13, 11), (3, 3), (1, 1), (1, 1), (1, 1))
     start, x = problem(geometry, torch.float32)
@@ -91,6 +109,10 @@ def test_no_images(simulator: Simulator) -> None:
 
 
 def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+    with pytest.raises(RuntimeError, match=r"with its padding may have at most 8000 numbers, got 2 x 102 x 42"):
+        simulator.ops.conv_kron_accumulate_(
+            torch.zeros(2, 2), torch.zeros(1, 2, 100, 40), (1, 1), (1, 1), (1, 1), (1, 1), False, 1.0
+        )
     with pytest.raises(RuntimeError, match="circular padding must not exceed the image"):
         simulator.ops.conv_kron_accumulate_(
             torch.zeros(9, 9), torch.zeros(1, 1, 2, 2), (3, 3), (1, 1), (3, 3), (1, 1), True, 1.0

@@ -176,6 +176,8 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
         (2, 3, 34, 51, 1),
         (2, 3, 34, 54, 1),
         (35, 2, 70, 3, 5),
+        (4, 2, 31, 40, 3),  # larger than x: y counts from 32 positions on
+        (4, 2, 32, 40, 3),
         (8, 4, 20, 12, 8),
         FUSED[3],
     ],

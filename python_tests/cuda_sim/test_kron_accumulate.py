@@ -51,9 +51,11 @@ def test_layouts(simulator: Simulator, layout: str, d: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "d"), [(1500, 5), (1100, 32), (300, 130)])
-def test_rows_shared_out_over_blocks(simulator: Simulator, count: int, d: int, dtype: torch.dtype) -> None:
-    start, rows = symmetric(1, d, dtype), torch.randn(count, 1, d, dtype=dtype)
+@pytest.mark.parametrize(
+    ("count", "groups", "d"), [(1500, 1, 5), (1500, 3, 5), (1100, 1, 32), (300, 1, 130), (300, 2, 130)]
+)
+def test_rows_shared_out_over_blocks(simulator: Simulator, count: int, groups: int, d: int, dtype: torch.dtype) -> None:
+    start, rows = symmetric(groups, d, dtype), torch.randn(count, groups, d, dtype=dtype)
     results = []
     for order in ("forward", "reverse", "random"):
         with simulator.scheduled(threads=order, blocks=order, multiprocessors=64):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from ella_cuda.data import TensorLoader
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, SparseFactoredLinear2d
+from ella_cuda.training_step import TrainingStep
 
 
 def network() -> nn.Module:
@@ -74,3 +77,62 @@ def test_inference_mode_and_learned_lengthscales(case):
     slopes = [torch.autograd.grad(la.log_marginal_likelihood(), scale) for la in (found, expected)]
     assert slopes[1][0] != 0
     torch.testing.assert_close(*slopes)
+
+
+def test_exact_evidence_under_autocast(case, device):
+    model, x, y = case
+    basis = model[0].s_fc.basis_in
+    wanted = [basis.inverse_lengthscale.requires_grad_(), basis.anchors.requires_grad_()]
+
+    def evidence():
+        value = exact_log_marginal_likelihood(KronLaplace(model), x, y)
+        return value, torch.autograd.grad(value, wanted)
+
+    expected = evidence()
+    with torch.autocast(device.type, torch.bfloat16):
+        value = exact_log_marginal_likelihood(KronLaplace(model), x, y)
+    torch.testing.assert_close((value, torch.autograd.grad(value, wanted)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_reduced_images_are_taken_in_full_under_autocast(case, device):
+    model, x, y = case
+    x = x.bfloat16()
+    expected = KronLaplace(model).fit([(x.float(), y)]).log_marginal_likelihood()
+    with torch.autocast(device.type, torch.bfloat16):
+        found = KronLaplace(model).fit([(x, y)]).log_marginal_likelihood()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_loader_runs_in_the_modes_of_whoever_fits(case, grad, inference, device):
+    """It may compute features by a network of its own."""
+    model, x, y = case
+    seen = []
+
+    def batches():
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled(device.type)))
+        yield x, y
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast(device.type, torch.bfloat16):
+        KronLaplace(model).fit(batches())
+    assert seen == [(grad, True)]
+
+
+def test_training_under_autocast(case, device):
+    """The backward is in each operation's own precision: that of our layers is not reduced."""
+    model, x, y = case
+    model = model[0]  # of our layers alone, whose products torch would reduce in a backward under autocast
+    step = {}
+    for name, context in (
+        ("without", torch.autocast(device.type, enabled=False)),
+        ("with", torch.autocast(device.type, torch.bfloat16)),
+    ):
+        copied = nn.Sequential(copy.deepcopy(model), nn.Flatten())
+        optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+        train = TrainingStep(copied, optimizer, list(copied.parameters()), "classification")
+        train.begin_epoch(torch.zeros(len(train.parameters), device=device), 1.0, len(x))
+        with context:
+            train(x, y, lambda outputs, labels: labels, lambda loss: None)
+        step[name] = list(copied.state_dict().values())
+    torch.testing.assert_close(step["with"], step["without"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ella_cuda import ops
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import (
     CircularConv2d,
@@ -13,10 +14,14 @@ from ella_cuda.nn import (
     FullyConnected2d,
     GroupConv2d,
     GroupFactoredLinear2d,
+    GroupLift,
+    GroupMaxPool,
     GroupPolyphasePool2d,
     PolyphasePool2d,
+    SlicesAsChannels,
     SparseConv2d,
     SparseFactoredLinear2d,
+    SpatialBasis,
     StridedCircularConv2d,
 )
 
@@ -36,6 +41,9 @@ CASES = {
     "GroupConv2d": (lambda: GroupConv2d(2, 3), FEATURES),
     "GroupConv2d, separable": (lambda: GroupConv2d(2, 3, variant="separable"), FEATURES),
     "GroupPolyphasePool2d": (GroupPolyphasePool2d, FEATURES),
+    "GroupLift": (GroupLift, IMAGES),
+    "GroupMaxPool": (GroupMaxPool, FEATURES),
+    "SlicesAsChannels": (lambda: SlicesAsChannels(CircularConv2d(8, 12), frames="common"), FEATURES),
     "GroupFactoredLinear2d": (lambda: GroupFactoredLinear2d(2, 3, 4, 2), FEATURES),
 }
 each_layer = pytest.mark.parametrize(("make", "shape"), CASES.values(), ids=list(CASES))
@@ -118,3 +126,48 @@ def test_published_network_under_autocast(layer, device):
         logits = model(x)
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(features, expected)
+
+
+@each_layer
+def test_layers_in_float64_stay_so(make, shape, device):
+    layer, x = make().to(device, torch.float64), torch.randn(shape, dtype=torch.float64, device=device)
+    expected = layer(x)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = layer(x)
+    torch.testing.assert_close(found, expected)
+
+
+def test_layers_of_reduced_precision_take_inputs_as_they_are():
+    layer, x = FullyConnected2d(2, 3, 4, 2).bfloat16(), torch.randn(3, 2, 4, 4).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), layer.linear(x.flatten(1)).unflatten(1, (3, 2, 2)))
+
+
+@pytest.mark.parametrize("kind", ["interpolating", "exponential"])
+def test_what_a_basis_makes_is_not_reduced(kind, device):
+    basis = SpatialBasis(6, kind=kind).to(device)
+    signals, values = torch.randn(5, 36, device=device), torch.randn(5, 18, device=device)
+
+    def made():
+        projected = ops.basis_project(signals, basis.points, basis.anchors, basis.inverse_lengthscale, kind)
+        return basis.project(signals), basis.expand(values), basis.fit(signals), basis.matrix(), projected
+
+    expected = made()
+    with torch.autocast(device.type, torch.bfloat16):
+        found = made()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dense", [FactoredLinear2d(2, 3, 4, 2), CircularConv2d(2, 3)], ids=["s_fc", "s_conv"])
+def test_conversions_are_not_reduced(dense):
+    sparse = SparseFactoredLinear2d if isinstance(dense, FactoredLinear2d) else SparseConv2d
+
+    def converted():
+        torch.manual_seed(0)
+        layer = sparse.from_dense(dense)
+        return [*layer.state_dict().values(), *layer.residuals.values(), *layer.to_dense().state_dict().values()]
+
+    expected = converted()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = converted()
+    torch.testing.assert_close(found, expected)

@@ -44,7 +44,7 @@ def test_device_and_dtype(layer, sizes, shape, device):
 
 @each_layer
 def test_shapes_on_meta(layer, sizes, shape):
-    """Shapes without memory; and what meta's parameters become is drawn as elsewhere."""
+    """Shapes without memory."""
     made = layer(*sizes, device="meta")
     assert all(t.is_meta for t in (*made.parameters(), *made.buffers()))
     assert made(torch.empty(shape, device="meta")).shape == layer(*sizes)(torch.randn(shape)).shape
@@ -52,10 +52,65 @@ def test_shapes_on_meta(layer, sizes, shape):
 
 
 @each_layer
-def test_skipped_initialization(layer, sizes, shape):
-    """``torch.nn.utils.skip_init`` needs the device."""
-    made = torch.nn.utils.skip_init(layer, *sizes)
-    assert all(p.device.type == "cpu" for p in made.parameters())
+@pytest.mark.parametrize("make", ["skip_init", "meta"])
+def test_layers_without_initialization_are_given_one(layer, sizes, shape, make, device):
+    """Memory first, then ``reset_parameters``, which sets buffers too."""
+    if make == "skip_init":
+        made = torch.nn.utils.skip_init(layer, *sizes, device=device)
+    else:
+        made = layer(*sizes, device="meta").to_empty(device=device)
+    with torch.no_grad():
+        for tensor in made.state_dict().values():
+            tensor.fill_(1e4)  # what memory may hold
+
+    def begin(module):
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        else:
+            for child in module.children():
+                begin(child)
+
+    def reset():
+        torch.manual_seed(3)
+        begin(made)
+        return [t.clone() for t in made.state_dict().values()]
+
+    first = reset()
+    assert all(t.abs().max() < 10 for t in first)
+    for ours, like in zip(first, layer(*sizes).state_dict().values(), strict=True):
+        assert ours.shape == like.shape and (ours.any() == like.any())
+    torch.testing.assert_close(reset(), first)
+
+
+def test_a_basis_begins_anew_where_it_was_told_to():
+    anchors = torch.tensor([[0.5, -0.5], [1.0, 1.5]])
+    basis = SpatialBasis((3, 4), inverse_lengthscale=0.3, anchors=anchors)
+    start = {name: tensor.clone() for name, tensor in basis.state_dict().items()}
+    anchors.zero_()  # the caller's, not what the basis keeps
+    for tensor in basis.state_dict().values():
+        tensor.fill_(1e4)
+    before = basis.matrix()
+    basis.reset()
+    torch.testing.assert_close(basis.state_dict(), start)
+    assert not torch.equal(basis.matrix(), before)
+
+
+def test_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        for layer, sizes, _ in CASES.values():
+            made = layer(*sizes)
+            assert {t.dtype for t in (*made.parameters(), *made.buffers())} == {torch.float64}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"), [(SparseFactoredLinear2d, (2, 3, 4, 2)), (SparseConv2d, (2, 3))], ids=["s_fc", "s_conv"]
+)
+def test_weights_are_as_exact_as_their_dtype(layer, sizes):
+    for weight in layer(*sizes, dtype=torch.float64).parameters():
+        assert not weight.any() or not torch.equal(weight, weight.float().double())
 
 
 def test_a_basis_is_as_exact_as_its_dtype():

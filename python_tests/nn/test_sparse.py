@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, SparseConv2d, SparseFactoredLinear2d, SpatialBasis
 from python_tests.ops.checks import assert_same
@@ -374,4 +375,19 @@ def test_exports_for_any_number_of_images(layer, strict):
     program = torch.export.export(layer, (torch.randn(3, 2, 4, 4),), dynamic_shapes=(images,), strict=strict).module()
     for n in (2, 3, 700):
         x = torch.randn(n, 2, 4, 4)
+        assert_same(program(x), layer(x))
+    counts = []
+    for call in (program, layer):  # in the way that many images take
+        with FlopCounterMode(display=False) as counter:
+            call(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_exports_for_images_of_any_size():
+    layer = SparseConv2d(2, 3)
+    sizes = {0: torch.export.Dim("images"), 2: torch.export.Dim("rows", min=3), 3: torch.export.Dim("columns", min=3)}
+    program = torch.export.export(layer, (torch.randn(3, 2, 5, 6),), dynamic_shapes=(sizes,)).module()
+    for shape in [(2, 2, 3, 4), (5, 2, 40, 50)]:
+        x = torch.randn(shape)
         assert_same(program(x), layer(x))

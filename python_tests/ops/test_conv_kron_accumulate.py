@@ -165,6 +165,14 @@ def test_errors(device):
         ops.conv_kron_accumulate_(factor, x, 3, padding=5)
     with pytest.raises(RuntimeError, match="kernel"):
         ops.conv_kron_accumulate_(factor, x, 3, "zeros", padding=0, dilation=4)
+    with pytest.raises(
+        RuntimeError, match=r"padding must be at least 0 and at most 1073741824, got \(0, 9223372036854775807\)"
+    ):
+        ops.conv_kron_accumulate_(factor[:2, :2].contiguous(), x, 1, "zeros", padding=(0, 2**63 - 1))
+    with pytest.raises(RuntimeError, match="dilation must be at least 1 and at most"):
+        ops.conv_kron_accumulate_(
+            factor[:8, :8].contiguous(), x, (4, 1), "zeros", padding=0, dilation=((2**64 + 2) // 3, 1)
+        )
     with pytest.raises(ValueError, match="x requires grad"):
         ops.conv_kron_accumulate_(factor, x.requires_grad_(), 3)
 

@@ -239,10 +239,11 @@ KEPT = [
     (70, 90, 30, 64, 3),
     (64, 2, 40, 33, 5),
     (64, 3, 51, 34, 1),
+    (64, 2, 40, 32, 5),
 ]
 
 # Larger than x; than x and y; by lanes without an image; sums too short for y to count.
-NOT_KEPT = [(64, 20, 10, 3, 5), (64, 3, 54, 34, 1), (1, 8, 8, 64, 64), (64, 2, 40, 3, 5)]
+NOT_KEPT = [(64, 20, 10, 3, 5), (64, 3, 54, 34, 1), (1, 8, 8, 64, 64), (64, 2, 40, 3, 5), (64, 2, 40, 31, 5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -46,9 +46,11 @@ def read_history(run_dir: Path) -> dict[str, Any]:
     path = run_dir / HISTORY_FILE
     path = path if path.exists() else run_dir / DIARY_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); do that run again in another folder.") from error
+        history = json.loads(path.read_text(encoding="utf-8"))
+        history["evaluations"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); do that run again in another folder.") from error
+    return history
 
 
 def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Path) -> Drawn:

@@ -20,8 +20,15 @@ from ella_cuda.laplace.rectified import Rectifiers, plain, sequential
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import PolyphasePool2d
+from ella_cuda.nn._autocast import REDUCED
+from ella_cuda.ops._autocast import without_autocast
 
 Pull = Callable[[Tensor], Tensor]
+
+
+def _full(x: Tensor) -> Tensor:
+    """What a network's own autocast reduced, for a rule, whose factors are of the parameters' precision."""
+    return x.float() if x.dtype in REDUCED else x
 
 
 class _OnColumns(torch.autograd.Function):
@@ -66,11 +73,12 @@ class _LayerNode(torch.autograd.Function):
         (rectified,) = ctx.saved_tensors
 
         def pull(columns: Tensor) -> Tensor:
-            pulled = rule.pull_back(columns, shape)
+            pulled = rule.pull_back(_full(columns), shape)
             if pulled is None:
                 return columns.new_zeros(columns.shape[0])
             if rectified is not None:
-                torch.ops.aten.threshold_backward.grad_input(pulled, rectified.expand_as(pulled), 0, grad_input=pulled)
+                source = _full(rectified).expand_as(pulled)
+                torch.ops.aten.threshold_backward.grad_input(pulled, source, 0, grad_input=pulled)
             return pulled
 
         pulled = _OnColumns.apply(gradient, pull)
@@ -92,7 +100,7 @@ class _OutputTap(torch.autograd.Function):
         rule = ctx.rule
 
         def pull(columns: Tensor) -> Tensor:
-            rule.outputs(columns)
+            rule.outputs(_full(columns))
             return columns
 
         return _OnColumns.apply(gradient, pull), None, None
@@ -161,7 +169,7 @@ class CurvaturePass:
         self._called.clear()
         try:
             with torch.enable_grad():
-                return self.model(x)
+                return _full(self.model(x))
         finally:
             self.rectifiers.forget()
 
@@ -212,8 +220,8 @@ class CurvaturePass:
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
-            with torch.no_grad():
-                rule.inputs(*(a.detach() if isinstance(a, Tensor) else a for a in arguments))
+            with torch.no_grad(), without_autocast(out.device.type):  # the network's own
+                rule.inputs(*(_full(a.detach()) if isinstance(a, Tensor) else a for a in arguments))
             if not rule.differentiates:
                 self._charge(x, out)
                 return _OutputTap.apply(out, self._anchor, rule)
@@ -258,7 +266,7 @@ class CurvaturePass:
             self._between = None
             self._charge(between.x, out if between.rule.skips_zeros(out.device) else between.out)
             with torch.no_grad():
-                index = torch.ops.ella_cuda.polyphase_pool(between.out.detach(), float(module.norm))[1]
+                index = torch.ops.ella_cuda.polyphase_pool(_full(between.out.detach()), float(module.norm))[1]
             return self._node(between.rule, between.x, out, _Pooled(between.rule, index))
 
         try:
@@ -324,7 +332,7 @@ def hooked(
     finally:
         for handle in handles:
             handle.remove()
-        for tensor in constants:
-            tensor.requires_grad_(True)
         for m in training:
             m.training = True
+        for tensor in constants:
+            tensor.requires_grad_(True)

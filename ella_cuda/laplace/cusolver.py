@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -60,10 +61,9 @@ class BatchedEigenvalues:
 
     def __call__(self, blocks: Tensor) -> Tensor:
         """Ascending eigenvalues ``(G, d)`` of symmetric blocks ``(G, d, d)``, of which the lower triangles are read; contiguous float64,
-        overwritten.
+        overwritten. A block's that did not converge are nan.
 
         Raises:
-            torch.linalg.LinAlgError: a block's did not converge.
             RuntimeError: cuSOLVER failed.
         """
         if not blocks.numel():
@@ -90,10 +90,7 @@ class BatchedEigenvalues:
         rooms = (room.data_ptr(), on_device.value, host_room.data_ptr(), on_host.value)
         self._run("cusolverDnXsyevBatched", *problem, *rooms, failed.data_ptr(), groups)
         if failed.any():  # waits for the call, until when the rooms have to be there
-            first = int(failed.nonzero()[0])
-            raise torch.linalg.LinAlgError(
-                f"cuSOLVER: the eigenvalues of block {first}, {size}x{size}, did not converge (info {int(failed[first])})."
-            )
+            values[failed != 0] = math.nan
         return values
 
     def _open(self, device: torch.device) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
@@ -117,15 +114,20 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 @functools.cache
-def batched_eigenvalues() -> BatchedEigenvalues | None:
-    """cuSOLVER's routine where torch does not call it itself; None where it does, or where its library has none."""
+def batched_eigenvalues(device: torch.device) -> BatchedEigenvalues | None:
+    """cuSOLVER's routine for a CUDA device where torch does not call it itself; None where it does, or where its library has none."""
     if torch.version.cuda is None or torch.__version__ >= BATCHED_IN_TORCH:
         return None
-    torch.linalg.eigvalsh(torch.zeros(1, 1, device="cuda"))  # torch loads cuSOLVER when it first needs it
+    _have_cusolver_loaded(device)
     try:
         return BatchedEigenvalues(_loaded("libcusolver.so"))
     except (OSError, AttributeError):
         return None
+
+
+def _have_cusolver_loaded(device: torch.device) -> None:
+    """By torch, which does so when it first needs it."""
+    torch.linalg.eigvalsh(torch.zeros(1, 1, device=device))
 
 
 def _loaded(name: str) -> str:

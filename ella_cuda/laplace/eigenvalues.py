@@ -20,11 +20,13 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     memory of what is decomposed. Not one block a thread: called in a parallel region, torch's MKL returns wrong eigenvalues once
     ``torch.set_num_threads`` was used. On CUDA many at once, by torch from version 2.12 on, by cuSOLVER itself before.
 
+    A block's that did not converge are nan, or
+
     Raises:
-        torch.linalg.LinAlgError: those of a block did not converge.
+        torch.linalg.LinAlgError: torch's words for it.
     """
     at_once = max((AT_ONCE_ON_CPU if blocks.is_cpu else AT_ONCE_ELSEWHERE) // max(blocks.shape[1] ** 2, 1), 1)
-    solve = batched_eigenvalues() if blocks.is_cuda else None
+    solve = batched_eigenvalues(blocks.device) if blocks.is_cuda else None
     if solve is None or (torch.is_grad_enabled() and blocks.requires_grad):
         return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(at_once)])
     return torch.cat(
@@ -43,7 +45,7 @@ def eigenvalues_of_all(moments: Sequence[Tensor]) -> list[Tensor]:
         sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
     for (size, *_), places in sizes.items():
         for together in _parts(places, [moments[p].shape[0] * size**2 for p in places]):
-            values = eigenvalues(torch.cat([moments[p] for p in together]))
+            values = eigenvalues(torch.cat([moments[p] for p in together]) if together[1:] else moments[together[0]])
             found |= zip(together, values.split([moments[p].shape[0] for p in together]), strict=True)
     return [found[place] for place in range(len(moments))]
 
@@ -67,6 +69,6 @@ def solver(device: torch.device) -> str:
         return "torch's LAPACK, one after the other"
     if torch.__version__ >= BATCHED_IN_TORCH:
         return "torch's cuSOLVER, many at once"
-    if batched_eigenvalues() is not None:
+    if batched_eigenvalues(device) is not None:
         return "cuSOLVER, many at once"
     return "torch's cuSOLVER, one after the other above 32 rows; torch 2.12 or cuSOLVER 11.7.1 (CUDA 12.6.2) take many at once"

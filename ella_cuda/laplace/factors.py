@@ -143,6 +143,7 @@ class SecondMoment:
         Raises:
             FloatingPointError: the sum is not finite.
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
+            torch.linalg.LinAlgError: a block's eigenvalues did not converge.
         """
         if self._learns():
             return self._checked(eigenvalues(self._blocks()))
@@ -182,8 +183,14 @@ class SecondMoment:
         return self.projected()
 
     def _checked(self, values: Tensor) -> Tensor:
-        """Eigenvalues without what rounding took below zero; ArithmeticError where it was more."""
+        """Eigenvalues without what rounding took below zero; ArithmeticError where it was more, LinAlgError where there are none."""
         with torch.no_grad():
+            if values.isnan().any():
+                block = int(values.isnan().any(-1).nonzero()[0])
+                raise torch.linalg.LinAlgError(
+                    f"{self.name}: the eigenvalues of block {block} of the factor did not converge; use float64 parameters, or fit on "
+                    "data of another scale."
+                )
             # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
             # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
             # rounding is absolute: a product can lose up to that number, in each of R terms and d entries.

@@ -89,6 +89,7 @@ class KronLaplace:
         TypeError: model is no module, or one of its layers with trainable parameters has no rule; the message names it and
             ``ella_cuda.laplace.register``.
         ValueError: an argument out of range, tied parameters, no trainable parameter.
+        RuntimeError: a parameter was made in ``torch.inference_mode()``.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021; van
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
@@ -118,6 +119,7 @@ class KronLaplace:
         self.column_tolerance = column_tolerance
         self.likelihood_function = LIKELIHOODS[likelihood]()
         self._parameters = _trainable(model)
+        _require_no_inference(self._parameters)
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = rules_for(model, resolution)
@@ -175,6 +177,7 @@ class KronLaplace:
 
         Raises:
             TypeError: the loader is a data set or a tensor, or yields something else than pairs of tensors; override is no bool.
+            RuntimeError: a parameter was made in ``torch.inference_mode()``.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
@@ -190,6 +193,7 @@ class KronLaplace:
                 f"{type(loader).__name__} and {type(override).__name__}; tensors make one by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
+        _require_no_inference(self._parameters)
         data_fit = DataFitGradient(self.model)
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         fingerprint = _fingerprint(self.model).to(self._device)
@@ -658,6 +662,15 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         raise ValueError(f"KronLaplace: the parameters must be on one device, found {', '.join(sorted(devices))}.")
     return parameters
+
+
+def _require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.is_inference():
+            raise RuntimeError(
+                f"KronLaplace: parameter {name!r} was made in torch.inference_mode(), where autograd cannot use it; make, move and convert "
+                "the model outside, or under torch.no_grad()."
+            )
 
 
 def rules_for(model: nn.Module, resolution: str) -> list[Rule]:

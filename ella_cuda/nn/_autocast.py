@@ -18,7 +18,7 @@ REDUCED = (torch.float16, torch.bfloat16)
 def full_precision(forward: Callable[[Layer, Tensor], Tensor]) -> Callable[[Layer, Tensor], Tensor]:
     """A layer's forward, which under autocast takes inputs of reduced precision as float32 and reduces none itself: what torch does
     with the functions of which it knows that they need float32. The compiled ops have no other kernels. A layer whose parameters
-    are of reduced precision themselves takes its inputs as they are."""
+    are of another dtype takes its inputs as they are."""
 
     @functools.wraps(forward)
     def wrapped(self: Layer, x: Tensor) -> Tensor:
@@ -33,6 +33,6 @@ def full_precision(forward: Callable[[Layer, Tensor], Tensor]) -> Callable[[Laye
 
 
 def widened(x: Tensor, layer: nn.Module) -> Tensor:
-    """An input of reduced precision as float32, if its layer is not of reduced precision."""
+    """An input of reduced precision as float32, if the layer's parameters are of float32 or there are none."""
     own = next(layer.parameters(), None)
-    return x.float() if x.dtype in REDUCED and (own is None or own.dtype not in REDUCED) else x
+    return x.float() if x.dtype in REDUCED and (own is None or own.dtype == torch.float32) else x

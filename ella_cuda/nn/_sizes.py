@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from torch import Tensor
 
 Size = int | tuple[int, int]
@@ -10,9 +12,9 @@ Size = int | tuple[int, int]
 def as_size(name: str, value: Size) -> tuple[int, int]:
     """``(H, W)`` from one number or a pair; ValueError unless both are positive integers."""
     size = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(size) != 2 or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in size):
+    if len(size) != 2 or not all(_is_count(s) for s in size):
         raise ValueError(f"{name} must be a positive integer or a pair (height, width) of them, got {value!r}.")
-    return size
+    return int(size[0]), int(size[1])
 
 
 def as_kernel_size(value: Size) -> tuple[int, int]:
@@ -25,9 +27,13 @@ def as_kernel_size(value: Size) -> tuple[int, int]:
 
 def as_count(name: str, value: int) -> int:
     """The value; ValueError unless it is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_count(value):
         raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-    return value
+    return int(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0  # numpy's integers too
 
 
 def check_same_kind(layer: str, x: Tensor, weight: Tensor) -> None:

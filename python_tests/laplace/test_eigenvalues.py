@@ -16,6 +16,7 @@ from torch import Tensor
 from ella_cuda.laplace import KronLaplace, SecondMoment, cusolver, eigenvalues
 from ella_cuda.laplace.cusolver import ROUTINES, BatchedEigenvalues
 from ella_cuda.models import neyshabur
+from ella_cuda.nn import SpatialBasis
 from python_tests.cuda_sim.simulator import compiler
 
 
@@ -84,11 +85,19 @@ def test_large_workspaces_are_parted(solve, calls, monkeypatch):
     torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
 
 
-def test_blocks_that_do_not_converge_are_named(solve):
-    blocks = symmetric(5, 3)
-    blocks[3, 0, 0] = -1234
-    with pytest.raises(torch.linalg.LinAlgError, match=r"block 3, 3x3, did not converge \(info 2\)"):
-        solve(blocks)
+def test_blocks_that_do_not_converge_are_named(solve, monkeypatch):
+    """By the factor that has them, wherever they were in the call."""
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    moments = moments_elsewhere((2, 3), (5, 3))
+    moments[1].total[3, 0, 0] = moments[1].total[4, 0, 0] = -1234
+    with pytest.raises(
+        torch.linalg.LinAlgError, match=r"5x3: the eigenvalues of block 3 of the factor did not converge"
+    ):
+        SecondMoment.decompose_all(moments)
+    torch.testing.assert_close(
+        moments[0].eigenvalues().as_subclass(Tensor),
+        torch.linalg.eigvalsh(moments[0].total.as_subclass(Tensor).double()),
+    )
 
 
 def test_a_failing_call_is_named(solve):
@@ -175,7 +184,7 @@ class Elsewhere(Tensor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypatch):
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda: solve)
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
     blocks = symmetric(3, 5, dtype=dtype)
     before = blocks.clone()
     found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
@@ -186,15 +195,101 @@ def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypat
     assert calls() == 1 and torch.allclose(wanted.grad, torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
 
 
+def moments_elsewhere(*shapes: tuple[int, int], basis: SpatialBasis | None = None) -> list[SecondMoment]:
+    moments = []
+    for groups, size in shapes:
+        moment = SecondMoment(groups, size, torch.zeros(0, dtype=torch.float32), f"{groups}x{size}", basis)
+        moment.add(torch.randn(9, groups, size))
+        moment.total = moment.total.as_subclass(Elsewhere)
+        moments.append(moment)
+    return moments
+
+
+def test_moments_on_a_basis_are_decomposed_as_projected(monkeypatch):
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    basis = SpatialBasis(2)
+    moments = [*moments_elsewhere((3, 4), (2, 8), basis=basis), *moments_elsewhere((1, 4))]
+    SecondMoment.decompose_all(moments)
+    psi = torch.block_diag(basis.matrix(), basis.matrix()).double()
+    for moment, projection in zip(moments, (basis.matrix().double(), psi, torch.eye(4).double()), strict=True):
+        expected = torch.linalg.eigvalsh(projection @ moment.total.as_subclass(Tensor).double() @ projection.mT)
+        torch.testing.assert_close(moment.eigenvalues().as_subclass(Tensor), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_moments_decomposed_together_are_checked(monkeypatch):
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    (negative, fine), (infinite,) = moments_elsewhere((2, 3), (1, 3)), moments_elsewhere((1, 5))
+    negative.total[1] -= 100 * torch.eye(3)
+    with pytest.raises(ArithmeticError, match="2x3: block 1 of the factor has the eigenvalue"):
+        SecondMoment.decompose_all([fine, negative])
+    infinite.total[0, 0, 0] = torch.inf
+    with pytest.raises(FloatingPointError, match="1x5: the factor has entries that are not finite"):
+        SecondMoment.decompose_all([fine, infinite])
+
+
+def test_the_evidence_decomposes_all_moments_together(monkeypatch):
+    la = KronLaplace(torch.nn.Linear(3, 2)).fit([(torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1]))])
+    asked = []
+    monkeypatch.setattr(SecondMoment, "decompose_all", staticmethod(lambda moments: asked.extend(moments)))
+    la.log_marginal_likelihood()
+    assert asked == [la.factors["weight"].input_moment, la.factors["weight"].output_moment]
+
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def cuda_torch(monkeypatch, library):
+    """A torch for CUDA of some version, which loads the stand-in when it needs cuSOLVER."""
+    cusolver.batched_eigenvalues.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    asked = []
+    monkeypatch.setattr(cusolver, "_have_cusolver_loaded", asked.append)
+    monkeypatch.setattr(cusolver, "_loaded", lambda name: str(library))
+
+    def of(version: str):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        return asked
+
+    yield of
+    cusolver.batched_eigenvalues.cache_clear()
+
+
+def test_cusolver_is_called_where_torch_does_not(cuda_torch, calls):
+    asked = cuda_torch("2.11.0+cu130")
+    blocks = symmetric(3, 4)
+    torch.testing.assert_close(cusolver.batched_eigenvalues(CUDA)(blocks.clone()), torch.linalg.eigvalsh(blocks))
+    assert calls() == 1 and asked == [CUDA]
+    assert eigenvalues.solver(CUDA) == "cuSOLVER, many at once" and asked == [CUDA]  # once for a device
+
+
+@pytest.mark.parametrize("version", ["2.12.0+cu130", "2.14.1", "3.0"])
+def test_cusolver_is_left_to_a_torch_that_calls_it_so(cuda_torch, version):
+    assert not cuda_torch(version) and cusolver.batched_eigenvalues(CUDA) is None
+    assert eigenvalues.solver(CUDA) == "torch's cuSOLVER, many at once"
+
+
+def test_an_old_cusolver_leaves_torch_alone_with_it(cuda_torch, monkeypatch):
+    def none(name):
+        raise OSError(f"{name} is not loaded.")
+
+    cuda_torch("2.11.0")
+    monkeypatch.setattr(cusolver, "_loaded", none)
+    assert cusolver.batched_eigenvalues(CUDA) is None
+    assert "one after the other above 32 rows" in eigenvalues.solver(CUDA)
+
+
+def test_torch_without_cuda(cuda_torch, monkeypatch):
+    asked = cuda_torch("2.11.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cusolver.batched_eigenvalues(CUDA) is None and not asked
+
+
 def test_moments_decomposed_together_keep_their_eigenvalues(monkeypatch):
     """Whatever is asked afterwards: nothing is decomposed again, unless rows were added."""
-    like = torch.zeros(0, dtype=torch.float32)
-    moments = [SecondMoment(groups, size, like, f"{groups}x{size}") for groups, size in [(2, 3), (1, 5), (4, 3)]]
-    for moment in moments:
-        moment.add(torch.randn(9, *moment.total.shape[:2]))
-        moment.total = moment.total.as_subclass(Elsewhere)
+    moments = moments_elsewhere((2, 3), (1, 5), (4, 3))
     seen, eigvalsh = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda: None)
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape[:2])) or eigvalsh(a))
     SecondMoment.decompose_all(moments)
     assert seen == [(6, 3), (1, 5)]

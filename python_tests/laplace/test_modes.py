@@ -136,3 +136,44 @@ def test_training_under_autocast(case, device):
             train(x, y, lambda outputs, labels: labels, lambda loss: None)
         step[name] = list(copied.state_dict().values())
     torch.testing.assert_close(step["with"], step["without"])
+
+
+class OwnAutocast(nn.Module):
+    """A network that reduces a part of itself."""
+
+    def __init__(self, reduces: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), CircularConv2d(3, 3)
+        self.third, self.last = FactoredLinear2d(3, 2, 4, 2), nn.Linear(8, 4)
+        self.relu, self.reduces = nn.ReLU(), reduces
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.reduces):
+            x = self.third(self.relu(self.second(self.first(x))))
+            return self.last(x.flatten(1))
+
+
+def test_a_network_with_autocast_of_its_own(case, device):
+    """Its factors are those of the network without, to bfloat16's digits."""
+    _, x, y = case
+    reduced, full = OwnAutocast(True).to(device), OwnAutocast(False).to(device)
+    full.load_state_dict(reduced.state_dict())
+    found, expected = (KronLaplace(m).fit([(x, y)]) for m in (reduced, full))
+    for name, factor in expected.factors.items():
+        for mine, theirs in (
+            (found.factors[name].inputs, factor.inputs),
+            (found.factors[name].outputs, factor.outputs),
+        ):
+            assert mine.dtype == theirs.dtype and (mine - theirs).norm() <= 0.03 * theirs.norm(), name
+    torch.testing.assert_close(found.log_likelihood, expected.log_likelihood, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_model_moved_in_inference_mode_is_refused_and_left_as_it_was(case, when):
+    model, x, y = nn.Sequential(CircularConv2d(1, 3), nn.Flatten(), nn.Linear(48, 4)).to(case[1].device), *case[1:]
+    with torch.inference_mode():
+        la = KronLaplace(model) if when == "between" else None
+        model.double().float()  # stands for .to("cuda")
+        with pytest.raises(RuntimeError, match=r"parameter '0.weight' was made in torch.inference_mode"):
+            (la or KronLaplace(model)).fit([(x, y)])
+    assert model.training and all(p.requires_grad for p in model.parameters())

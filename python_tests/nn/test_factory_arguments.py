@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,6 +128,13 @@ def test_a_basis_is_as_exact_as_its_dtype():
 def test_no_channels(layer, sizes, name):
     with pytest.raises(ValueError, match=f"{name} must be a positive integer, got 0"):
         layer(*sizes)
+
+
+def test_numpys_integers_are_numbers():
+    two, four = np.int64(2), np.int32(4)
+    for layer, sizes in ((FactoredLinear2d, (two, two, four, four)), (CircularConv2d, (two, two))):
+        made = layer(*sizes)
+        assert type(made.in_channels) is int and made(torch.randn(1, 2, 4, 4)).shape == (1, 2, 4, 4)
 
 
 @pytest.mark.parametrize("layer", [CircularConv2d, StridedCircularConv2d])

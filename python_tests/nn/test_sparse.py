@@ -368,7 +368,9 @@ def test_wrong_types(make, words):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("layer", [SparseFactoredLinear2d(2, 3, 4, 2), SparseConv2d(2, 3)], ids=["s_fc", "s_conv"])
+@pytest.mark.parametrize(
+    "layer", [SparseFactoredLinear2d(2, 3, 4, 2), SparseConv2d(2, 30, num_anchors=8)], ids=["s_fc", "s_conv"]
+)
 def test_exports_for_any_number_of_images(layer, strict):
     """One program for numbers of images that eager mode computes in different ways."""
     images = {0: torch.export.Dim("images")}

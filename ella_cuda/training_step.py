@@ -74,9 +74,8 @@ class TrainingStep:
         else:
             loss = (outputs - y).square().sum() / (self._twice_variance * max(len(y), 1))
         self.optimizer.zero_grad(set_to_none=True)
-        with without_autocast(
-            loss.device.type
-        ):  # as torch has it: each operation's backward is in its forward's precision
+        # As torch asks: the backward of each operation is then in its forward's precision.
+        with without_autocast(loss.device.type):
             loss.backward()
         with torch.no_grad():
             check_loss(loss)

@@ -169,7 +169,7 @@ class CurvaturePass:
         self._called.clear()
         try:
             with torch.enable_grad():
-                return _full(self.model(x))
+                return self.model(x)
         finally:
             self.rectifiers.forget()
 

@@ -166,6 +166,15 @@ def test_a_network_with_autocast_of_its_own(case, device):
         ):
             assert mine.dtype == theirs.dtype and (mine - theirs).norm() <= 0.03 * theirs.norm(), name
     torch.testing.assert_close(found.log_likelihood, expected.log_likelihood, rtol=0.01, atol=0)
+    logits = reduced.eval()(x)
+    assert logits.dtype == torch.bfloat16
+    likelihood = -nn.functional.cross_entropy(logits.double(), y, reduction="sum")
+    torch.testing.assert_close(found.log_likelihood, likelihood, rtol=1e-6, atol=0)
+    p = logits.double().softmax(1)
+    hessian = torch.diag(p.sum(0)) - p.T @ p
+    torch.testing.assert_close(
+        found.factors["last.bias"].outputs[0].double(), hessian, rtol=4e-3, atol=0
+    )  # rounded once
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -20,10 +20,10 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     memory of what is decomposed. Not one block a thread: called in a parallel region, torch's MKL returns wrong eigenvalues once
     ``torch.set_num_threads`` was used. On CUDA many at once, by torch from version 2.12 on, by cuSOLVER itself before.
 
-    A block's that did not converge are nan, or
+    Where a block's do not converge, cuSOLVER's are nan.
 
     Raises:
-        torch.linalg.LinAlgError: torch's words for it.
+        torch.linalg.LinAlgError: where a block's do not converge, torch's.
     """
     at_once = max((AT_ONCE_ON_CPU if blocks.is_cpu else AT_ONCE_ELSEWHERE) // max(blocks.shape[1] ** 2, 1), 1)
     solve = batched_eigenvalues(blocks.device) if blocks.is_cuda else None

@@ -303,8 +303,8 @@ def test_moments_decomposed_together_keep_their_eigenvalues(monkeypatch):
     assert seen[2:] == [(1, 5)]
 
 
-def test_evidence_with_eigenvalues_together(device, monkeypatch):
-    """On a GPU by what is used there, and by cuSOLVER itself; on the CPU by the function that is used elsewhere."""
+def test_eigenvalues_of_a_network(device):
+    """On a GPU by what is used there; on the CPU by the function that is used elsewhere."""
     model = neyshabur("f_fc+conv", width=1, in_channels=1).to(device)
     batch = torch.randn(20, 1, 32, 32, device=device), torch.randint(10, (20,), device=device)
     la = KronLaplace(model).fit([batch])
@@ -313,8 +313,9 @@ def test_evidence_with_eigenvalues_together(device, monkeypatch):
     together = eigenvalues.eigenvalues_of_all([m.total for m in moments])
     for moment, values in zip(moments, together, strict=True):
         single = torch.linalg.eigvalsh(moment.total.cpu().double())
-        torch.testing.assert_close(values.cpu(), single, rtol=1e-9, atol=1e-12 * float(single.max()))
-        torch.testing.assert_close(moment.eigenvalues().cpu(), values.cpu().clamp(min=0), rtol=1e-9, atol=1e-12)
+        close = {"rtol": 1e-9, "atol": 1e-12 * float(single.max())}
+        torch.testing.assert_close(values.cpu(), single, **close)
+        torch.testing.assert_close(moment.eigenvalues().cpu(), single.clamp(min=0), **close)
 
 
 @pytest.mark.gpu

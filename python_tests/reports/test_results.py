@@ -120,7 +120,9 @@ def test_a_picture_that_fails_costs_nothing_else(tmp_path):
     rows = [row(), row(layer="conv", objective="map")]
     folder_of(rows, tmp_path)
     (tmp_path / rows[1]["run"] / "history.json").write_text("{")
-    with pytest.warns(RuntimeWarning, match=r"curves could not be drawn \(JSONDecodeError"):
+    with pytest.warns(
+        RuntimeWarning, match=r"curves could not be drawn \(ValueError: .*history\.json is damaged \(JSONDecodeError"
+    ):
         save_report(rows, tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == rows
     assert (tmp_path / "table.txt").exists() and (tmp_path / "layers.svg").exists()

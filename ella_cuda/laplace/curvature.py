@@ -20,15 +20,10 @@ from ella_cuda.laplace.rectified import Rectifiers, plain, sequential
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import PolyphasePool2d
-from ella_cuda.nn._autocast import REDUCED
+from ella_cuda.nn._autocast import full
 from ella_cuda.ops._autocast import without_autocast
 
 Pull = Callable[[Tensor], Tensor]
-
-
-def _full(x: Tensor) -> Tensor:
-    """What a network's own autocast reduced, for a rule, whose factors are of the parameters' precision."""
-    return x.float() if x.dtype in REDUCED else x
 
 
 class _OnColumns(torch.autograd.Function):
@@ -73,11 +68,12 @@ class _LayerNode(torch.autograd.Function):
         (rectified,) = ctx.saved_tensors
 
         def pull(columns: Tensor) -> Tensor:
-            pulled = rule.pull_back(_full(columns), shape)
+            # A network's own autocast reduces what is between its layers; rules have their parameters' precision.
+            pulled = rule.pull_back(full(columns), shape)
             if pulled is None:
                 return columns.new_zeros(columns.shape[0])
             if rectified is not None:
-                source = _full(rectified).expand_as(pulled)
+                source = full(rectified).expand_as(pulled)
                 torch.ops.aten.threshold_backward.grad_input(pulled, source, 0, grad_input=pulled)
             return pulled
 
@@ -100,7 +96,7 @@ class _OutputTap(torch.autograd.Function):
         rule = ctx.rule
 
         def pull(columns: Tensor) -> Tensor:
-            rule.outputs(_full(columns))
+            rule.outputs(full(columns))
             return columns
 
         return _OnColumns.apply(gradient, pull), None, None
@@ -221,7 +217,7 @@ class CurvaturePass:
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
             with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                rule.inputs(*(_full(a.detach()) if isinstance(a, Tensor) else a for a in arguments))
+                rule.inputs(*(full(a.detach()) if isinstance(a, Tensor) else a for a in arguments))
             if not rule.differentiates:
                 self._charge(x, out)
                 return _OutputTap.apply(out, self._anchor, rule)
@@ -266,7 +262,7 @@ class CurvaturePass:
             self._between = None
             self._charge(between.x, out if between.rule.skips_zeros(out.device) else between.out)
             with torch.no_grad():
-                index = torch.ops.ella_cuda.polyphase_pool(_full(between.out.detach()), float(module.norm))[1]
+                index = torch.ops.ella_cuda.polyphase_pool(full(between.out.detach()), float(module.norm))[1]
             return self._node(between.rule, between.x, out, _Pooled(between.rule, index))
 
         try:

@@ -37,17 +37,17 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     )
 
 
-def eigenvalues_of_all(moments: Sequence[Tensor]) -> list[Tensor]:
+def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
     """:func:`eigenvalues` of each; blocks of one size, dtype and device are decomposed together."""
     found: dict[int, Tensor] = {}
     sizes: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
-    for place, blocks in enumerate(moments):
+    for place, blocks in enumerate(sets):
         sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
     for (size, *_), places in sizes.items():
-        for together in _parts(places, [moments[p].shape[0] * size**2 for p in places]):
-            values = eigenvalues(torch.cat([moments[p] for p in together]) if together[1:] else moments[together[0]])
-            found |= zip(together, values.split([moments[p].shape[0] for p in together]), strict=True)
-    return [found[place] for place in range(len(moments))]
+        for together in _parts(places, [sets[p].shape[0] * size**2 for p in places]):
+            values = eigenvalues(torch.cat([sets[p] for p in together]) if together[1:] else sets[together[0]])
+            found |= zip(together, values.split([sets[p].shape[0] for p in together]), strict=True)
+    return [found[place] for place in range(len(sets))]
 
 
 def _parts(items: Sequence[int], sizes: Sequence[int]) -> Iterable[list[int]]:

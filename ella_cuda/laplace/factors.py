@@ -154,7 +154,11 @@ class SecondMoment:
     @staticmethod
     def decompose_all(moments: Iterable[SecondMoment]) -> None:
         """Compute what :meth:`eigenvalues` of each keeps; off the CPU, where a call for many blocks takes little longer than one for a
-        few, blocks of one size together."""
+        few, blocks of one size together.
+
+        Raises:
+            What :meth:`eigenvalues` raises; moments before that one have theirs.
+        """
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
         if all(m.total.is_cpu for m in lacking):
             for moment in lacking:

@@ -161,10 +161,9 @@ class KronLaplace:
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size. A model that was compiled runs as it is written, and in its parameters' precision
-        under autocast too. An error or an interruption
-        leaves the approximation unfitted. What is asked of it afterwards is about the parameters as they were here: after they
-        changed, fit again.
+        The result does not depend on the batch size. A model that was compiled runs as it is written, and under autocast as without
+        it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the parameters as
+        they were here: after they changed, fit again.
 
         Args:
             loader: yields ``(x, y)``; moved to the model's device batch by batch.

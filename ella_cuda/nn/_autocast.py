@@ -35,4 +35,9 @@ def full_precision(forward: Callable[[Layer, Tensor], Tensor]) -> Callable[[Laye
 def widened(x: Tensor, layer: nn.Module) -> Tensor:
     """An input of reduced precision as float32, if the layer's parameters are of float32 or there are none."""
     own = next(layer.parameters(), None)
-    return x.float() if x.dtype in REDUCED and (own is None or own.dtype == torch.float32) else x
+    return full(x) if own is None or own.dtype == torch.float32 else x
+
+
+def full(x: Tensor) -> Tensor:
+    """A tensor of reduced precision as float32, any other as it is."""
+    return x.float() if x.dtype in REDUCED else x

@@ -47,12 +47,14 @@ class FullyConnected2d(nn.Module):
         self.in_size, self.out_size = as_size("in_size", in_size), as_size("out_size", out_size)
         features = in_channels * math.prod(self.in_size), out_channels * math.prod(self.out_size)
         self.linear = nn.Linear(*features, bias=bias, device=device, dtype=dtype)
-        if bias:
-            nn.init.zeros_(self.linear.bias)
+        self._zero_bias()
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, from torch's global generator; zero bias."""
         self.linear.reset_parameters()
+        self._zero_bias()
+
+    def _zero_bias(self) -> None:
         if self.linear.bias is not None:
             nn.init.zeros_(self.linear.bias)
 

@@ -164,9 +164,8 @@ def test_signatures_are_those_of_the_header():
 def test_blocks_of_one_size_together(monkeypatch):
     moments = [symmetric(*shape) for shape in [(3, 4), (1, 5), (2, 4), (5, 1), (4, 4), (2, 5)]]
     moments.append(symmetric(2, 4, dtype=torch.float32))
-    monkeypatch.setattr(
-        eigenvalues, "AT_ONCE_ELSEWHERE", 5 * 16
-    )  # of the nine of four rows, the last four are on their own
+    # Of the nine of four rows, the last four are on their own.
+    monkeypatch.setattr(eigenvalues, "AT_ONCE_ELSEWHERE", 5 * 16)
     seen, eigvalsh = [], torch.linalg.eigvalsh
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape[:2])) or eigvalsh(a))
     found = eigenvalues.eigenvalues_of_all(moments)

@@ -25,9 +25,9 @@ def network() -> nn.Module:
 
 def numbers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     la = KronLaplace(model, prior_precision=0.5).fit(TensorLoader(x, y, batch_size=7))
-    precision = la.prior_precision.clone()
+    count = len(la.prior_precision)
     with torch.inference_mode(False), torch.enable_grad():
-        precision = torch.full((len(precision),), 0.5, dtype=torch.float64, device=x.device).requires_grad_()
+        precision = torch.full((count,), 0.5, dtype=torch.float64, device=x.device).requires_grad_()
         evidence = la.log_marginal_likelihood(precision)
         (slope,) = torch.autograd.grad(evidence, precision)
     optimized = la.optimize_prior_precision(n_steps=3)
@@ -172,9 +172,8 @@ def test_a_network_with_autocast_of_its_own(case, device):
     torch.testing.assert_close(found.log_likelihood, likelihood, rtol=1e-6, atol=0)
     p = logits.double().softmax(1)
     hessian = torch.diag(p.sum(0)) - p.T @ p
-    torch.testing.assert_close(
-        found.factors["last.bias"].outputs[0].double(), hessian, rtol=4e-3, atol=0
-    )  # rounded once
+    last = found.factors["last.bias"].outputs[0].double()
+    torch.testing.assert_close(last, hessian, rtol=4e-3, atol=0)  # bfloat16 rounds a column once
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -12,40 +12,13 @@ from ella_cuda.nn import (
     CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
-    GroupConv2d,
-    GroupFactoredLinear2d,
-    GroupLift,
-    GroupMaxPool,
-    GroupPolyphasePool2d,
-    PolyphasePool2d,
-    SlicesAsChannels,
     SparseConv2d,
     SparseFactoredLinear2d,
     SpatialBasis,
-    StridedCircularConv2d,
 )
+from python_tests.nn.layers import OTHERS, WITH_PARAMETERS
 
-IMAGES, FEATURES = (3, 2, 4, 4), (3, 2, 4, 4, 4)
-CASES = {
-    "FactoredLinear2d": (lambda: FactoredLinear2d(2, 3, 4, 2), IMAGES),
-    "FullyConnected2d": (lambda: FullyConnected2d(2, 3, 4, 2), IMAGES),
-    "CircularConv2d": (lambda: CircularConv2d(2, 3), IMAGES),
-    "StridedCircularConv2d": (lambda: StridedCircularConv2d(2, 3), IMAGES),
-    "PolyphasePool2d": (PolyphasePool2d, IMAGES),
-    "SparseFactoredLinear2d": (lambda: SparseFactoredLinear2d(2, 3, 4, 2), IMAGES),
-    "SparseFactoredLinear2d, exponential": (
-        lambda: SparseFactoredLinear2d(2, 3, 4, 2, basis="exponential"),
-        IMAGES,
-    ),
-    "SparseConv2d": (lambda: SparseConv2d(2, 3), IMAGES),
-    "GroupConv2d": (lambda: GroupConv2d(2, 3), FEATURES),
-    "GroupConv2d, separable": (lambda: GroupConv2d(2, 3, variant="separable"), FEATURES),
-    "GroupPolyphasePool2d": (GroupPolyphasePool2d, FEATURES),
-    "GroupLift": (GroupLift, IMAGES),
-    "GroupMaxPool": (GroupMaxPool, FEATURES),
-    "SlicesAsChannels": (lambda: SlicesAsChannels(CircularConv2d(8, 12), frames="common"), FEATURES),
-    "GroupFactoredLinear2d": (lambda: GroupFactoredLinear2d(2, 3, 4, 2), FEATURES),
-}
+CASES = WITH_PARAMETERS | OTHERS
 each_layer = pytest.mark.parametrize(("make", "shape"), CASES.values(), ids=list(CASES))
 reduced = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
@@ -75,14 +48,11 @@ def test_gradients_are_those_without_autocast(make, shape, device):
         torch.testing.assert_close(mine, theirs)  # dtypes too
 
 
-@each_layer
+@pytest.mark.parametrize(("make", "shape"), WITH_PARAMETERS.values(), ids=list(WITH_PARAMETERS))
 def test_reduced_inputs_are_refused_outside(make, shape):
-    """Of layers with parameters; a conversion that nobody asked for would hide where precision was lost."""
-    layer = make()
-    if not list(layer.parameters()):
-        pytest.skip("has no parameters that the input could differ from")
+    """A conversion that nobody asked for would hide where precision was lost."""
     with pytest.raises(ValueError, match=r"x is torch\.bfloat16, the layer's parameters are torch\.float32"):
-        layer(torch.zeros(shape, dtype=torch.bfloat16))
+        make()(torch.zeros(shape, dtype=torch.bfloat16))
 
 
 @each_layer

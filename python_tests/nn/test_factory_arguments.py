@@ -10,56 +10,43 @@ from ella_cuda.nn import (
     CircularConv2d,
     FactoredLinear2d,
     FullyConnected2d,
-    GroupConv2d,
     GroupFactoredLinear2d,
     SparseConv2d,
     SparseFactoredLinear2d,
     SpatialBasis,
     StridedCircularConv2d,
 )
+from python_tests.nn.layers import WITH_PARAMETERS
 
-IMAGES, FEATURES = (3, 2, 4, 4), (3, 2, 4, 4, 4)
-CASES = {
-    "FactoredLinear2d": (FactoredLinear2d, (2, 3, 4, 2), IMAGES),
-    "FullyConnected2d": (FullyConnected2d, (2, 3, 4, 2), IMAGES),
-    "CircularConv2d": (CircularConv2d, (2, 3), IMAGES),
-    "StridedCircularConv2d": (StridedCircularConv2d, (2, 3), IMAGES),
-    "SparseFactoredLinear2d": (SparseFactoredLinear2d, (2, 3, 4, 2), IMAGES),
-    "SparseConv2d": (SparseConv2d, (2, 3), IMAGES),
-    "GroupConv2d": (GroupConv2d, (2, 3), FEATURES),
-    "GroupConv2d, separable": (GroupConv2d, (2, 3, 3, "separable"), FEATURES),
-    "GroupConv2d, depth-wise separable": (GroupConv2d, (2, 3, 3, "depthwise_separable"), FEATURES),
-    "GroupFactoredLinear2d": (GroupFactoredLinear2d, (2, 3, 4, 2), FEATURES),
-}
-each_layer = pytest.mark.parametrize(("layer", "sizes", "shape"), CASES.values(), ids=list(CASES))
+each_layer = pytest.mark.parametrize(("layer", "shape"), WITH_PARAMETERS.values(), ids=list(WITH_PARAMETERS))
 
 
 @each_layer
-def test_device_and_dtype(layer, sizes, shape, device):
-    made = layer(*sizes, device=device, dtype=torch.float64)
+def test_device_and_dtype(layer, shape, device):
+    made = layer(device=device, dtype=torch.float64)
     tensors = [*made.parameters(), *made.buffers()]
     assert tensors and all(t.dtype == torch.float64 and t.device.type == device.type for t in tensors)
     assert made(torch.randn(shape, device=device, dtype=torch.float64)).dtype == torch.float64
-    assert {t.dtype for t in (*layer(*sizes).parameters(), *layer(*sizes).buffers())} == {torch.float32}
+    assert {t.dtype for t in (*layer().parameters(), *layer().buffers())} == {torch.float32}
 
 
 @each_layer
-def test_shapes_on_meta(layer, sizes, shape):
+def test_shapes_on_meta(layer, shape):
     """Shapes without memory."""
-    made = layer(*sizes, device="meta")
+    made = layer(device="meta")
     assert all(t.is_meta for t in (*made.parameters(), *made.buffers()))
-    assert made(torch.empty(shape, device="meta")).shape == layer(*sizes)(torch.randn(shape)).shape
-    assert [p.shape for p in made.parameters()] == [p.shape for p in layer(*sizes).parameters()]
+    assert made(torch.empty(shape, device="meta")).shape == layer()(torch.randn(shape)).shape
+    assert [p.shape for p in made.parameters()] == [p.shape for p in layer().parameters()]
 
 
 @each_layer
 @pytest.mark.parametrize("make", ["skip_init", "meta"])
-def test_layers_without_initialization_are_given_one(layer, sizes, shape, make, device):
+def test_layers_without_initialization_are_given_one(layer, shape, make, device):
     """Memory first, then ``reset_parameters``, which sets buffers too."""
     if make == "skip_init":
-        made = torch.nn.utils.skip_init(layer, *sizes, device=device)
+        made = torch.nn.utils.skip_init(layer.func, *layer.args, **layer.keywords, device=device)
     else:
-        made = layer(*sizes, device="meta").to_empty(device=device)
+        made = layer(device="meta").to_empty(device=device)
     with torch.no_grad():
         for tensor in made.state_dict().values():
             tensor.fill_(1e4)  # what memory may hold
@@ -78,7 +65,7 @@ def test_layers_without_initialization_are_given_one(layer, sizes, shape, make, 
 
     first = reset()
     assert all(t.abs().max() < 10 for t in first)
-    for ours, like in zip(first, layer(*sizes).state_dict().values(), strict=True):
+    for ours, like in zip(first, layer().state_dict().values(), strict=True):
         assert ours.shape == like.shape and (ours.any() == like.any())
     torch.testing.assert_close(reset(), first)
 
@@ -99,8 +86,8 @@ def test_a_basis_begins_anew_where_it_was_told_to():
 def test_default_dtype():
     torch.set_default_dtype(torch.float64)
     try:
-        for layer, sizes, _ in CASES.values():
-            made = layer(*sizes)
+        for layer, _ in WITH_PARAMETERS.values():
+            made = layer()
             assert {t.dtype for t in (*made.parameters(), *made.buffers())} == {torch.float64}
     finally:
         torch.set_default_dtype(torch.float32)

@@ -9,7 +9,8 @@ the peak memory above what was there before. Of several files, the later one's l
 highest of the machine's peaks.
 
 What was run on a smaller problem and extrapolated says so at the end of its line. Where a work's parts were run one by one,
-their sum has a line beside the whole. Below the table, for works of several sizes, the exponents of growth.
+their sum has a line beside the whole. Below the table, for works at several stages of the network, sums over them, and for works of
+several sizes the exponents of growth.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +85,26 @@ def growth(rows: Sequence[Row]) -> list[str]:
     return out
 
 
+def over_stages(works: dict[str, list[Row]]) -> list[str]:
+    """A line for all works that differ in the network's stage only: every stage by the best of the others, summed, over ours."""
+    sums: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for work, candidates in works.items():
+        stage = re.fullmatch(r"(.*), stage \d+", work)
+        ours = next((r for r in candidates if r["who"] == OURS), None)
+        others = [r["seconds"] for r in candidates if r["who"] != OURS]
+        if stage and ours and others:
+            sums[stage[1]].append((ours["seconds"], min(others), ours["floor_seconds"]))
+    out = []
+    for name, stages in sums.items():
+        own, best, floor = map(sum, zip(*stages, strict=True))
+        ratios = [b / o for o, b, _ in stages]
+        out.append(
+            f"{name}, sum over {len(stages)} stages: the best of the others {best / own:.2f} x ours ({min(ratios):.2f} to "
+            f"{max(ratios):.2f} a stage), ours {own / floor:.2f} x floor"
+        )
+    return out
+
+
 def least(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One report of several of the same benchmarks, machine and commit: for each entry the run with the least median, with
     the least floor and the largest peak memory of all runs."""
@@ -129,6 +151,7 @@ def lines(report: dict[str, Any]) -> list[str]:
             peak = "-" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 1e6:.1f}"
             line = f"{work:52s} {each['who']:24s} {ratio} {each['seconds'] / each['floor_seconds']:8.2f} {peak:>8s}"
             out.append(f"{line}  {each['remark']}".rstrip())
+    out += over_stages(works)
     out += growth(rows)
     runs = [each.get("whole_run_seconds") for each in rows]
     if any(runs):

@@ -143,6 +143,27 @@ def test_table_adds_parts_up_when_all_are_there():
     assert [line for line in table(whole, *unknown) if line.startswith("w ")][1].split()[4] == "-"
 
 
+def test_table_sums_over_stages():
+    """The best of the others may be another one at every stage; a stage without others, and other works, do not count."""
+    first = (
+        entry("conv, stage 1", compare.OURS, 2, 1),
+        entry("conv, stage 1", "a", 3, 1),
+        entry("conv, stage 1", "b", 9, 1),
+    )
+    second = (
+        entry("conv, stage 2", compare.OURS, 1, 1),
+        entry("conv, stage 2", "a", 8, 1),
+        entry("conv, stage 2", "b", 6, 1),
+    )
+    lone, other = entry("conv, stage 3", compare.OURS, 5, 1), entry("conv", "a", 5, 1)
+    floor = first[0]["extra_info"]["floor_seconds"]
+    assert table(*first, *second, lone, other)[-1] == (
+        "conv, sum over 2 stages: the best of the others 3.00 x ours (1.50 to 6.00 a stage), ours "
+        f"{3 / (2 * floor):.2f} x floor"
+    )
+    assert "sum over" not in table(lone, other)[-1]
+
+
 def test_table_prints_growth():
     def series(size, seconds, megabytes):
         info = {"of": "fit", "in": "images", "size": size}

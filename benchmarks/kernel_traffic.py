@@ -58,7 +58,8 @@ def images(channels: int, side: int) -> Callable[[Any], None]:
     image = torch.randn(BATCH, channels, side, side)
 
     def run(ops: Any) -> None:
-        ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)
+        for index in (None, torch.zeros(BATCH, dtype=torch.int64)):
+            ops.circular_fold2d(ops.circular_pad2d(image, 1, 1, index), 1, 1, index)
         pooled, _ = ops.polyphase_pool(image, 2.0)
         ops.polyphase_scatter(pooled, torch.zeros(BATCH, dtype=torch.int64))
 

@@ -82,9 +82,9 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
 
   // An image on a torus with pad_h more of its rows above and below and pad_w more of its columns left and right, and the
   // transpose of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it goes
-  // around.
-  m.def("circular_pad2d(Tensor x, int pad_h, int pad_w) -> Tensor");
-  m.def("circular_fold2d(Tensor grad, int pad_h, int pad_w) -> Tensor");
+  // around. With index (N,), image n is moved up by index[n] & 1 and to the left by index[n] >> 1 before it is padded.
+  m.def("circular_pad2d(Tensor x, int pad_h, int pad_w, Tensor? index) -> Tensor");
+  m.def("circular_fold2d(Tensor grad, int pad_h, int pad_w, Tensor? index) -> Tensor");
 
   // 'Same' convolution on a torus, stride 1: y[n,d,h,w] = sum_{c,i,j} weight[d,c,i,j] x[n,c,(h+i-kh/2) mod H,(w+j-kw/2) mod W]
   // + bias[d]; x (N,C,H,W), weight (D,C,kh,kw), kh and kw odd, bias (D,) -> contiguous (N,D,H,W). CPU only: on CUDA Python
@@ -94,7 +94,8 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // The gradient of its weight for grad (N,D,H,W) -> contiguous (D,C,kh,kw). CPU only.
   m.def("circular_conv2d_weight_grad(Tensor grad, Tensor x, int kernel_h, int kernel_w) -> Tensor");
 
-  // polyphase_pool of circular_conv2d: x (N,C,H,W), H and W even -> contiguous (N,D,H/2,W/2), index (N,). CPU only.
+  // polyphase_pool of circular_conv2d: x (N,C,H,W), H and W even -> contiguous (N,D,H/2,W/2), index (N,). CPU only: on CUDA
+  // Python calls the two.
   m.def("circular_conv2d_pool(Tensor x, Tensor weight, Tensor? bias, float norm) -> (Tensor, Tensor)");
 
   // circular_conv2d of polyphase_scatter(x, index) without bias: x (N,C,h,w), index (N,), weight (D,C,kh,kw), kh and kw at

@@ -34,6 +34,14 @@ def float32_convolutions() -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+@pytest.fixture(params=["the device's", "by torch's convolutions"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How strided convolutions are differentiated: as the device does, and as CUDA does, whatever the device."""
+    if request.param != "the device's":
+        monkeypatch.setitem(ella_cuda.ops.circular_conv2d_pool.__globals__, "COMPILED_FOR", ())
+    return request.param
+
+
 @pytest.fixture
 def beside_the_tests(tmp_path: Path) -> Path:
     """A working directory for a new Python process that can import ``python_tests`` but not the checkout's unbuilt package."""

@@ -127,7 +127,6 @@ def ops_of_schemas() -> list[str]:
 
 CPU_ONLY = {
     "circular_conv2d",  # on CUDA Python calls cuDNN through torch
-    "circular_conv2d_pool",  # likewise, and our own polyphase_pool
     "circular_conv2d_scattered",
     "circular_conv2d_scattered_weight_grad",
     "circular_conv2d_weight_grad",

@@ -384,7 +384,7 @@ struct CircularPadSizes {
 };
 
 inline CircularPadSizes check_circular_pad(const char* op, const char* name, const Tensor& image, int64_t pad_h, int64_t pad_w,
-                                           bool padded) {
+                                           const std::optional<Tensor>& index, bool padded) {
   constexpr int64_t kMost = int64_t(1) << 30;
   const ArgumentCheck check(op, name, image);
   check.tensor(name, image, {-1, -1, -1, -1}, padded ? "(N, C, H + 2 pad_h, W + 2 pad_w)" : "(N, C, H, W)");
@@ -394,15 +394,18 @@ inline CircularPadSizes check_circular_pad(const char* op, const char* name, con
   ELLA_CHECK((H > 0 || (H == 0 && pad_h == 0)) && (W > 0 || (W == 0 && pad_w == 0)), op, ": ", name,
              " must have a pixel in each direction that is padded, got ", shape_string(image), " with pad_h ", pad_h,
              " and pad_w ", pad_w);
+  if (index) check.index("index", *index, {image.size(0)}, "(N,)");
   return {image.size(0), image.size(1), H, W, pad_h, pad_w};
 }
 
-inline CircularPadSizes check_circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w) {
-  return check_circular_pad("circular_pad2d", "x", x, pad_h, pad_w, false);
+inline CircularPadSizes check_circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w,
+                                             const std::optional<Tensor>& index) {
+  return check_circular_pad("circular_pad2d", "x", x, pad_h, pad_w, index, false);
 }
 
-inline CircularPadSizes check_circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w) {
-  return check_circular_pad("circular_fold2d", "grad", grad, pad_h, pad_w, true);
+inline CircularPadSizes check_circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w,
+                                              const std::optional<Tensor>& index) {
+  return check_circular_pad("circular_fold2d", "grad", grad, pad_h, pad_w, index, true);
 }
 
 // ---- circular_conv2d ----

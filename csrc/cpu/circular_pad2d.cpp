@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <vector>
 
 #include "../common/checks.h"
 
@@ -26,30 +27,36 @@ void repeat_around(T* out, int64_t size, int64_t pad) {
   for (int64_t i = pad + size; i < size + 2 * pad; ++i) out[i] = out[i - size];
 }
 
-// The place among `size` of what `pad` before them has moved to `padded`.
+// The place among `size` of what `pad` before them, less a move back, has moved to `padded`.
 int64_t unpadded(int64_t padded, int64_t pad, int64_t size) { return ((padded - pad) % size + size) % size; }
 
+// f(plane, up, left) for all planes, with how far each is moved before it is padded.
 template <class F>
-void each_plane(const CircularPadSizes& s, const F& f) {
+void each_plane(const char* op, const CircularPadSizes& s, const std::optional<Tensor>& index, const F& f) {
   const int64_t size = std::max(s.padded_h() * s.padded_w(), int64_t{1});
+  const std::vector<int64_t> components = index ? polyphase_components(op, *index) : std::vector<int64_t>(s.N);
   torch::stable::parallel_for(0, s.N * s.C, std::max(kGrain / size, int64_t{1}), [&](int64_t begin, int64_t end) {
-    for (int64_t plane = begin; plane < end; ++plane) f(plane);
+    for (int64_t plane = begin; plane < end; ++plane) {
+      const int64_t component = components[plane / s.C];
+      f(plane, component & 1, component >> 1);
+    }
   });
 }
 
-Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w) {
-  const CircularPadSizes s = check_circular_pad2d(x, pad_h, pad_w);
+Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w, const std::optional<Tensor>& index) {
+  const CircularPadSizes s = check_circular_pad2d(x, pad_h, pad_w, index);
   const int64_t padded_h = s.padded_h(), padded_w = s.padded_w();
   Tensor result = empty_of(x, {s.N, s.C, padded_h, padded_w});
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_pad2d", [&] {
     const Planes<scalar_t> from(x);
     scalar_t* const images = result.mutable_data_ptr<scalar_t>();
-    each_plane(s, [&](int64_t plane) {
+    each_plane("circular_pad2d", s, index, [&](int64_t plane, int64_t up, int64_t left) {
       scalar_t* const out = images + plane * padded_h * padded_w;
       for (int64_t h = 0; h < s.H; ++h) {
-        const scalar_t* const row = from.row(plane, h);
+        const scalar_t* const row = from.row(plane, (h + up) % s.H);
         scalar_t* const middle = out + (pad_h + h) * padded_w + pad_w;
-        for (int64_t w = 0; w < s.W; ++w) middle[w] = row[w * from.w];
+        for (int64_t w = left; w < s.W; ++w) middle[w - left] = row[w * from.w];
+        if (left && s.W) middle[s.W - 1] = row[0];
         repeat_around(middle - pad_w, s.W, pad_w);
       }
       repeat_around(out, s.H * padded_w, pad_h * padded_w);
@@ -58,20 +65,20 @@ Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w) {
   return result;
 }
 
-Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w) {
-  const CircularPadSizes s = check_circular_fold2d(grad, pad_h, pad_w);
+Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w, const std::optional<Tensor>& index) {
+  const CircularPadSizes s = check_circular_fold2d(grad, pad_h, pad_w, index);
   const int64_t padded_h = s.padded_h(), padded_w = s.padded_w();
   Tensor result = empty_of(grad, {s.N, s.C, s.H, s.W});
   ELLA_DISPATCH_FLOATING(grad.scalar_type(), "circular_fold2d", [&] {
     const Planes<scalar_t> from(grad);
     scalar_t* const images = result.mutable_data_ptr<scalar_t>();
-    const int64_t first = s.W ? unpadded(0, pad_w, s.W) : 0;  // where a row's first number is added
-    each_plane(s, [&](int64_t plane) {
+    each_plane("circular_fold2d", s, index, [&](int64_t plane, int64_t up, int64_t left) {
+      const int64_t first = s.W ? unpadded(0, pad_w - left, s.W) : 0;  // where a row's first number is added
       scalar_t* const out = images + plane * s.H * s.W;
       std::fill_n(out, s.H * s.W, scalar_t(0));
       for (int64_t h = 0; h < padded_h; ++h) {
         const scalar_t* const row = from.row(plane, h);
-        scalar_t* const sums = out + unpadded(h, pad_h, s.H) * s.W;
+        scalar_t* const sums = out + unpadded(h, pad_h - up, s.H) * s.W;
         for (int64_t w = 0, to = first; w < padded_w; to = 0) {
           const int64_t end = std::min(w + s.W - to, padded_w);
           for (; w < end; ++w, ++to) sums[to] += row[w * from.w];

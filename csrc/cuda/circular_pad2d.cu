@@ -6,34 +6,44 @@
 namespace ella {
 namespace {
 
-// out[n,c,h,w] = sum of grad[n,c,i,j] over all i = h + pad_h mod H and j = w + pad_w mod W, in their order
+// What is left of a number below 3 times the size, for which the general way takes a division.
+template <class Place>
+__device__ __forceinline__ Place rest_of_three(Place number, Place size) {
+  const Place once = number < size ? number : number - size;
+  return once < size ? once : once - size;
+}
+
+// out[n,c,h,w] = sum of grad[n,c,i,j] over all i = h + pad_h - up mod H and j = w + pad_w - left mod W, in their order
 //   grad (N, C, H + 2 pad_h, W + 2 pad_w), out (N, C, H, W) contiguous, of which `axes` are the last three;
 //   after_h = pad_h mod H
 template <class T, class Place>
 __global__ void __launch_bounds__(kElementThreads)
-    fold_kernel(Image<T> grad, T* __restrict__ out, Place count, Axes<Place> axes, Place padded_h, Place padded_w,
-                Place after_h, Place after_w) {
+    fold_kernel(Image<T> grad, Components components, T* __restrict__ out, Place count, Axes<Place> axes, Place padded_h,
+                Place padded_w, Place after_h, Place after_w) {
   write_elements(out, count, [&](Place place) {
     const auto at = axes(place);
-    const Place H = axes.H.value(), W = axes.W.value();
-    const Place h = at.h + after_h, w = at.w + after_w;
+    const int64_t component = components.of(at.n);
+    if (!is_component(component)) return static_cast<T>(NAN);
+    const Place H = axes.H.value(), W = axes.W.value(), up = component & 1, left = component >> 1;
+    // Below 3 H and 3 W: moved back by a pixel is forth by all the others.
+    const Place h = at.h + after_h + up * (H - 1), w = at.w + after_w + left * (W - 1);
     T sum = 0;
-    for (Place i = h < H ? h : h - H; i < padded_h; i += H) {
-      for (Place j = w < W ? w : w - W; j < padded_w; j += W) sum += grad.at(at.n, at.c, i, j);
+    for (Place i = rest_of_three(h, H); i < padded_h; i += H) {
+      for (Place j = rest_of_three(w, W); j < padded_w; j += W) sum += grad.at(at.n, at.c, i, j);
     }
     return sum;
   });
 }
 
-Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w) {
-  check_circular_pad2d(x, pad_h, pad_w);
+Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w, const std::optional<Tensor>& index) {
+  check_circular_pad2d(x, pad_h, pad_w, index);
   return ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_pad2d", [&] {
-    return padded_images<scalar_t, true>(Device(x), "circular_pad2d", x, 0, x.size(0), pad_h, pad_w);
+    return padded_images<scalar_t, true>(Device(x), "circular_pad2d", x, 0, x.size(0), pad_h, pad_w, Components(index));
   });
 }
 
-Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w) {
-  const CircularPadSizes s = check_circular_fold2d(grad, pad_h, pad_w);
+Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w, const std::optional<Tensor>& index) {
+  const CircularPadSizes s = check_circular_fold2d(grad, pad_h, pad_w, index);
   const Device device(grad);
   const Tensor out = device_empty(grad, {s.N, s.C, s.H, s.W});
   const int64_t count = out.numel();
@@ -41,8 +51,8 @@ Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w) {
     with_places(most_padded_places({s.H, s.W}, {s.padded_h(), s.padded_w()}, count), [&](auto zero) {
       using Place = decltype(zero);
       launch(device, "circular_fold2d", fold_kernel<scalar_t, Place>, element_blocks(count), kElementThreads, 0,
-             image<scalar_t>(grad), out.mutable_data_ptr<scalar_t>(), count, Axes<Place>(s.C, s.H, s.W), s.padded_h(),
-             s.padded_w(), modulo(pad_h, s.H), modulo(pad_w, s.W));
+             image<scalar_t>(grad), Components(index), out.mutable_data_ptr<scalar_t>(), count, Axes<Place>(s.C, s.H, s.W),
+             s.padded_h(), s.padded_w(), modulo(pad_h, s.H), modulo(pad_w, s.W));
     });
   });
   return out;

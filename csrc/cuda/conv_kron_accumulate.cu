@@ -97,7 +97,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
       Image<scalar_t> from = images;
       if (copies) {
         const auto pad = geometry.circular ? padded_images<scalar_t, true> : padded_images<scalar_t, false>;
-        copy = pad(device, name, x, first, count, geometry.padding_h, geometry.padding_w);
+        copy = pad(device, name, x, first, count, geometry.padding_h, geometry.padding_w, Components());
         from = image<scalar_t>(*copy);
       } else {
         from.data += first * from.n;

@@ -28,12 +28,13 @@ Image<T> image(const Tensor& tensor) {
   return {tensor.const_data_ptr<T>(), tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)};
 }
 
-// Quotients by a number that is known at launch.
+// Quotients by a number that is known at launch, and what they leave.
 template <class Place>
 class Divisor {
  public:
   explicit Divisor(int64_t divisor) : divisor_(divisor) {}
   __device__ __forceinline__ Place operator()(Place number) const { return number / divisor_; }
+  __device__ __forceinline__ Place rest(Place number) const { return number % divisor_; }
   __device__ __forceinline__ Place value() const { return divisor_; }
 
  private:
@@ -55,6 +56,7 @@ class Divisor<uint32_t> {
     return (static_cast<uint32_t>((static_cast<uint64_t>(number) * multiplier_) >> 32) + number) >> shift_;
   }
 
+  __device__ __forceinline__ uint32_t rest(uint32_t number) const { return number - divisor_ * (*this)(number); }
   __device__ __forceinline__ uint32_t value() const { return divisor_; }
 
  private:

@@ -4,22 +4,26 @@
 #include <algorithm>
 #include <array>
 
+#include "components.cuh"
 #include "elements.cuh"
 
 namespace ella {
 
-// out[n,c,i,j] = x[n,c,i - pad_h,j - pad_w], with indices modulo the size or, unless CIRCULAR, zero outside of it
+// out[n,c,i,j] = x[n,c,i - pad_h,j - pad_w], with indices modulo the size, each image moved by its component first, or, unless
+// CIRCULAR, zero outside of it
 //   x (N, C, H, W), out (N, C, H + 2 pad_h, W + 2 pad_w) contiguous, of which `axes` are the last three;
 //   before_h = -pad_h mod H; unless CIRCULAR, pad_h
 template <class T, class Place, bool CIRCULAR>
 __global__ void __launch_bounds__(kElementThreads)
-    pad_kernel(Image<T> x, T* __restrict__ out, Place count, Axes<Place> axes, Divisor<Place> H, Divisor<Place> W,
-               Place before_h, Place before_w) {
+    pad_kernel(Image<T> x, Components components, T* __restrict__ out, Place count, Axes<Place> axes, Divisor<Place> H,
+               Divisor<Place> W, Place before_h, Place before_w) {
   write_elements(out, count, [&](Place place) {
     const auto at = axes(place);
     if constexpr (CIRCULAR) {
-      const Place h = at.h + before_h, w = at.w + before_w;
-      return x.at(at.n, at.c, h - H(h) * H.value(), w - W(w) * W.value());
+      const int64_t component = components.of(at.n);
+      if (!is_component(component)) return static_cast<T>(NAN);
+      const Place up = component & 1, left = component >> 1;
+      return x.at(at.n, at.c, H.rest(at.h + before_h + up), W.rest(at.w + before_w + left));
     } else {
       const Place h = at.h - before_h, w = at.w - before_w;  // below 0 without sign: large
       const bool inside = at.h >= before_h && h < H.value() && at.w >= before_w && w < W.value();
@@ -28,18 +32,18 @@ __global__ void __launch_bounds__(kElementThreads)
   });
 }
 
-// Kernels add places of an image to places of a padded one, which may be longer than the other has numbers.
+// Kernels add places of an image, once or twice, to places of a padded one, which may be longer than the other has numbers.
 inline int64_t most_padded_places(const std::array<int64_t, 2>& size, const std::array<int64_t, 2>& padded, int64_t count) {
-  return std::max({count, size[0] + padded[0], size[1] + padded[1]});
+  return std::max({count, 2 * size[0] + padded[0], 2 * size[1] + padded[1]});
 }
 
 inline int64_t modulo(int64_t number, int64_t size) { return size ? (number % size + size) % size : 0; }
 
 // x[first .. first + images], x (N, C, H, W) of any strides, with a border of pad_h rows and pad_w columns on each side,
-// contiguous.
+// contiguous. `components` are those of these images.
 template <class T, bool CIRCULAR>
 Tensor padded_images(const Device& device, const char* name, const Tensor& x, int64_t first, int64_t images, int64_t pad_h,
-                     int64_t pad_w) {
+                     int64_t pad_w, Components components) {
   const int64_t C = x.size(1), H = x.size(2), W = x.size(3), padded_h = H + 2 * pad_h, padded_w = W + 2 * pad_w;
   const Tensor out = device_empty(x, {images, C, padded_h, padded_w});
   const int64_t count = out.numel();
@@ -47,7 +51,7 @@ Tensor padded_images(const Device& device, const char* name, const Tensor& x, in
   from.data += first * from.n;
   with_places(most_padded_places({H, W}, {padded_h, padded_w}, count), [&](auto zero) {
     using Place = decltype(zero);
-    launch(device, name, pad_kernel<T, Place, CIRCULAR>, element_blocks(count), kElementThreads, 0, from,
+    launch(device, name, pad_kernel<T, Place, CIRCULAR>, element_blocks(count), kElementThreads, 0, from, components,
            out.mutable_data_ptr<T>(), count, Axes<Place>(C, padded_h, padded_w), Divisor<Place>(H), Divisor<Place>(W),
            CIRCULAR ? modulo(-pad_h, H) : pad_h, CIRCULAR ? modulo(-pad_w, W) : pad_w);
   });

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "../common/checks.h"
+#include "components.cuh"
 #include "elements.cuh"
 #include "reduce.cuh"
 
@@ -72,17 +73,14 @@ __global__ void __launch_bounds__(kThreads)
   index[n] = which;
 }
 
-// An index outside 0..3 cannot be refused without waiting for the device: that image becomes NaN.
-__device__ __forceinline__ bool is_component(int64_t index) { return index >= 0 && index < 4; }
-
 // out[n,c,h,w] = component index[n] of x.
 //   x (N, C, 2h, 2w), index (N), out (N, C, h, w) contiguous, of which `axes` are the last three
 template <class T, class Place>
-__global__ void __launch_bounds__(kThreads) select_kernel(Image<T> x, const int64_t* __restrict__ index, int64_t index_stride,
-                                                          T* __restrict__ out, Place count, Axes<Place> axes) {
+__global__ void __launch_bounds__(kThreads)
+    select_kernel(Image<T> x, Components components, T* __restrict__ out, Place count, Axes<Place> axes) {
   write_elements(out, count, [&](Place place) {
     const auto at = axes(place);
-    const int64_t i = index[at.n * index_stride], h = at.h, w = at.w;
+    const int64_t i = components.of(at.n), h = at.h, w = at.w;
     return is_component(i) ? x.at(at.n, at.c, 2 * h + (i & 1), 2 * w + (i >> 1)) : static_cast<T>(NAN);
   });
 }
@@ -91,11 +89,10 @@ __global__ void __launch_bounds__(kThreads) select_kernel(Image<T> x, const int6
 //   grad (N, C, h, w), index (N), out (N, C, 2h, 2w) contiguous, of which `axes` are the last three
 template <class T, class Place>
 __global__ void __launch_bounds__(kThreads)
-    scatter_kernel(Image<T> grad, const int64_t* __restrict__ index, int64_t index_stride, T* __restrict__ out, Place count,
-                   Axes<Place> axes) {
+    scatter_kernel(Image<T> grad, Components components, T* __restrict__ out, Place count, Axes<Place> axes) {
   write_elements(out, count, [&](Place place) {
     const auto at = axes(place);
-    const int64_t i = index[at.n * index_stride];
+    const int64_t i = components.of(at.n);
     const bool chosen = (at.h & 1) == (i & 1) && (at.w & 1) == (i >> 1);
     return !is_component(i) ? static_cast<T>(NAN) : chosen ? grad.at(at.n, at.c, at.h / 2, at.w / 2) : T(0);
   });
@@ -107,8 +104,8 @@ void select(const Device& device, const char* name, const Tensor& x, const Tenso
   const int64_t count = out.numel();
   with_places(count, [&](auto zero) {
     using Place = decltype(zero);
-    launch(device, name, select_kernel<T, Place>, element_blocks(count), kThreads, 0, image<T>(x),
-           index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<T>(), count, Axes<Place>(s.C, s.h, s.w));
+    launch(device, name, select_kernel<T, Place>, element_blocks(count), kThreads, 0, image<T>(x), Components(index),
+           out.mutable_data_ptr<T>(), count, Axes<Place>(s.C, s.h, s.w));
   });
 }
 
@@ -161,7 +158,7 @@ Tensor polyphase_scatter(const Tensor& grad, const Tensor& index) {
     with_places(count, [&](auto zero) {
       using Place = decltype(zero);
       launch(device, "polyphase_scatter", scatter_kernel<scalar_t, Place>, element_blocks(count), kThreads, 0,
-             image<scalar_t>(grad), index.const_data_ptr<int64_t>(), index.stride(0), out.mutable_data_ptr<scalar_t>(), count,
+             image<scalar_t>(grad), Components(index), out.mutable_data_ptr<scalar_t>(), count,
              Axes<Place>(s.C, 2 * s.h, 2 * s.w));
     });
   });

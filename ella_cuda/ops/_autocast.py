@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-
 DEVICES = ("cpu", "cuda")  # in words: torch 2.11 cannot compile its own question which devices have an autocast
 
 

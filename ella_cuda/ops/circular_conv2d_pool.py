@@ -1,9 +1,10 @@
 """Convolution on a torus followed by the choice of one polyphase component per image, as one op.
 
-What stands between the two, four times as large as the result, is never stored, nor its gradient, three quarters of which are zeros.
-Three ops close the family under differentiation, beside those of :mod:`ella_cuda.ops.circular_conv2d`: ``circular_conv2d_pool``
-itself, ``circular_conv2d_scattered``, the convolution behind ``polyphase_scatter``, and ``circular_conv2d_scattered_weight_grad``, the
-gradient of a convolution's weights behind it.
+The gradient of what stands between the two, four times as large as the result and three quarters zeros, is never formed. Given the
+choice the map is a convolution of stride 2 of images that are moved by it, and that is what CUDA does on the way back. On the CPU
+what is between is not stored either, and three ops close the family under differentiation, beside those of
+:mod:`ella_cuda.ops.circular_conv2d`: ``circular_conv2d_pool`` itself, ``circular_conv2d_scattered``, the convolution behind
+``polyphase_scatter``, and ``circular_conv2d_scattered_weight_grad``, the gradient of a convolution's weights behind it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import batched_first, differentiable, keep, loop, nested_forward_mode
 from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
     circular_conv2d_torch,
-    convolve,
     mirrored,
     sum_of_parts,
 )
+from ella_cuda.ops.circular_pad2d import circular_fold2d, circular_pad2d
 from ella_cuda.ops.polyphase_pool import (
     check_norm,
     polyphase_pool,
@@ -29,12 +32,14 @@ from ella_cuda.ops.polyphase_pool import (
     polyphase_select,
 )
 
+COMPILED_FOR = ("cpu", "meta")  # what this package has kernels of its own for; on CUDA they are cuDNN's
+
 
 def circular_conv2d_pool(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
     """``polyphase_pool(circular_conv2d(x, weight, bias), norm)``, a strided convolution that commutes with translations.
 
-    On the CPU one op, which keeps the convolution of a few images at a time, and whose gradients take a quarter of the products; on
-    other devices the two ops. Equivalent to :func:`circular_conv2d_pool_torch`.
+    Gradients take a quarter of the products that those of a convolution take: of the other components' zeros none is formed. On the CPU
+    the convolution is kept of a few images at a time. Equivalent to :func:`circular_conv2d_pool_torch`.
 
     Args:
         x: ``(N, C, H, W)``, H and W even, float32 or float64.
@@ -52,9 +57,17 @@ def circular_conv2d_pool(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
     Source: Chaman and Dokmanic, "Truly shift-invariant convolutional neural networks", CVPR 2021, section 4.
     """
     check_norm("circular_conv2d_pool", norm)
-    if x.device.type not in ("cpu", "meta") or nested_forward_mode():
+    if nested_forward_mode():
         return polyphase_pool(circular_conv2d(x, weight, bias), norm)
     return _pool(x, weight, bias, float(norm))[0]
+
+
+def _pool_of_two(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        return torch.ops.ella_cuda.polyphase_pool(circular_conv2d(x, weight, bias), norm)
+
+
+torch.library.impl("ella_cuda::circular_conv2d_pool", "CUDA", _pool_of_two)
 
 
 def circular_conv2d_pool_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
@@ -62,23 +75,68 @@ def circular_conv2d_pool_torch(x: Tensor, weight: Tensor, bias: Tensor | None = 
     return polyphase_pool_torch(circular_conv2d_torch(x, weight, bias), norm)
 
 
-def circular_conv2d_scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """``circular_conv2d(polyphase_scatter(x, index), weight)``, on the CPU without the zeros: a quarter of the products.
+def circular_conv2d_pool_transposed(grad: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """The transpose of :func:`circular_conv2d_pool` without bias, its choice given: a quarter of the products of a whole convolution.
+
+    On the CPU an op that convolves nothing but the chosen components. On CUDA cuDNN's transposed convolution of stride 2, of which
+    :func:`ella_cuda.ops.circular_pad2d`'s transpose makes images on a torus.
 
     Args:
-        x: ``(N, C, h, w)``, the one polyphase component of each image that is not zero.
-        index: ``(N,)``, int64, which one it is.
+        grad: ``(N, D, H/2, W/2)``, float32 or float64.
+        index: ``(N,)``, int64, the components chosen.
         weight: ``(D, C, kh, kw)`` with kh and kw odd.
 
     Returns:
-        ``(N, D, 2h, 2w)``.
+        ``(N, C, H, W)``.
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit, or an index is none of 0 to 3.
+        RuntimeError: a shape, dtype or device does not fit, or, on the CPU, an index is none of 0 to 3.
     """
-    narrow = weight.dim() == 4 and min(weight.shape[2:]) < 3  # some outputs see nothing of a component
-    compiled = x.device.type in ("cpu", "meta") and not nested_forward_mode() and not narrow
-    return _scattered(x, index, weight) if compiled else circular_conv2d(polyphase_scatter(x, index), weight)
+    compiled = grad.device.type in COMPILED_FOR
+    narrow = min(weight.shape[2:]) < 3  # some outputs see nothing of a component
+    if nested_forward_mode() or (narrow if compiled else _nothing(grad, weight)):
+        return circular_conv2d(polyphase_scatter(grad, index), mirrored(weight))
+    if compiled:
+        return _scattered(grad, index, mirrored(weight))
+    with without_autocast(grad.device.type):
+        padded = F.conv_transpose2d(grad, weight, stride=2, output_padding=1)
+    return circular_fold2d(padded, *_pads(weight), index)
+
+
+def _pool_weight_grad(grad: Tensor, index: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of :func:`circular_conv2d_pool`'s weight, its choice given; of ``weight`` the shape alone counts."""
+    if grad.device.type in COMPILED_FOR:
+        return _scattered_weight_grad(grad, index, x, *weight.shape[2:])
+    if _nothing(x, weight):
+        return grad.sum() * x.sum() + torch.zeros_like(weight)
+    moved = circular_pad2d(x, *_pads(weight), index)
+    with without_autocast(grad.device.type):
+        geometry = (
+            [2, 2],
+            [0, 0],
+            [1, 1],
+            False,
+            [0, 0],
+            1,
+        )  # stride, padding, dilation, transposed, its padding, groups
+        return torch.ops.aten.convolution_backward(grad, moved, weight, None, *geometry, [False, True, False])[1]
+
+
+def _chosen(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """:func:`circular_conv2d_pool` without bias, its choice given."""
+    if x.device.type in COMPILED_FOR or _nothing(x, weight):
+        return polyphase_select(circular_conv2d(x, weight), index)
+    with without_autocast(x.device.type):
+        return F.conv2d(circular_pad2d(x, *_pads(weight), index), weight, stride=2)
+
+
+def _pads(weight: Tensor) -> tuple[int, int]:
+    return weight.shape[2] // 2, weight.shape[3] // 2
+
+
+def _nothing(x: Tensor, weight: Tensor) -> bool:
+    """Whether a sum over products of the two has no term, which torch's convolutions may refuse."""
+    return not (x.numel() and weight.numel())
 
 
 # circular_conv2d_pool -------------------------------------------------------------------------------------------------------
@@ -101,8 +159,8 @@ def _pool_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None
     x, weight, index = ctx.saved_tensors
     need_x, need_weight, need_bias, _ = ctx.needs_input_grad
     return (
-        circular_conv2d_scattered(grad, index, mirrored(weight)) if need_x else None,
-        _scattered_weight_grad(grad, index, x, *weight.shape[2:]) if need_weight else None,
+        circular_conv2d_pool_transposed(grad, index, weight) if need_x else None,
+        _pool_weight_grad(grad, index, x, weight) if need_weight else None,
         grad.sum((0, 2, 3)) if need_bias else None,
         None,
     )
@@ -113,8 +171,8 @@ def _pool_jvp(
 ) -> tuple[Tensor, None]:
     x, weight, index = ctx.saved_tensors
     total = sum_of_parts(
-        None if x_t is None else polyphase_select(convolve(x_t, weight, None), index),
-        None if weight_t is None else polyphase_select(convolve(x, weight_t, None), index),
+        None if x_t is None else _chosen(x_t, index, weight),
+        None if weight_t is None else _chosen(x, index, weight_t),
         None if bias_t is None else bias_t[:, None, None].expand(x.shape[0], -1, *(s // 2 for s in x.shape[2:])),
     )
     return (torch.zeros_like(_pool_fake(x, weight, None, 2.0)[0]) if total is None else total.contiguous()), None
@@ -150,7 +208,7 @@ def _scattered_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, N
     x, index, weight = ctx.saved_tensors
     need_x, _, need_weight = ctx.needs_input_grad
     return (
-        polyphase_select(convolve(grad, mirrored(weight), None), index) if need_x else None,
+        _chosen(grad, index, mirrored(weight)) if need_x else None,
         None,
         # Which of the two images is shifted against the other is the kernel's direction.
         mirrored(_scattered_weight_grad(x, index, grad, *weight.shape[2:])) if need_weight else None,
@@ -185,9 +243,9 @@ def _scattered_weight_grad_backward(ctx: Any, v: Tensor | None) -> tuple[Tensor 
     grad, index, x = ctx.saved_tensors
     need_grad, _, need_x, _, _ = ctx.needs_input_grad
     return (
-        polyphase_select(convolve(x, v, None), index) if need_grad else None,
+        _chosen(x, index, v) if need_grad else None,
         None,
-        circular_conv2d_scattered(grad, index, mirrored(v)) if need_x else None,
+        circular_conv2d_pool_transposed(grad, index, v) if need_x else None,
         None,
         None,
     )

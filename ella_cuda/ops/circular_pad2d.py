@@ -7,77 +7,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, nested_forward_mode
+from ella_cuda.ops._operator import differentiable, keep, nested_forward_mode
 
 
-def circular_pad2d(x: Tensor, pad_h: int, pad_w: int) -> Tensor:
+def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
     r"""Put rows and columns of an image on a torus around it.
 
-    .. math:: y[n,c,i,j] = x\big[n,c,(i-p_h) \bmod H,(j-p_w) \bmod W\big]
+    .. math:: y[n,c,i,j] = x\big[n,c,(i-p_h+a_n) \bmod H,(j-p_w+b_n) \bmod W\big], \qquad
+        a_n = \mathrm{index}_n \bmod 2, \quad b_n = \lfloor \mathrm{index}_n / 2 \rfloor
 
-    The map of ``torch.nn.functional.pad(x, (pad_w, pad_w, pad_h, pad_h), mode="circular")``, for any width of the border. There each
-    border is a copy of its own and, on the way back, each copy one of the whole gradient: on CUDA some 30 kernels a layer, which is
-    most of what a training step launches. Here it is one each way.
+    Without index the map of ``torch.nn.functional.pad(x, (pad_w, pad_w, pad_h, pad_h), mode="circular")``, for any width of the border.
+    There each border is a copy of its own and, on the way back, each copy one of the whole gradient: on CUDA some 30 kernels a layer,
+    which is most of what a training step launches. Here it is one each way. With index a convolution of stride 2 that follows gives
+    the polyphase component of that number, see :func:`ella_cuda.ops.polyphase_pool`.
 
     Args:
         x: ``(N, C, H, W)``, float32 or float64.
         pad_h: rows above and as many below.
         pad_w: columns on the left and as many on the right.
+        index: ``(N,)``, int64, 0 to 3: how each image is moved first, up by a and to the left by b; None moves none.
 
     Returns:
         ``(N, C, H + 2 pad_h, W + 2 pad_w)``, contiguous. The gradient is summed in a fixed order.
 
     Raises:
-        RuntimeError: x has another shape or dtype, no pixel in a direction that is padded, or a pad is negative or over 2^30.
+        RuntimeError: x or index has another shape or dtype, there is no pixel in a direction that is padded, a pad is negative or over
+            2^30, or an index is none of 0 to 3 (on CUDA that image is NaN instead).
     """
-    return circular_pad2d_torch(x, pad_h, pad_w) if nested_forward_mode() else _pad(x, pad_h, pad_w)
+    call = circular_pad2d_torch if nested_forward_mode() else _pad
+    return call(x, pad_h, pad_w, index)
 
 
-def circular_pad2d_torch(x: Tensor, pad_h: int, pad_w: int) -> Tensor:
+def circular_fold2d(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
+    """The transpose of :func:`circular_pad2d`: ``(N, C, H + 2 pad_h, W + 2 pad_w) -> (N, C, H, W)``, what a pixel is repeated at, summed."""
+    return _fold(grad, pad_h, pad_w, index)
+
+
+def circular_pad2d_torch(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
     """Plain-torch twin of :func:`circular_pad2d`."""
     rows, columns = (
-        torch.arange(-pad, size + pad, device=x.device) % max(size, 1)
-        for pad, size in zip((pad_h, pad_w), x.shape[2:], strict=True)
+        torch.arange(-pad, size + pad, device=x.device) for pad, size in zip((pad_h, pad_w), x.shape[2:], strict=True)
     )
-    return x[:, :, rows][:, :, :, columns]
+    height, width = (max(size, 1) for size in x.shape[2:])
+    if index is None:
+        return x[:, :, rows % height][:, :, :, columns % width]
+    image = torch.arange(x.shape[0], device=x.device)[:, None, None, None]
+    channel = torch.arange(x.shape[1], device=x.device)[:, None, None]
+    up, left = (index & 1)[:, None], (index >> 1)[:, None]
+    return x[image, channel, ((rows + up) % height)[:, None, :, None], ((columns + left) % width)[:, None, None]]
 
 
-def _pad_fake(x: Tensor, pad_h: int, pad_w: int) -> Tensor:
+def _pad_fake(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
     n, c, h, w = x.shape
     return x.new_empty(n, c, h + 2 * pad_h, w + 2 * pad_w)
 
 
-def _fold_fake(grad: Tensor, pad_h: int, pad_w: int) -> Tensor:
+def _fold_fake(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
     n, c, h, w = grad.shape
     return grad.new_empty(n, c, h - 2 * pad_h, w - 2 * pad_w)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
-    keep(ctx)
-    ctx.pads = inputs[1:]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    keep(ctx, inputs[3])
+    ctx.pads = inputs[1:3]
 
 
-def _pad_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-    return (None if grad is None else _fold(grad, *ctx.pads)), None, None
+def _pad_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    return (None if grad is None else _fold(grad, *ctx.pads, *ctx.saved_tensors)), None, None, None
 
 
-def _fold_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
-    return (None if grad is None else _pad(grad, *ctx.pads)), None, None
+def _fold_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    return (None if grad is None else _pad(grad, *ctx.pads, *ctx.saved_tensors)), None, None, None
 
 
 def _pad_jvp(ctx: Any, x_t: Tensor, *_: Any) -> Tensor:
-    return _pad(x_t, *ctx.pads)
+    return _pad(x_t, *ctx.pads, *ctx.saved_tensors)
 
 
 def _fold_jvp(ctx: Any, grad_t: Tensor, *_: Any) -> Tensor:
-    return _fold(grad_t, *ctx.pads)
+    return _fold(grad_t, *ctx.pads, *ctx.saved_tensors)
 
 
 def _batch_joins_n(name: str) -> Any:
-    def vmap(info: Any, in_dims: tuple[Any, ...], image: Tensor, pad_h: int, pad_w: int) -> tuple[Tensor, int]:
-        image = batched_first(image, in_dims[0])
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], image: Tensor, pad_h: int, pad_w: int, index: Tensor | None
+    ) -> tuple[Tensor, int]:
+        image, index = (
+            t if t is None else (t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)).flatten(0, 1)
+            for t, d in ((image, in_dims[0]), (index, in_dims[3] if index is not None else None))
+        )
         op = getattr(torch.ops.ella_cuda, name)
-        return op(image.flatten(0, 1), pad_h, pad_w).unflatten(0, image.shape[:2]), 0
+        return op(image, pad_h, pad_w, index).unflatten(0, (info.batch_size, -1)), 0
 
     return vmap
 

@@ -156,6 +156,8 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
     pad_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
+    move = lambda x: ops.circular_pad2d(x, 1, 9, torch.arange(4, device=x.device))  # noqa: E731
+    move_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9, torch.arange(4, device=x.device))  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
     pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
 
@@ -207,6 +209,8 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
         ),
         ("circular_pad2d", image, one(pad), one(pad_twin)),
         ("circular_pad2d backward", image, gradients(pad), gradients(pad_twin)),
+        ("circular_pad2d of moved images", image, one(move), one(move_twin)),
+        ("circular_pad2d of moved images backward", image, gradients(move), gradients(move_twin)),
         ("basis_project", basis, one(project), one(project_twin)),
         ("basis_project backward", basis, gradients(project), gradients(project_twin)),
         ("basis_project second derivative", basis, curvature(project), curvature(project_twin)),

@@ -51,7 +51,7 @@ def call_every_op(ops: Any) -> None:
         for side in (1, 80):
             ops.polyphase_scatter(torch.randn(1, 1, side, side, dtype=dtype), index)
             image = torch.randn(1, 1, side, side, dtype=dtype)
-            ops.circular_fold2d(ops.circular_pad2d(image, 1, 1), 1, 1)
+            ops.circular_fold2d(ops.circular_pad2d(image, 1, 1, None), 1, 1, None)
             for circular in (True, False):
                 ones = (1, 1)
                 ops.conv_kron_accumulate_(torch.zeros(1, 1, dtype=dtype), image, ones, ones, ones, ones, circular, 1.0)

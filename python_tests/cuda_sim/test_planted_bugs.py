@@ -414,8 +414,32 @@ BUGS = [
     Bug(
         "repeated pixel that adds nothing to the gradient",
         "circular_pad2d.cu",
-        "for (Place i = h < H ? h : h - H; i < padded_h; i += H)",
-        "for (Place i = h < H ? h : h - H; i < H; i += H)",
+        "i < padded_h; i += H)",
+        "i < H; i += H)",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "images that are moved by their component in rows alone",
+        "padded_images.cuh",
+        "left = component >> 1;",
+        "left = 0;",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "images that are moved back in the direction in which they were moved",
+        "circular_pad2d.cu",
+        "up * (H - 1)",
+        "up",
+        "circular_pad2d",
+        WRONG,
+    ),
+    Bug(
+        "component of the neighbour in memory, of indices that lie apart",
+        "components.cuh",
+        "index[image * stride]",
+        "index[image]",
         "circular_pad2d",
         WRONG,
     ),
@@ -568,10 +592,14 @@ def run(library, source, warpgroups):
                 for side in (5, 20):  # places counted in 31 bits and in 63
                     x = torch.randn(2, 3, side, side + 1)
                     rows, columns = (torch.arange(-2, s + 2) % s for s in x.shape[2:])
-                    padded = simulator.ops.circular_pad2d(x, 2, 2)
-                    got += [padded.flatten(), simulator.ops.circular_fold2d(padded, 2, 2).flatten()]
                     times = torch.bincount(rows)[:, None] * torch.bincount(columns)
-                    want += [x[:, :, rows][..., columns].flatten(), (x * times).flatten()]
+                    for index in (None, torch.tensor([1, 0, 2])[::2]):
+                        padded = simulator.ops.circular_pad2d(x, 2, 2, index)
+                        got += [padded.flatten(), simulator.ops.circular_fold2d(padded, 2, 2, index).flatten()]
+                        moved = x if index is None else torch.stack([x[0].roll(-1, 1), x[1].roll(-1, 2)])
+                        repeated = moved * times
+                        back = repeated if index is None else torch.stack([repeated[0].roll(1, 1), repeated[1].roll(1, 2)])
+                        want += [moved[:, :, rows][..., columns].flatten(), back.flatten()]
                 got, want = torch.cat(got), torch.cat(want)
             else:
                 x = torch.randn(3, 2, 4, 4)

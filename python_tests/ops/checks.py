@@ -74,6 +74,14 @@ def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
     assert error <= max(2 * allowed, floor), f"error {error:.3e}, torch's {allowed:.3e}"
 
 
+def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
+    """Another library's sums of products, in its own order: within 30 units in the last place of the largest."""
+    largest = float(exact.abs().max()) if exact.numel() else 0.0
+    torch.testing.assert_close(
+        actual.double(), exact.double(), rtol=0, atol=30 * torch.finfo(actual.dtype).eps * largest
+    )
+
+
 def peak_bytes(call: Callable[[], Any]) -> int:
     """What a call on at most two threads of the CPU needs at a time, scratch included; skips where the system does not tell."""
     threads = torch.get_num_threads()

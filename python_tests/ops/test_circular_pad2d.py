@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.ops.circular_conv2d import _padded
+from ella_cuda.ops.circular_pad2d import circular_fold2d
 from python_tests.ops import checks
 
 # N, C, H, W, pad_h, pad_w: the usual border; none in one direction; as wide as the image, and wider, more than once around.
@@ -68,7 +69,7 @@ def test_every_layout(shape, device):
     for _, laid_out in checks.layouts(x):
         assert torch.equal(ops.circular_pad2d(laid_out, pad_h, pad_w), wrapped(laid_out, pad_h, pad_w))
     for _, laid_out in checks.layouts(grad):
-        found = torch.ops.ella_cuda.circular_fold2d(laid_out, pad_h, pad_w)
+        found = circular_fold2d(laid_out, pad_h, pad_w)
         checks.assert_same(found, folded(laid_out, *size[2:], pad_h, pad_w))
         assert found.is_contiguous()
 
@@ -99,11 +100,11 @@ def test_derivatives_and_transforms(pads, device):
     )
     for name, t in (("circular_pad2d", x.clone().requires_grad_()), ("circular_fold2d", padded)):
         op = getattr(torch.ops.ella_cuda, name)
-        torch.library.opcheck(op.default, (t, *pads))
+        torch.library.opcheck(op.default, (t, *pads, None))
         batch = torch.stack([t.detach(), t.detach() * 2], -1)
         checks.assert_same(
-            torch.func.vmap(lambda b, op=op: op(b, *pads), -1)(batch),
-            torch.stack([op(b, *pads) for b in batch.unbind(-1)]),
+            torch.func.vmap(lambda b, op=op: op(b, *pads, None), -1)(batch),
+            torch.stack([op(b, *pads, None) for b in batch.unbind(-1)]),
         )
 
 
@@ -113,7 +114,7 @@ def test_same_numbers_for_any_number_of_threads():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(torch.ops.ella_cuda.circular_fold2d(grad, 1, 1))
+            results.append(circular_fold2d(grad, 1, 1))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -138,7 +139,101 @@ def test_errors(x, pads, words, device):
 @pytest.mark.parametrize("size", [(1, 4), (2, 2), (4, 3)])
 def test_errors_of_the_transpose(size, device):
     with pytest.raises(RuntimeError, match="grad must have a pixel in each direction"):
-        torch.ops.ella_cuda.circular_fold2d(torch.zeros(1, 1, *size, device=device), 1, 2)
+        circular_fold2d(torch.zeros(1, 1, *size, device=device), 1, 2)
+
+
+# ---- images that are moved by their component first ----
+
+
+def choices(n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device) * 3 % 4
+
+
+def moved(x: Tensor, index: Tensor) -> Tensor:
+    """Image by image."""
+    parts = [image.roll((-(i & 1), -(i >> 1)), (1, 2)) for image, i in zip(x, index.tolist(), strict=True)]
+    return torch.stack(parts) if parts else x
+
+
+def moved_back(x: Tensor, index: Tensor) -> Tensor:
+    for i in range(4):
+        x = torch.where((index == i)[:, None, None, None], x.roll((i & 1, i >> 1), (2, 3)), x)
+    return x
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (6, 2, 4, 6, 0, 0), (5, 1, 1, 1, 0, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_moves_each_image(shape, dtype, device):
+    *size, pad_h, pad_w = shape
+    x, index = torch.randn(size, dtype=dtype, device=device), choices(size[0], device)
+    expected = wrapped(moved(x, index), pad_h, pad_w)
+    for pad in (ops.circular_pad2d, ops.circular_pad2d_torch):
+        assert torch.equal(pad(x, pad_h, pad_w, index), expected)
+    grad = torch.randn_like(expected)
+    found, exact = circular_fold2d(grad, pad_h, pad_w, index), moved_back(folded(grad, *size[2:], pad_h, pad_w), index)
+    if dtype == torch.float64:
+        checks.assert_same(found, exact)
+    else:
+        torch.testing.assert_close(found, exact)
+
+
+def test_every_layout_of_moved_images(device):
+    x, grad = (torch.randn(5, 2, h, w, dtype=torch.float64, device=device) for h, w in ((4, 6), (6, 10)))
+    index = torch.tensor([3, -1, 0, -1, 2, -1, 1, -1, 3, -1], device=device)[::2]
+    for _, laid_out in checks.layouts(x):
+        assert torch.equal(ops.circular_pad2d(laid_out, 1, 2, index), wrapped(moved(laid_out, index), 1, 2))
+    for _, laid_out in checks.layouts(grad):
+        checks.assert_same(circular_fold2d(laid_out, 1, 2, index), moved_back(folded(laid_out, 4, 6, 1, 2), index))
+
+
+def test_a_convolution_of_stride_two_gives_the_component(device):
+    x, weight = torch.randn(6, 3, 4, 8, device=device).double(), torch.randn(2, 3, 3, 5, device=device).double()
+    index = choices(6, device)
+    full = ops.circular_conv2d_torch(x, weight)
+    found = F.conv2d(ops.circular_pad2d(x, 1, 2, index), weight, stride=2)
+    for n, i in enumerate(index.tolist()):
+        checks.assert_same(found[n], full[n, :, i & 1 :: 2, i >> 1 :: 2])
+
+
+def test_derivatives_and_transforms_of_moved_images(device):
+    x, index = torch.randn(3, 2, 2, 4, dtype=torch.float64, device=device), choices(3, device)
+
+    def pad(t: Tensor) -> Tensor:
+        return ops.circular_pad2d(t, 1, 2, index)
+
+    checks.check_derivatives(lambda t: pad(t).sin(), (x.clone().requires_grad_(),))
+    checks.check_derivatives(lambda t: circular_fold2d(t, 1, 2, index).sin(), (pad(x).requires_grad_(),))
+    checks.check_func_transforms(pad, lambda t: ops.circular_pad2d_torch(t, 1, 2, index), (x,))
+    checks.check_vmap(pad, (x,))
+    checks.check_compile(pad, (x,))
+    for name, t in (("circular_pad2d", x.clone().requires_grad_()), ("circular_fold2d", pad(x).requires_grad_())):
+        torch.library.opcheck(getattr(torch.ops.ella_cuda, name).default, (t, 1, 2, index))
+
+
+def test_vmap_of_moves(device):
+    """Of images and moves, and of either alone."""
+    x, index = torch.randn(2, 3, 1, 2, 4, device=device), torch.tensor([[0, 1, 2], [3, 2, 0]], device=device)
+    for f in (lambda t, i: ops.circular_pad2d(t, 1, 1, i), lambda t, i: circular_fold2d(t, 0, 1, i)):
+        for dims in ((0, 0), (0, None), (None, 0)):
+            given = [t if d == 0 else t[0] for t, d in zip((x, index), dims, strict=True)]
+            one_by_one = [f(*(t[k] if d == 0 else t for t, d in zip(given, dims, strict=True))) for k in range(2)]
+            checks.assert_same(torch.func.vmap(f, dims)(*given), torch.stack(one_by_one))
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        (torch.zeros(3, dtype=torch.int64), "index must have shape"),
+        (torch.zeros(2), "index must be int64"),
+        (torch.tensor([0, 4]), "index must be in 0..3, got 4 for image 1"),
+        (torch.tensor([-1, 0]), "index must be in 0..3, got -1 for image 0"),
+    ],
+)
+def test_errors_of_the_index(index, words):
+    with pytest.raises(RuntimeError, match=words):
+        ops.circular_pad2d(torch.zeros(2, 3, 4, 4), 1, 1, index)
+    with pytest.raises(RuntimeError, match=words):
+        circular_fold2d(torch.zeros(2, 3, 4, 4), 1, 1, index)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d
 from ella_cuda.ops.circular_conv2d import mirrored
-from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_scattered
-from ella_cuda.ops.polyphase_pool import polyphase_scatter
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_transposed
 
 
 @register(CircularConv2d)
@@ -100,7 +99,7 @@ class Conv2dRule(Rule):
 
     def skips_zeros(self, device: torch.device) -> bool:
         """Whether :meth:`pull_back_pooled` never forms the gradient at the layer's output there."""
-        return device.type == "cpu" and min(self.layer.kernel_size) >= 3
+        return device.type != "cpu" or min(self.layer.kernel_size) >= 3
 
     def pull_back_pooled(self, gradient: Tensor, index: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         """As :meth:`pull_back` of ``polyphase_scatter(gradient, index)``, without the zeros where it can.
@@ -115,10 +114,7 @@ class Conv2dRule(Rule):
             return None
         columns = gradient.shape[:2]
         flat, index = gradient.flatten(0, 1), index.repeat(columns[0])
-        if self.skips_zeros(gradient.device):
-            kernel = mirrored(self.layer.weight.detach())
-            return circular_conv2d_scattered(flat, index, kernel).unflatten(0, columns)
-        return self._pulled(polyphase_scatter(flat, index).unflatten(0, columns), input_shape)
+        return circular_conv2d_pool_transposed(flat, index, self.layer.weight.detach()).unflatten(0, columns)
 
     def _output_sides(self, gradient: Tensor, positions: int) -> None:
         """Add the output sides of ``(K, N, D, ...)`` gradients at all of ``positions`` that are not zero."""
@@ -133,7 +129,7 @@ class Conv2dRule(Rule):
     def _pulled(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
         flat = gradient.flatten(0, 1)
-        if self._same_on_torus() and gradient.device.type == "cpu":
+        if self._same_on_torus():
             return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
         # Channels innermost: convolutions are faster so on the CPU.
         flat = flat.contiguous(memory_format=torch.channels_last)

@@ -157,8 +157,9 @@ def test_images(ampere: PtxDevice, dtype: torch.dtype) -> None:
         ops = Checked(ampere)
         for layout in ("contiguous", "permuted", "strided"):
             image = arrange(torch.randn(3, 2, 17, 13, dtype=dtype), layout)
-            padded = ops.circular_pad2d(image, 2, 3)
-            ops.circular_fold2d(arrange(padded, layout), 2, 3)
+            for index in (None, torch.tensor([2, -1, 3, -1, 1, -1])[::2]):
+                padded = ops.circular_pad2d(image, 2, 3, index)
+                ops.circular_fold2d(arrange(padded, layout), 2, 3, index)
             even = arrange(torch.randn(3, 4, 20, 10, dtype=dtype), layout)
             for norm in (1.0, 2.0, float("inf")):
                 pooled, index = ops.polyphase_pool(even, norm)

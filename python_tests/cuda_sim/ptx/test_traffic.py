@@ -87,7 +87,7 @@ def test_instructions_of_warps() -> None:
 def test_blocks_of_a_launch(ampere: PtxDevice, most: int, ran: int) -> None:
     """Padding to 4,096 numbers, which four blocks write 1,024 at a time, each sector of eight once."""
     with ampere.scheduled(), ampere.counting(most) as launches:
-        ampere.ops.circular_pad2d(torch.randn(2, 2, 30, 30), 1, 1)
+        ampere.ops.circular_pad2d(torch.randn(2, 2, 30, 30), 1, 1, None)
     (launch,) = launches
     assert (launch.blocks, launch.ran) == (4, ran)
     assert launch.traffic.moved["global write"] == launch.traffic.needed["global write"] == ran * 1024 // 8

@@ -17,13 +17,14 @@ import torch
 from benchmarks.counting import count
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
+from ella_cuda.experiments.run import EVIDENCE_BATCH_SIZES
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 
 IMAGES, EPOCHS, BURN_IN, FREQUENCY, HYPERSTEPS = 50_000, 4000, 10, 5, 20
 RECORDED = 8
 TIMES = {"epoch": EPOCHS, "epochs in CUDA graphs": EPOCHS / RECORDED, "update": (EPOCHS - BURN_IN) // FREQUENCY}
-BATCH, EVIDENCE_BATCH, CLASSES, WIDTH = 128, 150, 10, 10
+BATCH, CLASSES, WIDTH = 128, 10, 10
 
 
 @pytest.mark.parametrize("phase", TIMES)
@@ -35,7 +36,7 @@ def test_paper_scale(time, benchmark, device, phase):
     x = torch.randn(images, 3, 32, 32, device=device)
     y = torch.randint(CLASSES, (images,), device=device)
     model = neyshabur("f_fc+conv", 3, CLASSES, WIDTH).to(device)
-    train, evidence = TensorLoader(x, y, BATCH, shuffle=True), TensorLoader(x, y, EVIDENCE_BATCH)
+    train, evidence = TensorLoader(x, y, BATCH, shuffle=True), TensorLoader(x, y, EVIDENCE_BATCH_SIZES[device.type])
     epochs = RECORDED if graphs else 1
     la = KronLaplace(model)
     log_precision = torch.zeros(len(la.parameter_names), dtype=torch.float64, device=device, requires_grad=True)

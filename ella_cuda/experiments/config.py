@@ -52,7 +52,8 @@ class RunConfig:
         burn_in: epochs before the first evidence step.
         frequency: epochs between evidence steps.
         hypersteps: steps on log δ in each.
-        evidence_batch_size: images in a minibatch of the curvature pass; numbers do not depend on it beyond rounding.
+        evidence_batch_size: images in a minibatch of the curvature pass; None leaves it to the device, see
+            :data:`ella_cuda.experiments.run.EVIDENCE_BATCH_SIZES`. Numbers do not depend on it beyond rounding.
         fisher: ``exact`` or ``mc``.
         resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
@@ -90,7 +91,7 @@ class RunConfig:
     burn_in: int
     frequency: int
     hypersteps: int
-    evidence_batch_size: int = 150
+    evidence_batch_size: int | None = None
     fisher: str = "exact"
     resolution: str = "shared"
     column_tolerance: float = 0.0
@@ -151,7 +152,7 @@ class RunConfig:
                 f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
                 f"and {self.layer}."
             )
-        least = {"width": 1, "epochs": 1, "batch_size": 1, "evidence_batch_size": 1, "frequency": 1, "hypersteps": 1}
+        least = {"width": 1, "epochs": 1, "batch_size": 1, "frequency": 1, "hypersteps": 1}
         least |= {"burn_in": 0, "seed": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
@@ -171,7 +172,7 @@ class RunConfig:
         for name in ("lr", "lr_hyp", "lr_lengthscales", "lr_anchors", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-        for name in ("train_size", "fan_in_limit"):
+        for name in ("train_size", "fan_in_limit", "evidence_batch_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.cooldown is not None and not 0 < self.cooldown <= 1:

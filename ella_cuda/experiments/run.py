@@ -25,6 +25,8 @@ from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, w
 from ella_cuda.training import Evaluation, marglik_training
 
 EVALUATION_BATCH = 500
+# A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
+EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
 MAP_EVIDENCE_BYTES = 100_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
 
@@ -137,7 +139,8 @@ def run_one(
         shuffle=True,
         augment=augmentation(config.augment, dataset),
     )
-    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    evidence_batch_size = config.evidence_batch_size or EVIDENCE_BATCH_SIZES[device.type]
+    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, evidence_batch_size)
     la, model, _, losses = marglik_training(
         model,
         train_loader,

@@ -166,7 +166,8 @@ class KronLaplace:
         they were here: after they changed, fit again.
 
         Args:
-            loader: yields ``(x, y)``; moved to the model's device batch by batch.
+            loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants large batches, of a thousand images say:
+                a batch is some 300 kernels, however many images it has.
             override: start anew; False adds to what was fitted before at the same parameters.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.

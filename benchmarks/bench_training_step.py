@@ -14,6 +14,7 @@ from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
+from ella_cuda.reports.kernels import float32_convolutions
 from ella_cuda.training_graph import CudaGraphs
 
 BATCH, WIDTH = 128, 10
@@ -40,12 +41,15 @@ def test_training_step(time, device, monkeypatch, who, graph):
         # A graph that is kept binds the weights' gradients to the stream it was made on, where nothing can be recorded.
         return loss.detach(), *torch.autograd.grad(loss, weights)
 
-    expected = loss_and_gradients()
+    with float32_convolutions():
+        expected = loss_and_gradients()
     operations = count(model, x).step
     if who != "ella_cuda":
         for name, twin in TWINS.items():
             monkeypatch.setattr(ops, name, twin)
-    for found, wanted in zip(loss_and_gradients(), expected, strict=True):
+    with float32_convolutions():
+        own = loss_and_gradients()
+    for found, wanted in zip(own, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2 * float(wanted.square().mean().sqrt()))
 
     def step() -> None:

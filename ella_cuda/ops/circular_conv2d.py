@@ -26,7 +26,8 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     The map of ``torch.nn.Conv2d(..., padding="same", padding_mode="circular")``; a kernel larger than the image meets pixels more
     than once. On the CPU it is an op of this package, made for few channels, where it is several times as fast as padding and
     :func:`torch.nn.functional.conv2d`. On CUDA it is cuDNN's convolution, which no kernel of ours would improve on, of
-    :func:`ella_cuda.ops.circular_pad2d`; half precision, other devices and empty images take :func:`circular_conv2d_torch`.
+    :func:`ella_cuda.ops.circular_pad2d`, by torch's default in TF32 (``torch.backends.cudnn.allow_tf32``); half precision, other devices
+    and empty images take :func:`circular_conv2d_torch`.
 
     Where each image of a call has numbers in one of its polyphase components only, such as gradients that come through
     :func:`ella_cuda.ops.polyphase_pool`, the other zeros are not multiplied on the CPU, here and in the gradient of the weight: by

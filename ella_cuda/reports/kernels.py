@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,18 @@ class KernelCheck:
     failure: str | None = None
 
 
+@contextmanager
+def float32_convolutions() -> Iterator[None]:
+    """For the duration of the context cuDNN convolves in float32, not in TF32 as torch lets it by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@float32_convolutions()
 def check_kernels(device: torch.device | str) -> list[KernelCheck]:
     """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its twin.
 

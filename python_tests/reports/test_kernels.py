@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ella_cuda import ops
-from ella_cuda.reports import check_kernels, kernel_table
+from ella_cuda.reports import check_kernels, kernel_table, kernels
 
 OPS = (
     "factored_linear",
@@ -65,3 +65,21 @@ def test_the_check_leaves_the_random_state_alone():
     before = torch.get_rng_state()
     check_kernels("cpu")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_convolutions_are_checked_in_float32_and_left_as_they_were(monkeypatch):
+    """cuDNN may take TF32 for one of two convolutions and not for the other."""
+    for before in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
+        seen = []
+
+        def look(*inputs, seen=seen):
+            seen.append(torch.backends.cudnn.allow_tf32)
+            return inputs
+
+        monkeypatch.setattr(
+            kernels, "kernel_cases", lambda look=look: [("looked at", lambda: (torch.ones(2),), look, look)]
+        )
+        (check, _) = kernels.check_kernels("cpu")
+        assert check.ok and seen and not any(seen)
+        assert torch.backends.cudnn.allow_tf32 == before

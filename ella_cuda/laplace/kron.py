@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -72,7 +73,7 @@ class KronLaplace:
         sigma_noise: standard deviation of the Gaussian likelihood; must be 1 for classification.
         fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
-            per channel, exact for a single data point.
+            per channel, with which each channel's own part of the block is exact for a single data point.
         memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
             accordingly. None chooses: 48 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding.
@@ -161,7 +162,8 @@ class KronLaplace:
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size. A model that was compiled runs as it is written, and under autocast as without
+        The result does not depend on the batch size, but for the columns that ``column_tolerance`` leaves out of a batch and for what
+        ``fisher="mc"`` draws. A model that was compiled runs as it is written, and under autocast as without
         it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the parameters as
         they were here: after they changed, fit again.
 
@@ -312,7 +314,7 @@ class KronLaplace:
 
     @prior_precision.setter
     def prior_precision(self, value: Value) -> None:
-        self._prior_precision = self._precisions(value)
+        self._prior_precision = self._precisions(value).clone()  # what its owner does to it later on is not checked
 
     @property
     def sigma_noise(self) -> Tensor:
@@ -465,7 +467,7 @@ class KronLaplace:
         self._fitted()
         self._bases.check()
         with torch.inference_mode(False), torch.enable_grad():
-            log_precision = self.prior_precision.log().requires_grad_()
+            log_precision = self.prior_precision.detach().log().requires_grad_()
             optimizer = torch.optim.Adam([log_precision], lr=lr, maximize=True)
             for _ in range(n_steps):
                 (log_precision.grad,) = torch.autograd.grad(self.evidence_at(log_precision), log_precision)
@@ -616,11 +618,13 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _real(name: str, value: Value, device: torch.device) -> Tensor:
     """A float64 tensor on the device, still attached to the graph of what was given."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
-        raise TypeError(f"{name}: expected a number or a tensor, got {type(value).__name__}.")
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
-    return torch.tensor(value, dtype=torch.float64, device=device)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers are
+        raise TypeError(
+            f"{name}: expected a number or a tensor, got {type(value).__name__}; of several make torch.tensor(...)."
+        )
+    return torch.tensor(float(value), dtype=torch.float64, device=device)
 
 
 def _check_positive(name: str, value: Tensor) -> None:

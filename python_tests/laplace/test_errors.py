@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,21 @@ def data():
 def test_arguments(model, arguments, error, message):
     with pytest.raises(error, match=message):
         KronLaplace(model, **arguments)
+
+
+def test_precisions_are_the_approximations_own(model):
+    """Numbers of any kind; what becomes of the caller's tensor is nobody's matter, nor its graph that of the optimizer."""
+    given = torch.full((4,), 2.0, dtype=torch.float64, requires_grad=True)
+    la = KronLaplace(model, prior_precision=given)
+    with torch.no_grad():
+        given.fill_(-1.0)
+    assert la.prior_precision.tolist() == [2.0] * 4 and la.prior_precision.requires_grad
+    la.prior_precision = np.float32(3)
+    la.prior_precision.mul_(2)
+    assert la.prior_precision.tolist() == [6.0] * 4
+    la.prior_precision = given.detach().square().requires_grad_()
+    la.fit([(torch.randn(5, 3), torch.randint(2, (5,)))])
+    assert not la.optimize_prior_precision(n_steps=2).requires_grad
 
 
 def test_models_that_cannot_be_fitted(model):

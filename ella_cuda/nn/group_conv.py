@@ -96,7 +96,8 @@ class GroupFilter2d(nn.Module):
             return _convolve(slices, self.weight[:, :, 0], self.bias).unflatten(0, (n, order)).transpose(1, 2)
         if self.turns:
             x = turn_slices(x, self.group, "common")
-        bias = None if self.bias is None else self.bias.repeat_interleave(order)
+        # Not repeat_interleave, a view of which torch 2.11's compiler makes a convolution's argument and fails.
+        bias = None if self.bias is None else torch.stack([self.bias] * order, 1).flatten()
         if self.mixes_slices:
             groups = self.in_channels if self.depthwise else 1
             y = _convolve(x.flatten(1, 2), self.unrolled(), bias, groups)

@@ -370,6 +370,18 @@ def test_layers_compile_whole(variant, frames):
 
 
 @each_variant
+@pytest.mark.slow
+def test_gradients_of_layers_compiled_to_machine_code(variant):
+    torch._dynamo.reset()
+    layer, x = GroupConv2d(2, 2, variant=variant).double(), images(3, 2, 4, 6, 6).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    y, expected = torch.compile(layer, fullgraph=True)(x), layer(x)
+    torch.testing.assert_close(y, expected)
+    for mine, theirs in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, expected)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@each_variant
 @each_frame
 def test_layers_pass_through_torch_func(variant, frames):
     model, x = small_network(variant, frames), images(2, 2, 4, 4)

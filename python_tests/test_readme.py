@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_every_block_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     experiments.run_one(config, folder, progress=False)
     exec(compile(loading, "README.md", "exec"), names)
-    assert names["config"] == config and names["la"].n_data == 40
+    assert names["config"] == dataclasses.replace(config, evidence_batch_size=150) and names["la"].n_data == 40
 
 
 def test_a_command_makes_the_folder_that_is_loaded(asked):

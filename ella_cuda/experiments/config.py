@@ -53,7 +53,8 @@ class RunConfig:
         frequency: epochs between evidence steps.
         hypersteps: steps on log δ in each.
         evidence_batch_size: images in a minibatch of the curvature pass; None leaves it to the device, see
-            :data:`ella_cuda.experiments.run.EVIDENCE_BATCH_SIZES`. Numbers do not depend on it beyond rounding.
+            :data:`ella_cuda.experiments.run.EVIDENCE_BATCH_SIZES`. It decides which columns ``column_tolerance`` leaves out and what
+            ``mc`` draws; other numbers do not depend on it beyond rounding.
         fisher: ``exact`` or ``mc``.
         resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
         column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.

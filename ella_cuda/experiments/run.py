@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -120,6 +121,8 @@ def run_one(
         require_tensorboard()  # before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
     device = resolve_device(config.device)
+    if config.evidence_batch_size is None:
+        config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
     dataset = prepare_for(config, data_dir, download).to(device)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
@@ -139,8 +142,7 @@ def run_one(
         shuffle=True,
         augment=augmentation(config.augment, dataset),
     )
-    evidence_batch_size = config.evidence_batch_size or EVIDENCE_BATCH_SIZES[device.type]
-    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, evidence_batch_size)
+    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
     la, model, _, losses = marglik_training(
         model,
         train_loader,

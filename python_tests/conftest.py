@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import ella_cuda
 from ella_cuda import experiments
@@ -35,11 +38,24 @@ def float32_convolutions() -> None:
 
 
 @pytest.fixture(params=["the device's", "by torch's convolutions"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How strided convolutions are differentiated: as the device does, and as CUDA does, whatever the device."""
-    if request.param != "the device's":
-        monkeypatch.setitem(ella_cuda.ops.circular_conv2d_pool.__globals__, "COMPILED_FOR", ())
-    return request.param
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How strided convolutions are computed and differentiated: as the device does, and as CUDA does, whatever the device."""
+    if request.param == "the device's":
+        yield request.param
+        return
+    strided, plain = (op.__globals__ for op in (ella_cuda.ops.circular_conv2d_pool, ella_cuda.ops.circular_conv2d))
+
+    def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return plain["circular_conv2d_torch" if plain["nested_forward_mode"]() else "_padded"](x, weight, bias)
+
+    monkeypatch.setitem(strided, "COMPILED_FOR", ())
+    monkeypatch.setitem(strided, "circular_conv2d", circular_conv2d)
+    registered = torch.library.Library("ella_cuda", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a kernel already
+        registered.impl("circular_conv2d_pool", strided["_pool_of_two"], "CPU", allow_override=True)
+    yield request.param
+    registered._destroy()
 
 
 @pytest.fixture

@@ -48,5 +48,8 @@ class RelaxedEquivariance(nn.Module):
                     "all paths of a layer must agree."
                 )
             total = total + y
-        # In place: the sum is nobody else's yet, and new memory costs a page fault for every 4 KiB.
-        return total.div_(len(self.path_names)) if others else total
+        if not others:
+            return total
+        if not total.is_floating_point():  # a mean of whole numbers is none
+            return total / len(self.path_names)
+        return total.div_(len(self.path_names))  # nobody else's yet, and new memory costs a page fault for every 4 KiB

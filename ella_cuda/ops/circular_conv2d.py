@@ -54,24 +54,34 @@ def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """:func:`circular_conv2d` by torch's convolution of padded images."""
-    _require_images_and_kernel(x, weight)
+    require_convolution("circular_conv2d", x, weight, bias)
     if x.dtype not in (torch.float32, torch.float64) or not x.numel() or not weight.numel():
         return circular_conv2d_torch(x, weight, bias)
     with without_autocast(x.device.type):  # no lower precision than the CPU's
         return F.conv2d(circular_pad2d(x, *(k // 2 for k in weight.shape[2:])), weight, bias)
 
 
-def _require_images_and_kernel(x: Tensor, weight: Tensor) -> None:
-    if x.dim() != 4 or weight.dim() != 4 or weight.shape[2] % 2 == 0 or weight.shape[3] % 2 == 0:
+def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise the RuntimeError of an op whose arguments do not fit, as the CPU's kernels do: torch has other words, and none for no images."""
+    if x.dim() != 4:
+        raise RuntimeError(f"{op}: x must have shape (N, C, H, W), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise RuntimeError(f"{op}: x must be float32 or float64, got {x.dtype}")
+    if weight.dim() != 4 or weight.shape[1] != x.shape[1]:
         raise RuntimeError(
-            "circular_conv2d: x must have shape (N, C, H, W) and weight (D, C, kh, kw) with odd height and width, got "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
+            f"{op}: weight must have shape (D, C, kh, kw) with the C = {x.shape[1]} of x, got {tuple(weight.shape)}"
+        )
+    if weight.shape[2] % 2 == 0 or weight.shape[3] % 2 == 0:
+        raise RuntimeError(f"{op}: weight must have odd height and width, got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(
+            f"{op}: bias must have shape (D,) with the D = {weight.shape[0]} of weight, got {tuple(bias.shape)}"
         )
 
 
 def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Plain-torch twin of :func:`circular_conv2d`."""
-    _require_images_and_kernel(x, weight)
+    require_convolution("circular_conv2d", x, weight, bias)
     (height, width), (half_h, half_w) = x.shape[2:], (k // 2 for k in weight.shape[2:])
     if half_h <= height and half_w <= width and x.numel() and weight.numel():
         return F.conv2d(F.pad(x, (half_w, half_w, half_h, half_h), mode="circular"), weight, bias)

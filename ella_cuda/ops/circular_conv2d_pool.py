@@ -21,6 +21,7 @@ from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
     circular_conv2d_torch,
     mirrored,
+    require_convolution,
     sum_of_parts,
 )
 from ella_cuda.ops.circular_pad2d import circular_fold2d, circular_pad2d
@@ -63,6 +64,14 @@ def circular_conv2d_pool(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
 
 
 def _pool_of_two(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
+    require_convolution("circular_conv2d_pool", x, weight, bias)
+    if x.shape[2] % 2 or x.shape[3] % 2:
+        raise RuntimeError(f"circular_conv2d_pool: x must have even height and width, got {tuple(x.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise RuntimeError(
+                f"circular_conv2d_pool: {name} must have the dtype of x ({x.dtype}), got {tensor.dtype}; convert with {name}.to(x)"
+            )
     with torch.no_grad():
         return torch.ops.ella_cuda.polyphase_pool(circular_conv2d(x, weight, bias), norm)
 
@@ -110,16 +119,9 @@ def _pool_weight_grad(grad: Tensor, index: Tensor, x: Tensor, weight: Tensor) ->
     if _nothing(x, weight):
         return grad.sum() * x.sum() + torch.zeros_like(weight)
     moved = circular_pad2d(x, *_pads(weight), index)
-    with without_autocast(grad.device.type):
-        geometry = (
-            [2, 2],
-            [0, 0],
-            [1, 1],
-            False,
-            [0, 0],
-            1,
-        )  # stride, padding, dilation, transposed, its padding, groups
-        return torch.ops.aten.convolution_backward(grad, moved, weight, None, *geometry, [False, True, False])[1]
+    # Stride, padding, dilation, transposed or not, its padding, groups. Autocast leaves this one alone.
+    geometry = ([2, 2], [0, 0], [1, 1], False, [0, 0], 1)
+    return torch.ops.aten.convolution_backward(grad, moved, weight, None, *geometry, [False, True, False])[1]
 
 
 def _chosen(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:

@@ -47,6 +47,9 @@ def test_relaxed_layer_is_the_mean_of_its_paths(device):
     layer = RelaxedEquivariance(paths).to(device)
     x = torch.randn(5, 2, 4, 4, device=device)
     assert_same(layer(x), (paths["f_fc"](x) + paths["conv"](x) + paths["fc"](x)) / 3)
+    images = torch.ones(1, 1, 2, 2, dtype=torch.int64, device=device)  # of whole numbers too, whose paths do not change
+    halves = RelaxedEquivariance({"one": nn.Identity(), "other": nn.ZeroPad2d(0), "third": nn.Identity()})
+    assert torch.equal(halves(images), torch.ones(1, 1, 2, 2, device=device)) and bool((images == 1).all())
     assert layer.path_names == ("f_fc", "conv", "fc")
     assert {name.split(".")[0] for name, _ in layer.named_parameters()} == set(paths)
 

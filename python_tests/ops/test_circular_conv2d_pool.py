@@ -164,6 +164,35 @@ def test_transforms(device, way):
     checks.check_compile(ops.circular_conv2d_pool, args)
 
 
+def test_derivatives_under_autocast(device, way):
+    """Taken inside of it, where torch reduces its own convolutions."""
+    args = [a.requires_grad_() for a in arguments((3, 4, 5, 8, 6, 3, 3), device, torch.float32)]
+    grad = pooled_gradient((3, 4, 5, 8, 6, 3, 3), device, torch.float32)
+
+    def derivatives():
+        y = ops.circular_conv2d_pool(*args)
+        first = torch.autograd.grad(y, args, grad, create_graph=True)
+        second = torch.autograd.grad(sum(f.sin().sum() for f in first), args[:2])
+        plain = tuple(a.detach() for a in args)
+        return y, *first, *second, *torch.func.jvp(ops.circular_conv2d_pool, plain, tuple(2 * a for a in plain))
+
+    expected = derivatives()
+    with torch.autocast(device.type, torch.bfloat16):
+        found = derivatives()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_no_images_excuse_nothing(way):
+    x, weight, bias = arguments((0, 2, 3, 4, 6, 3, 3), CPU)
+    for args, words in (
+        ((x, weight.float(), bias), "weight must have the dtype"),
+        ((x, weight[:, :1], bias), "weight must have shape"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            ops.circular_conv2d_pool(*args)
+
+
 def test_vmap_of_images_is_one_call():
     x, weight, bias = arguments((3, 2, 4, 6, 4, 3, 3), CPU)
     batch = torch.stack([x, 2 * x])
@@ -251,7 +280,7 @@ def test_what_is_between_is_not_stored():
         (2, lambda t: t[:-1], "bias must have shape"),
     ],
 )
-def test_errors_name_the_argument(position, bad, words):
+def test_errors_name_the_argument(position, bad, words, way):
     args = list(arguments((3, 2, 4, 6, 4, 3, 3), CPU))
     args[position] = bad(args[position])
     with pytest.raises(RuntimeError, match=words):

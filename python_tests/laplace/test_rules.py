@@ -88,6 +88,7 @@ def test_a_subclass_that_changes_only_construction_is_served():
 
         def reset_parameters(self):
             nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
 
         def extra_repr(self):
             return "initialised"

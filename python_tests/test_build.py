@@ -136,9 +136,8 @@ CPU_ONLY = {
 def test_every_schema_has_its_kernels():
     keys = ["CPU"] + (["CUDA"] if ella_cuda.build_info()["cuda"] else [])
     assert len(ops_of_schemas()) >= 10
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(
-        "ella_cuda::circular_conv2d_pool", "CUDA"
-    )  # Python's, in any build
+    # Python's, in any build:
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("ella_cuda::circular_conv2d_pool", "CUDA")
     for op in ops_of_schemas():
         for key in keys[: 1 if op in CPU_ONLY else None]:
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ella_cuda::{op}", key), f"{op} has no {key} kernel"

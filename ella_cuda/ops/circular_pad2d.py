@@ -39,7 +39,8 @@ def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = Non
 
 
 def circular_fold2d(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
-    """The transpose of :func:`circular_pad2d`: ``(N, C, H + 2 pad_h, W + 2 pad_w) -> (N, C, H, W)``, what a pixel is repeated at, summed."""
+    """The transpose of :func:`circular_pad2d`, with its pads and index: ``(N, C, H + 2 pad_h, W + 2 pad_w) -> (N, C, H, W)``, all that
+    a pixel is repeated at, summed in a fixed order. RuntimeError where grad has no such shape, and as there."""
     return _fold(grad, pad_h, pad_w, index)
 
 

@@ -163,14 +163,18 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
     def bumps(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *inputs: function(*inputs, "exponential")  # the other kind is torch's own on every device
 
+    def moved(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: function(
+            x, 1, 9, torch.arange(4, device=x.device)
+        )  # each of the four images by another component
+
+    move, move_twin = moved(ops.circular_pad2d), moved(ops.circular_pad2d_torch)
     project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)
     torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     strided = lambda: (normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
     pad_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
-    move = lambda x: ops.circular_pad2d(x, 1, 9, torch.arange(4, device=x.device))  # noqa: E731
-    move_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9, torch.arange(4, device=x.device))  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
     pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
 

@@ -80,8 +80,8 @@ sanitizer=(compute-sanitizer --kernel-regex kns=ella --report-api-errors no --er
 
 step kernels 60 "${kernels[@]}"
 step tests 150 "${tests[@]}" -k cuda \
-  python_tests/ops python_tests/nn python_tests/laplace python_tests/test_models.py python_tests/test_training.py \
-  python_tests/test_training_graph.py
+  python_tests/ops python_tests/nn python_tests/laplace python_tests/test_models.py python_tests/training/test_loop.py \
+  python_tests/training/test_graph.py
 step memcheck 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${sanitizer[@]}" --tool memcheck "${kernels[@]}"
 step paper_scale 120 "${tests[@]}" benchmarks/bench_paper_scale.py --device cuda \
   --benchmark-json "$out/paper_scale.json"

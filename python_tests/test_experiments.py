@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.data import SOURCES, TASKS, TensorLoader, load
 from ella_cuda.experiments import (
     RECIPES,
@@ -31,6 +30,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
 from ella_cuda.reports import layer_table
 from ella_cuda.reports.text import number
+from ella_cuda.training.checkpoint import read_checkpoint
 
 SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
 

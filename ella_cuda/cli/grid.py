@@ -195,11 +195,12 @@ def attributes(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name, *_ in (*NUMBERS, *WORDS) if name in options}
 
 
-def wrong_attributes(error: ValueError) -> UsageError:
-    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names."""
+def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
+    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names, and which were not given."""
     options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
     names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
-    return UsageError(f"{error} ({', '.join(map(flag, names))})" if names else str(error))
+    words = ", ".join(flag(name) if name in given else f"{flag(name)} by default" for name in names)
+    return UsageError(f"{error} ({words})" if names else str(error))
 
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:

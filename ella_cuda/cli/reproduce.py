@@ -100,6 +100,6 @@ def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunCon
             **attributes(options),
         )
     except ValueError as error:
-        raise wrong_attributes(error) from error
+        raise wrong_attributes(error, given) from error
     check_effect(options, configs)
     return configs, options | {"plan": plan.to_json()}

@@ -125,7 +125,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
                     experiments.configure(data, task, layer, objective, seed, **common, **attributes(options))
                 )
     except ValueError as error:
-        raise wrong_attributes(error) from error
+        raise wrong_attributes(error, given) from error
     if set(options["learn"]) != {NOTHING} and not any(c.learn for c in configs):
         raise UsageError(
             f"--learn {shown(options['learn'])} needs evidence runs of a layer with {' or '.join(sorted(SPARSE_PATHS))}."

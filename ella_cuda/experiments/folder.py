@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.files import CONFIG_FILE, SUMMARY_FILE
 from ella_cuda.reports import describe_layers
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
+from ella_cuda.training.checkpoint import read_checkpoint
 
 
 def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[str, Any]]:

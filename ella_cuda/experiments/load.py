@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ella_cuda.checkpoint import load_checkpoint
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
@@ -17,6 +16,7 @@ from ella_cuda.experiments.run import build_network
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
+from ella_cuda.training.checkpoint import load_checkpoint
 
 LAPLACE_SETTINGS = ("likelihood", "fisher", "resolution", "column_tolerance")
 

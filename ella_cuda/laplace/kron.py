@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,16 +19,17 @@ from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
-from ella_cuda.laplace.rules import Rule, rule_for
+from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
+from ella_cuda.laplace.rules import rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import load_factors, save_factors
-from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
+from ella_cuda.laplace.values import Value, check_choice, check_positive, real
+from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._autocast import autocast_is_on, without_autocast
 
 FISHERS = ("exact", "mc")
-Value = float | Tensor
 
 
 def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,9 +109,9 @@ class KronLaplace:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
-        _check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
-        _check_choice("fisher", fisher, FISHERS)
-        _check_choice("resolution", resolution, RESOLUTIONS)
+        check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+        check_choice("fisher", fisher, FISHERS)
+        check_choice("resolution", resolution, RESOLUTIONS)
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if memory_budget is not None and memory_budget < 1:
@@ -119,8 +119,8 @@ class KronLaplace:
         self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
         self.column_tolerance = column_tolerance
         self.likelihood_function = LIKELIHOODS[likelihood]()
-        self._parameters = _trainable(model)
-        _require_no_inference(self._parameters)
+        self._parameters = trainable(model)
+        require_no_inference(self._parameters)
         self.parameter_names = list(self._parameters)
         self.n_params = sum(p.numel() for p in self._parameters.values())
         self._rules = rules_for(model, resolution)
@@ -129,6 +129,14 @@ class KronLaplace:
         self.sigma_noise = sigma_noise
         self._hold({})
         self._forget()
+
+    def __repr__(self) -> str:
+        settings = f"likelihood={self.likelihood!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
+        state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
+        return (
+            f"KronLaplace({type(self.model).__name__}, {settings}: {len(self.parameter_names)} parameter tensors of {self.n_params} entries, "
+            f"{state})"
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -146,7 +154,7 @@ class KronLaplace:
         self.n_outputs = 0
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
         self._statistic_gradients: dict[str, Tensor] = {}
-        self._bases = _Bases(self.model)
+        self._bases = FittedBases(self.model)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
 
@@ -195,10 +203,10 @@ class KronLaplace:
                 f"{type(loader).__name__} and {type(override).__name__}; tensors make one by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        _require_no_inference(self._parameters)
+        require_no_inference(self._parameters)
         data_fit = DataFitGradient(self.model)
         self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
-        fingerprint = _fingerprint(self.model).to(self._device)
+        fingerprint = fingerprint_of(self.model).to(self._device)
         norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
         if override or self.n_data == 0:
             self._forget()
@@ -238,7 +246,7 @@ class KronLaplace:
         for factor in self._factors.values():
             factor.n_data = n_data + seen
         self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
-        self._bases = _Bases(self.model)
+        self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
         self._fingerprint = fingerprint
@@ -327,20 +335,20 @@ class KronLaplace:
 
     def _precisions(self, value: Value) -> Tensor:
         count = len(self.parameter_names)
-        value = _real("prior_precision", value, self._device)
+        value = real("prior_precision", value, self._device)
         if value.numel() != 1 and tuple(value.shape) != (count,):
             raise ValueError(
                 f"prior_precision: expected a number or a vector of {count} values, one per trainable parameter tensor "
                 f"({', '.join(self.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
             )
-        _check_positive("prior_precision", value)
+        check_positive("prior_precision", value)
         return value.reshape(()).expand(count) if value.numel() == 1 else value
 
     def _sigma(self, value: Value) -> Tensor:
-        value = _real("sigma_noise", value, self._device)
+        value = real("sigma_noise", value, self._device)
         if value.numel() != 1:
             raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
-        _check_positive("sigma_noise", value)
+        check_positive("sigma_noise", value)
         if self.likelihood == "classification" and value.item() != 1:
             raise ValueError(
                 f"sigma_noise belongs to likelihood='regression'; it must be 1 for classification, got {value.item()}."
@@ -563,43 +571,13 @@ class KronLaplace:
             load_factors(self._rules, state["factors"], state["n_data"])
         self._prior_precision, self._sigma_noise = precision, sigma
         self._statistic_gradients = {n: g.to(self._device, copy=True) for n, g in state["statistic_gradients"].items()}
-        self._bases = _Bases(self.model)
+        self._bases = FittedBases(self.model)
         factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
         self._hold(factors if state["n_data"] else {})
         self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
         self._statistic, self._square_norms, self._fingerprint = (
             state[key].to(self._device) for key in ("statistic", "square_norms", "fingerprint")
         )
-
-
-class _Bases:
-    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data
-    fit's.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
-
-    def learn(self) -> bool:
-        """Whether one is wanted as something to differentiate in."""
-        return any(basis.learns() for basis, _ in self.found.values())
-
-    def check(self) -> None:
-        """RuntimeError where one has changed."""
-        for name, (basis, versions) in self.found.items():
-            if basis.versions() != versions:
-                raise RuntimeError(f"KronLaplace: the basis {name!r} changed after the fit; call fit again.")
-
-
-def _fingerprint(model: nn.Module) -> Tensor:
-    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
-    total = torch.zeros((), dtype=torch.float64)
-    for index, tensor in enumerate(model.state_dict().values(), start=1):
-        if tensor.is_floating_point():
-            weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
-            weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
-            total += index * (tensor.detach().flatten().double() @ weights).cpu()
-    return total
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
@@ -609,78 +587,3 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
             got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
         raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {got}.")
     return batch[0], batch[1]
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _real(name: str, value: Value, device: torch.device) -> Tensor:
-    """A float64 tensor on the device, still attached to the graph of what was given."""
-    if isinstance(value, Tensor):
-        return value.to(device, torch.float64)
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers are
-        raise TypeError(
-            f"{name}: expected a number or a tensor, got {type(value).__name__}; of several make torch.tensor(...)."
-        )
-    return torch.tensor(float(value), dtype=torch.float64, device=device)
-
-
-def _check_positive(name: str, value: Tensor) -> None:
-    bad = ~((value > 0) & value.isfinite()).flatten()
-    if bad.any():
-        first = int(bad.nonzero()[0])
-        where = f" at index {first}" if len(bad) > 1 else ""
-        raise ValueError(f"{name}: expected positive finite values, got {value.flatten()[first].item()}{where}.")
-
-
-def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name; ValueError when there are none, two names share one, or they are spread over
-    devices or of a wrong dtype.
-    """
-    parameters: dict[str, nn.Parameter] = {}
-    names: dict[int, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        if not p.requires_grad:
-            continue
-        if id(p) in names:
-            raise ValueError(
-                f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker "
-                "product. Untie them (give each layer its own copy), or freeze it."
-            )
-        names[id(p)] = name
-        parameters[name] = p
-    if not parameters:
-        raise ValueError(
-            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are "
-            "none)."
-        )
-    for name, p in parameters.items():
-        if p.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with "
-                "model.float()."
-            )
-    devices = {str(p.device) for p in parameters.values()}
-    if len(devices) > 1:
-        raise ValueError(f"KronLaplace: the parameters must be on one device, found {', '.join(sorted(devices))}.")
-    return parameters
-
-
-def _require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter.is_inference():
-            raise RuntimeError(
-                f"KronLaplace: parameter {name!r} was made in torch.inference_mode(), where autograd cannot use it; make, move and convert "
-                "the model outside, or under torch.no_grad()."
-            )
-
-
-def rules_for(model: nn.Module, resolution: str) -> list[Rule]:
-    """One rule per module that itself holds trainable parameters."""
-    return [
-        rule_for(module, name, resolution)
-        for name, module in model.named_modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    ]

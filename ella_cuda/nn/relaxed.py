@@ -17,8 +17,9 @@ class RelaxedEquivariance(nn.Module):
         paths: name -> module; every module maps the layer's input to outputs of one shape.
 
     Raises:
-        TypeError: paths are not named.
-        ValueError: no path. In forward: two paths give outputs of different shapes (the message names them).
+        TypeError: paths are not named, or one is no module.
+        ValueError: no path, or a name that no child can have. In forward: two paths give outputs of different shapes (the message names
+            them).
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 3.4; their released code divides the sum by the number of paths.
     """
@@ -32,9 +33,19 @@ class RelaxedEquivariance(nn.Module):
             )
         if not paths:
             raise ValueError("RelaxedEquivariance: paths must name at least one module, got an empty mapping.")
-        self.path_names = tuple(paths)
         for name, module in paths.items():
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"RelaxedEquivariance: paths must name modules, but {name!r} names a {type(module).__name__}; pass an instance, such as "
+                    "CircularConv2d(1, 8)."
+                )
+            if not isinstance(name, str) or not name or "." in name or hasattr(self, name):
+                raise ValueError(
+                    f"RelaxedEquivariance: the name of a path must be a string without '.' and no attribute that modules have, got {name!r}; "
+                    "choose another."
+                )
             self.add_module(name, module)
+        self.path_names = tuple(paths)
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean of the paths' outputs."""

@@ -30,8 +30,8 @@ class StridedCircularConv2d(nn.Sequential):
         device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
-        ValueError: a size is not positive or kernel_size even; in forward, ``norm`` is none of these, or the input has other channels, dtype
-            or device.
+        ValueError: a size is not positive, kernel_size even, or ``norm`` none of these; in forward, the input has other channels, dtype or
+            device.
         TypeError: in forward, the input is no tensor.
         RuntimeError: in forward, H or W is odd.
     """

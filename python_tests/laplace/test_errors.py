@@ -108,6 +108,14 @@ def test_evidence_before_a_fit(model):
             ask()
 
 
+def test_what_it_prints(model, data):
+    la = KronLaplace(model, fisher="mc")
+    tensors, entries = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
+    start = f"KronLaplace({type(model).__name__}, likelihood='classification', fisher='mc', resolution='shared': {tensors} parameter tensors"
+    assert repr(la) == f"{start} of {entries} entries, not fitted)"
+    assert repr(la.fit([data])) == f"{start} of {entries} entries, fitted to {len(data[0])} data points)"
+
+
 def test_evidence_after_a_failed_fit(model, data):
     la = KronLaplace(model).fit([data])
     with pytest.raises(ValueError, match="labels"):

@@ -11,7 +11,7 @@ from torch import nn
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, SparseFactoredLinear2d
-from ella_cuda.training_step import TrainingStep
+from ella_cuda.training.step import TrainingStep
 
 
 def network() -> nn.Module:

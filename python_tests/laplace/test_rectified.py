@@ -17,8 +17,7 @@ from ella_cuda import models
 from ella_cuda.laplace import KronLaplace, Rule, register
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.kron import rules_for
-from ella_cuda.laplace.rules import base
+from ella_cuda.laplace.rules import base, rules_for
 from ella_cuda.laplace.rules.linear import LinearRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
 from python_tests.laplace.checks import assert_same_factors, image_batches

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, curvature
-from ella_cuda.laplace.kron import rules_for
-from ella_cuda.laplace.rules import base
+from ella_cuda.laplace.rules import base, rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, PolyphasePool2d, StridedCircularConv2d
 from python_tests.laplace.checks import assert_same_factors, image_batches

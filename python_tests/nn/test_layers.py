@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.nn import FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance
+from ella_cuda.nn import FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance, StridedCircularConv2d
 from python_tests.ops.checks import assert_same
 
 
@@ -57,6 +57,8 @@ def test_relaxed_layer_is_the_mean_of_its_paths(device):
 def test_paths_without_names_are_refused():
     with pytest.raises(TypeError, match=r"a mapping of names to modules, .* got list"):
         RelaxedEquivariance([nn.Identity()])
+    with pytest.raises(TypeError, match=r"paths must name modules, but 'conv' names a type; pass an instance"):
+        RelaxedEquivariance({"f_fc": nn.Identity(), "conv": nn.Identity})
     RelaxedEquivariance(nn.ModuleDict({"conv": nn.Identity()}))  # no Mapping, but as good
 
 
@@ -70,7 +72,14 @@ def test_paths_without_names_are_refused():
         (lambda: FullyConnected2d(2, 3, 4, 4)(torch.zeros(1, 2, 4, 4).double()), "x is torch.float64"),
         (lambda: FactoredLinear2d(2, 3, 4, 4).double()(torch.zeros(1, 2, 4, 4)), "x is torch.float32"),
         (lambda: RelaxedEquivariance({}), "paths"),
-        (lambda: PolyphasePool2d(norm=3)(torch.zeros(1, 1, 2, 2)), "norm"),
+        (lambda: PolyphasePool2d(norm=3), "PolyphasePool2d: norm must be 1, 2 or math.inf, got 3"),
+        (lambda: StridedCircularConv2d(1, 1, norm=3), "norm must be 1, 2 or math.inf, got 3"),
+        (
+            lambda: RelaxedEquivariance({"a.b": nn.Identity()}),
+            "without '.' and no attribute that modules have, got 'a.b'",
+        ),
+        (lambda: RelaxedEquivariance({"": nn.Identity()}), "got ''; choose another"),
+        (lambda: RelaxedEquivariance({"type": nn.Identity()}), "got 'type'; choose another"),
         (lambda: RelaxedEquivariance({"a": nn.Identity(), "b": nn.MaxPool2d(2)})(torch.zeros(1, 1, 4, 4)), "path 'b'"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ella_cuda import build_info, ops
 from ella_cuda.reports.kernels import kernel_cases
-from ella_cuda.training_graph import CudaGraphs
+from ella_cuda.training.graph import CudaGraphs
 from python_tests.recorded import RecordedGraphs
 
 CASES = [case for case in kernel_cases() if "many images" not in case[0]]

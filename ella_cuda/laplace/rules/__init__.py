@@ -1,6 +1,6 @@
 """How each layer type gets its factors: one :class:`Rule` per type, found by :func:`register`."""
 
-from ella_cuda.laplace.rules.base import Rule, register, rule_for
+from ella_cuda.laplace.rules.base import Rule, register, rule_for, rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
@@ -16,4 +16,5 @@ __all__ = [
     "SparseFactoredLinear2dRule",
     "register",
     "rule_for",
+    "rules_for",
 ]

@@ -210,6 +210,15 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
     )
 
 
+def rules_for(model: nn.Module, resolution: str) -> list[Rule]:
+    """One rule per module that itself holds trainable parameters."""
+    return [
+        rule_for(module, name, resolution)
+        for name, module in model.named_modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+
+
 def _overrides(kind: type, ancestor: type) -> set[str]:
     """Names that ``kind`` or a class between it and ``ancestor`` redefines, of those that ``ancestor`` has."""
     between = kind.__mro__[: kind.__mro__.index(ancestor)]

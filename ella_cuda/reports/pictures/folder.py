@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.checkpoint import read_checkpoint
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, write_file
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
@@ -19,6 +18,7 @@ from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.precisions import draw_precisions
 from ella_cuda.reports.pictures.saving import picture_files, save_picture
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
+from ella_cuda.training.checkpoint import read_checkpoint
 
 MATRIX_PATH = "fc"  # the one whose weights have no images over positions
 SPARSE_PATHS = ("s_fc", "s_conv")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ella_cuda.training_step import TrainingStep
+from ella_cuda.training.step import TrainingStep
 
 MOST_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
 

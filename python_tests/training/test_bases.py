@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ella_cuda import marglik_training, training
+from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
+from ella_cuda.training.bases import LearnedBases, bases_step
 from python_tests.ops.checks import assert_same
 
 BOTH = ("anchors", "lengthscales")
@@ -130,13 +131,13 @@ def test_a_step_follows_the_gradient_at_the_fit():
 def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
     model = network()
     x, y = data().tensors
-    shape_of = training._Shape(model, ["lengthscales"])
+    bases = LearnedBases(model, ["lengthscales"])
     basis = model[0].s_conv.basis
     basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
-    with shape_of.differentiable():
+    with bases.differentiable():
         la = KronLaplace(model).fit([(x, y)])
         (slope,) = torch.autograd.grad(la.log_marginal_likelihood(), basis.inverse_lengthscale)
-    training._shape_step(la, shape_of, torch.optim.SGD(shape_of.leaves, lr=1e-2))
+    bases_step(la, bases, torch.optim.SGD(bases.leaves, lr=1e-2))
     expected = math.log(0.4) + 1e-2 * float(slope) * 0.4 / la.n_data
     assert math.log(float(basis.inverse_lengthscale)) == pytest.approx(expected, abs=1e-6)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import numbers
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ella_cuda.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.nn import SpatialBasis
 from ella_cuda.progress import bar_size
-from ella_cuda.training_graph import CudaGraphs, GraphedStep, Snapshot
-from ella_cuda.training_step import TrainingStep, first_bad_layer, require_classes
+from ella_cuda.training.bases import LearnedBases, bases_step
+from ella_cuda.training.checkpoint import in_words, load_checkpoint, random_state, restore_random_state, save_checkpoint
+from ella_cuda.training.epoch import dataset_size, train_epoch, train_epoch_by_graphs
+from ella_cuda.training.graph import CudaGraphs, GraphedStep
+from ella_cuda.training.prior import Prior, PriorStructure, evidence_step
+from ella_cuda.training.step import TrainingStep
 
 Objective = Literal["evidence", "map"]
-PriorStructure = Literal["layerwise", "module", "scalar"]
 
 
 @dataclasses.dataclass
@@ -125,6 +126,7 @@ def marglik_training(
         Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
 
     Raises:
+        TypeError: an argument is of a wrong type.
         ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; labels that are no class
             indices; an empty loader; a checkpoint of other settings or another amount of data, or one that cannot be read.
         FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
@@ -138,12 +140,15 @@ def marglik_training(
         objective=(objective, ("evidence", "map")),
         prior_structure=(prior_structure, ("layerwise", "module", "scalar")),
     )
-    _check_numbers(
-        n_epochs=(n_epochs, 1),
-        n_epochs_burnin=(n_epochs_burnin, 0),
-        n_hypersteps=(n_hypersteps, 1),
-        marglik_frequency=(marglik_frequency, 1),
-    )
+    n_epochs, n_epochs_burnin = _whole("n_epochs", n_epochs, 1), _whole("n_epochs_burnin", n_epochs_burnin, 0)
+    n_hypersteps = _whole("n_hypersteps", n_hypersteps, 1)
+    marglik_frequency = _whole("marglik_frequency", marglik_frequency, 1)
+    for name, cls, example in (
+        ("optimizer_cls", optimizer_cls, "torch.optim.Adam"),
+        ("scheduler_cls", scheduler_cls, "torch.optim.lr_scheduler.CosineAnnealingLR"),
+    ):
+        if cls is not None and not callable(cls):
+            raise TypeError(f"marglik_training: {name} must be a class such as {example}, got {cls!r}.")
     if objective == "evidence" and n_epochs_burnin >= n_epochs:
         raise ValueError(
             f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
@@ -155,16 +160,13 @@ def marglik_training(
             f"marglik_training: learn={learn!r} needs an evidence step after n_epochs_burnin = {n_epochs_burnin} and before the last epoch, "
             f"{n_epochs}; with marglik_frequency = {marglik_frequency} there is none."
         )
-    for name, value in (
-        ("lr_hyp", lr_hyp),
-        ("prior_prec_init", prior_prec_init),
-        ("sigma_noise_init", sigma_noise_init),
-        ("lr_lengthscales", lr_lengthscales),
-        ("lr_anchors", lr_anchors),
-    ):
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
-    prior = _Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
+    lr_hyp, prior_prec_init = _positive("lr_hyp", lr_hyp), _positive("prior_prec_init", prior_prec_init)
+    sigma_noise_init = _positive("sigma_noise_init", sigma_noise_init)
+    bases_rates = {
+        "lengthscales": _positive("lr_lengthscales", lr_lengthscales),
+        "anchors": _positive("lr_anchors", lr_anchors),
+    }
+    prior = Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
     optimizer = optimizer_cls(prior.parameters, **(optimizer_kwargs or {}))
     groups = prior.described(optimizer)  # before a scheduler changes their rates
     scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
@@ -176,14 +178,13 @@ def marglik_training(
     )
     laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
     laplace_settings["column_tolerance"] = column_tolerance
-    shape = _Shape(model, learn)
-    shape_rates = {"lengthscales": lr_lengthscales, "anchors": lr_anchors}
-    shape_optimizer = torch.optim.Adam(shape.groups(shape_rates)) if shape.leaves else None
+    bases = LearnedBases(model, learn)
+    bases_optimizer = torch.optim.Adam(bases.groups(bases_rates)) if bases.leaves else None
     settings = {
         **laplace_settings,
         "objective": objective,
-        "learn": list(shape.learn),
-        **{f"lr_{name}": rate if name in shape.learn else None for name, rate in shape_rates.items()},
+        "learn": list(bases.learn),
+        **{f"lr_{name}": rate if name in bases.learn else None for name, rate in bases_rates.items()},
         "n_epochs": n_epochs,
         "lr_hyp": lr_hyp,
         "prior_structure": prior_structure,
@@ -195,11 +196,11 @@ def marglik_training(
         "fix_sigma_noise": fix_sigma_noise,
         "parameters": prior.names,
         "optimizer_cls": optimizer_cls.__name__,
-        "optimizer_kwargs": _plain(optimizer_kwargs),
+        "optimizer_kwargs": in_words(optimizer_kwargs),
         "optimizer_groups": groups,
         "scheduler_cls": None if scheduler_cls is None else scheduler_cls.__name__,
-        "scheduler_kwargs": _plain(scheduler_kwargs),
-        "n_data": _dataset_size(train_loader),
+        "scheduler_kwargs": in_words(scheduler_kwargs),
+        "n_data": dataset_size(train_loader),
     }
     if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
         raise ValueError(
@@ -217,7 +218,7 @@ def marglik_training(
         "scheduler": scheduler,
         "prior": prior,
         "hyper_optimizer": hyper_optimizer,
-        "shape_optimizer": shape_optimizer,
+        "shape_optimizer": bases_optimizer,
     }
     first_epoch = 0
     la = random_at_fit = None
@@ -246,28 +247,28 @@ def marglik_training(
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):
             if graphed is None:
-                loss, accuracy = _train_epoch(step, None, train_loader, scheduler, prior, epoch)
+                loss, accuracy = train_epoch(step, None, train_loader, scheduler, prior, epoch)
             else:
-                loss, accuracy = _train_epoch_by_graphs(step, graphed, train_loader, scheduler, prior, epoch)
+                loss, accuracy = train_epoch_by_graphs(step, graphed, train_loader, scheduler, prior, epoch)
             prior.check_finite(epoch)
             losses.append(loss)
             shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
             if epoch % marglik_frequency == 0 or epoch == n_epochs:
                 evidence = effective = None
-                lengthscales = shape.inverse_lengthscales()
+                lengthscales = bases.inverse_lengthscales()
                 if objective == "evidence" and epoch > n_epochs_burnin:
                     bar.set_postfix(shown | {"-log q/N": "..."})  # it takes as long as some epochs
                     random_at_fit = random_state(loaders)
                     la = None  # before the next one is made, or the factors of both are in memory
-                    with shape.differentiable():
+                    with bases.differentiable():
                         la = new_laplace().fit(evidence_loader)
-                    evidence = _evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
+                    evidence = evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
                     margliks.append(-evidence * la.n_data)
                     evidence = -evidence
                     effective = la.effective_parameters()
-                    if shape_optimizer is not None and epoch < n_epochs:
-                        _shape_step(la, shape, shape_optimizer)
-                    if graphed is not None and shape.bases:
+                    if bases_optimizer is not None and epoch < n_epochs:
+                        bases_step(la, bases, bases_optimizer)
+                    if graphed is not None and bases.modules:
                         graphed.forget()  # bases keep matrices, which are others now
                     shown["-log q/N"] = f"{evidence:.3f}"
                 evaluation = Evaluation(
@@ -296,260 +297,10 @@ def marglik_training(
         la = new_laplace()
         if objective == "evidence":  # a finished run, resumed: its last fit again
             restore_random_state(random_at_fit, loaders)
-            with shape.differentiable():
+            with bases.differentiable():
                 la.fit(evidence_loader)
             restore_random_state(state["random"], loaders)
     return la, model, margliks, losses
-
-
-def _plain(arguments: dict[str, Any] | None) -> dict[str, str]:
-    """Arguments in words, by which two sessions of a run can be compared."""
-    return {key: _words(value) for key, value in sorted((arguments or {}).items())}
-
-
-def _words(value: Any) -> str:
-    """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_words, value))})"
-    if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-class _Prior:
-    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype."""
-
-    def __init__(self, model: nn.Module, structure: PriorStructure, precision: float, sigma: float) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("marglik_training: model has no parameter that requires grad; there is nothing to train.")
-        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[structure]
-        groups = list(dict.fromkeys(key(n) for n in self.names))
-        device = self.parameters[0].device
-        self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
-        self.log_precision = torch.full(
-            (len(groups),), math.log(precision), dtype=torch.float64, device=device
-        ).requires_grad_()
-        self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
-
-    def log_precisions(self) -> Tensor:
-        """log δ, one per parameter tensor, differentiable in the log precisions."""
-        return self.log_precision[self.group] if len(self.log_precision) < len(self.group) else self.log_precision
-
-    def precision(self) -> Tensor:
-        """δ, one per parameter tensor, differentiable in the log precisions."""
-        return self.log_precisions().exp()
-
-    def sigma(self) -> Tensor:
-        """σ, 0-dim."""
-        return self.log_sigma.exp()
-
-    def described(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """The optimizer's groups in words: each one's numbers, such as its learning rate, and its parameters by name."""
-        names = dict(zip(map(id, self.parameters), self.names, strict=True))
-        return [
-            _plain({key: value for key, value in group.items() if key != "params"})
-            | {"params": [names.get(id(p), "?") for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-
-    def check_finite(self, epoch: int) -> None:
-        """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""
-        bad = ~torch.stack([norm.isfinite() for norm in torch._foreach_norm([p.detach() for p in self.parameters])])
-        if bad.any():
-            name = self.names[int(bad.nonzero()[0])]
-            raise FloatingPointError(
-                f"marglik_training: the parameter {name} is not finite after epoch {epoch}, although the loss was: a gradient or the "
-                "optimizer's step was not. Lower the learning rate, or look for a function with an infinite derivative in the model; the "
-                "last checkpoint, if any, is from before this epoch."
-            )
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            self.log_precision.copy_(state["log_precision"])
-            self.log_sigma.copy_(state["log_sigma"])
-
-
-class _Shape:
-    """Hyperparameters inside the network: the bases of its sparsified layers, of which ``learn`` says what moves.
-
-    Leaves are what the optimizer works on, float64 whatever the model's dtype, lengthscales in logarithms. The model's buffers are the
-    truth: leaves are read from them before a step, buffers written after it.
-    """
-
-    def __init__(self, model: nn.Module, learn: Sequence[str]) -> None:
-        if isinstance(learn, str):
-            raise ValueError(
-                f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{learn!r}]."
-            )
-        if any(name not in ("anchors", "lengthscales") for name in learn):
-            raise ValueError(f"marglik_training: learn must list any of anchors, lengthscales, got {learn!r}.")
-        self.learn = tuple(sorted(set(learn)))
-        self.bases = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
-        if self.learn and not self.bases:
-            raise ValueError(
-                f"marglik_training: learn={list(learn)} needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the "
-                "model has none."
-            )
-        attributes = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}
-        self._places = [(basis, attributes[name]) for basis in self.bases.values() for name in self.learn]
-        self._kinds = [name for _ in self.bases for name in self.learn]
-        self.leaves = [b.detach().double().clone().requires_grad_() for b in self.buffers()]
-        self.read()
-
-    def groups(self, rates: dict[str, float]) -> list[dict[str, Any]]:
-        """The leaves as an optimizer's groups, each kind at its rate."""
-        return [
-            {
-                "params": [leaf for leaf, kind in zip(self.leaves, self._kinds, strict=True) if kind == name],
-                "lr": rates[name],
-            }
-            for name in self.learn
-        ]
-
-    def buffers(self) -> list[Tensor]:
-        """What moves, as it stands in the model."""
-        return [getattr(basis, name) for basis, name in self._places]
-
-    @contextmanager
-    def differentiable(self) -> Iterator[None]:
-        """The buffers that move require a gradient for the duration of the context."""
-        before = [(buffer, buffer.requires_grad) for buffer in self.buffers()]
-        for buffer, _ in before:
-            buffer.requires_grad_()
-        try:
-            yield
-        finally:
-            for buffer, required in before:
-                buffer.requires_grad_(required)
-
-    def read(self) -> None:
-        """The leaves from the buffers; ValueError where a lengthscale has no logarithm."""
-        with torch.no_grad():
-            for leaf, buffer in zip(self.leaves, self.buffers(), strict=True):
-                if not leaf.dim() and not buffer > 0:
-                    raise ValueError("marglik_training: learn='lengthscales' needs positive inverse lengthscales.")
-                leaf.copy_(buffer if leaf.dim() else buffer.double().log())
-
-    def write(self) -> None:
-        """The buffers from the leaves."""
-        with torch.no_grad():
-            for leaf, buffer in zip(self.leaves, self.buffers(), strict=True):
-                buffer.copy_(leaf if leaf.dim() else leaf.exp())
-
-    def inverse_lengthscales(self) -> dict[str, float]:
-        """ω of every basis, by the basis' name."""
-        return {name: float(basis.inverse_lengthscale) for name, basis in self.bases.items()}
-
-
-def _train_epoch(
-    step: TrainingStep,
-    graphed: GraphedStep | None,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    scheduler: Any,
-    prior: _Prior,
-    epoch: int,
-) -> tuple[float, float | None]:
-    """One pass; returns the batches' mean data loss plus the prior's part at its start, and the training accuracy as a fraction."""
-    step.model.train()
-    penalty = step.begin_epoch(prior.precision().detach(), float(prior.sigma().detach()), _dataset_size(loader))
-    done = 0
-
-    def require_finite(loss: Tensor) -> None:
-        if not torch.isfinite(loss + penalty):
-            raise FloatingPointError(
-                f"marglik_training: the loss is {float(loss) + penalty} at epoch {epoch}, step {done + 1}; "
-                f"{first_bad_layer(step.model, x)}. Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is "
-                "from before this epoch."
-            )
-
-    seen = 0
-    for x, y in loader:
-        if graphed is None:
-            step(x, y, require_classes, require_finite)
-        else:
-            graphed(x, y)
-        if scheduler is not None:
-            scheduler.step()
-        seen, done = seen + len(x), done + 1
-    if done == 0:
-        raise ValueError("marglik_training: train_loader yielded no batch; check its data set and drop_last.")
-    loss, accuracy = step.epoch_means(done, seen)
-    return loss + penalty, accuracy
-
-
-def _train_epoch_by_graphs(
-    step: TrainingStep,
-    graphed: GraphedStep,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    scheduler: Any,
-    prior: _Prior,
-    epoch: int,
-) -> tuple[float, float | None]:
-    """The same by recorded steps. Where one went wrong, the epoch is done again without them, to say which and why."""
-    before, random_before = Snapshot(step, scheduler), random_state([loader])
-    graphed.begin_epoch()
-    loss, accuracy = _train_epoch(step, graphed, loader, scheduler, prior, epoch)
-    if math.isfinite(loss) and graphed.labels_were_classes():
-        return loss, accuracy
-    before.restore()
-    restore_random_state(random_before, [loader])
-    graphed.forget()  # they read the optimizer's state where it was
-    return _train_epoch(step, None, loader, scheduler, prior, epoch)
-
-
-def _dataset_size(loader: Any) -> int:
-    """N, which weighs the prior against the data: how many points one pass yields."""
-    batches = getattr(loader, "batch_sampler", None)
-    if hasattr(loader, "dataset_size"):
-        size = loader.dataset_size
-    elif hasattr(getattr(batches, "sampler", None), "__len__") and hasattr(batches, "batch_size"):
-        size = len(batches.sampler)  # a subset of the data set, where a sampler takes one
-        if batches.drop_last:
-            size -= size % batches.batch_size
-    elif hasattr(getattr(loader, "dataset", None), "__len__"):
-        size = len(loader.dataset)
-    else:
-        raise ValueError(
-            "marglik_training: the number of data points is unknown; train_loader needs a `dataset` with a length (as "
-            "torch.utils.data.DataLoader has) or an attribute `dataset_size`."
-        )
-    if size < 1:
-        raise ValueError("marglik_training: train_loader has no data points.")
-    return size
-
-
-def _evidence_step(
-    la: KronLaplace, prior: _Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int
-) -> float:
-    """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
-    upward = prior.log_precision.new_tensor(-1 / la.n_data)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        la.evidence_at(prior.log_precisions(), prior.log_sigma if learn_sigma else None).backward(upward)
-        optimizer.step()
-    with torch.no_grad():
-        la.prior_precision = prior.precision()
-        la.sigma_noise = prior.sigma()
-        return float(la.log_marginal_likelihood()) / la.n_data
-
-
-def _shape_step(la: KronLaplace, shape: _Shape, optimizer: torch.optim.Optimizer) -> None:
-    """One step on the hyperparameters inside the network, along the gradient of log q / N at the fit."""
-    shape.read()
-    buffers = shape.buffers()
-    with shape.differentiable(), torch.enable_grad():
-        gradients = torch.autograd.grad(la.log_marginal_likelihood() / la.n_data, buffers)
-    for leaf, buffer, gradient in zip(shape.leaves, buffers, gradients, strict=True):
-        leaf.grad = -(
-            gradient if leaf.dim() else gradient * buffer
-        ).double()  # a leaf of no axes is its buffer's logarithm
-    optimizer.step()
-    shape.write()
 
 
 def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:
@@ -558,7 +309,19 @@ def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:
             raise ValueError(f"marglik_training: {name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
-def _check_numbers(**bounds: tuple[int, int]) -> None:
-    for name, (value, least) in bounds.items():
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"marglik_training: {name} must be an integer >= {least}, got {value!r}.")
+def _whole(name: str, value: int, least: int) -> int:
+    """The value as an int; numpy's are whole numbers too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise ValueError(f"marglik_training: {name} must be an integer >= {least}, got {value!r}.")
+    return int(value)
+
+
+def _positive(name: str, value: float) -> float:
+    """The value as a float, from whatever is one real number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"marglik_training: {name} must be one number, got {type(value).__name__}.")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
+    return float(value)

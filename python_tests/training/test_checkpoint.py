@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from ella_cuda.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 
 def test_round_trip(tmp_path):

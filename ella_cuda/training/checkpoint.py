@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import random
@@ -139,3 +140,17 @@ def restore_random_state(state: dict[str, Any], loaders: Iterable[Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+def in_words(arguments: dict[str, Any] | None) -> dict[str, str]:
+    """Arguments in words, by which two sessions of a run can be compared."""
+    return {key: _word(value) for key, value in sorted((arguments or {}).items())}
+
+
+def _word(value: Any) -> str:
+    """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_word, value))})"
+    if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

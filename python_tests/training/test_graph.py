@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda import cli, experiments, marglik_training, training, training_graph
+from ella_cuda import cli, experiments, marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
-from ella_cuda.training_step import TrainingStep
+from ella_cuda.training import graph, loop
+from ella_cuda.training.step import TrainingStep
 from python_tests.recorded import RecordedGraphs
-from python_tests.test_training import Network, images
+from python_tests.training.test_loop import Network, images
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
     made: list[RecordedGraphs] = []
     if device.type == "cpu":
         monkeypatch.setattr(RecordedGraphs, "made", made, raising=False)
-        monkeypatch.setattr(training, "CudaGraphs", RecordedGraphs)
+        monkeypatch.setattr(loop, "CudaGraphs", RecordedGraphs)
         return made
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
-    class Counted(training_graph.CudaGraphs):
+    class Counted(graph.CudaGraphs):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
             self.warmed = self.recorded = self.replayed = 0
@@ -49,7 +50,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
 
             return counted
 
-    monkeypatch.setattr(training, "CudaGraphs", Counted)
+    monkeypatch.setattr(loop, "CudaGraphs", Counted)
     return made
 
 
@@ -205,7 +206,7 @@ def test_a_bad_batch_is_named_and_its_epoch_undone(device, graphs, monkeypatch, 
     """The same words, step and weights as step by step."""
     messages, weights = [], []
     for cuda_graph in (True, False):
-        monkeypatch.setattr(training, "TrainingStep", remembered := Remembered())
+        monkeypatch.setattr(loop, "TrainingStep", remembered := Remembered())
 
         def change(loader: Changing, number: int) -> None:
             if number == 3:
@@ -291,7 +292,7 @@ def test_a_model_that_reads_values_is_refused(device, graphs):
 
 
 def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
-    monkeypatch.setattr(training_graph, "MOST_SHAPES", 1)
+    monkeypatch.setattr(graph, "MOST_SHAPES", 1)
     same_numbers(*(run(device, c) for c in (True, False)))
     assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
 

@@ -9,16 +9,18 @@ import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
 
-from ella_cuda import marglik_training, training
-from ella_cuda.checkpoint import read_checkpoint
+from ella_cuda import marglik_training
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
+from ella_cuda.training import loop
+from ella_cuda.training.checkpoint import read_checkpoint
 from python_tests.ops.checks import assert_same
 
 
@@ -159,13 +161,13 @@ def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
 def test_one_approximation_at_a_time_is_in_memory(monkeypatch):
     alive, at_fit = weakref.WeakSet(), []
 
-    class Counted(training.KronLaplace):
+    class Counted(loop.KronLaplace):
         def fit(self, *args, **kwargs):
             alive.add(self)
             at_fit.append(len(alive))
             return super().fit(*args, **kwargs)
 
-    monkeypatch.setattr(training, "KronLaplace", Counted)
+    monkeypatch.setattr(loop, "KronLaplace", Counted)
     small_run(n_epochs=3, n_epochs_burnin=0, marglik_frequency=1)
     assert at_fit == [1, 1, 1]
 
@@ -439,7 +441,7 @@ def test_killed_process_resumes(tmp_path, beside_the_tests):
     script = beside_the_tests / "run.py"
     script.write_text(
         "import sys, torch\n"
-        "from python_tests.test_training import small_run\n"
+        "from python_tests.training.test_loop import small_run\n"
         "torch.set_num_threads(1)\n"
         "def tell(evaluation): print(evaluation.epoch, flush=True)\n"
         "small_run(sys.argv[1], n_epochs=12, on_evaluation=tell)\n"
@@ -506,11 +508,35 @@ def test_loss_that_is_not_finite_names_the_layer(tmp_path):
         ({"objective": "mle"}, "objective"),
         ({"likelihood": "poisson"}, "likelihood"),
         ({"prior_structure": "diagonal"}, "prior_structure"),
+        ({"n_epochs": 2.0}, r"n_epochs must be an integer >= 1, got 2\.0"),
+        ({"n_epochs": True}, "n_epochs must be an integer >= 1, got True"),
     ],
 )
 def test_bad_arguments(options, words):
     with pytest.raises(ValueError, match=words):
         small_run(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"optimizer_cls": "adam"}, r"optimizer_cls must be a class such as torch\.optim\.Adam, got 'adam'"),
+        ({"scheduler_cls": "cosine"}, "scheduler_cls must be a class .* got 'cosine'"),
+        ({"prior_prec_init": torch.ones(3)}, "prior_prec_init must be one number, got Tensor"),
+        ({"lr_hyp": "0.1"}, "lr_hyp must be one number, got str"),
+        ({"sigma_noise_init": None}, "sigma_noise_init must be one number, got NoneType"),
+    ],
+)
+def test_arguments_of_wrong_types(options, words):
+    with pytest.raises(TypeError, match=words):
+        small_run(**options)
+
+
+def test_numbers_of_other_libraries_are_numbers(tmp_path):
+    """Also to the checkpoint, which loads nothing but plain numbers and tensors."""
+    numbers = {"n_epochs": np.int64(2), "prior_prec_init": np.float32(0.5), "lr_hyp": torch.tensor(0.1)}
+    *_, losses = small_run(tmp_path / "c.pt", **numbers)
+    assert small_run(tmp_path / "c.pt", n_epochs=2, prior_prec_init=0.5, lr_hyp=float(torch.tensor(0.1)))[-1] == losses
 
 
 def test_bad_data():

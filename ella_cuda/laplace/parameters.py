@@ -1,0 +1,86 @@
+"""The parameters and bases that an approximation is about, and whether they are still what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.nn import SpatialBasis
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name.
+
+    Raises:
+        ValueError: there are none, two names share one, or they are spread over devices.
+        TypeError: one is of a wrong dtype.
+    """
+    parameters: dict[str, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if not p.requires_grad:
+            continue
+        if id(p) in names:
+            raise ValueError(
+                f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker "
+                "product. Untie them (give each layer its own copy), or freeze it."
+            )
+        names[id(p)] = name
+        parameters[name] = p
+    if not parameters:
+        raise ValueError(
+            "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are "
+            "none)."
+        )
+    for name, p in parameters.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with "
+                "model.float()."
+            )
+    devices = {str(p.device) for p in parameters.values()}
+    if len(devices) > 1:
+        raise ValueError(f"KronLaplace: the parameters must be on one device, found {', '.join(sorted(devices))}.")
+    return parameters
+
+
+def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
+    """RuntimeError where one was made in inference mode."""
+    for name, parameter in parameters.items():
+        if parameter.is_inference():
+            raise RuntimeError(
+                f"KronLaplace: parameter {name!r} was made in torch.inference_mode(), where autograd cannot use it; make, move and convert "
+                "the model outside, or under torch.no_grad()."
+            )
+
+
+def fingerprint_of(model: nn.Module) -> Tensor:
+    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
+    total = torch.zeros((), dtype=torch.float64)
+    for index, tensor in enumerate(model.state_dict().values(), start=1):
+        if tensor.is_floating_point():
+            weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
+            weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
+            total += index * (tensor.detach().flatten().double() @ weights).cpu()
+    return total
+
+
+class FittedBases:
+    """The bases of a model's sparsified layers as they were: log determinants at others would be of another network than the data
+    fit's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found = {n: (m, m.versions()) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
+
+    def learn(self) -> bool:
+        """Whether one is wanted as something to differentiate in."""
+        return any(basis.learns() for basis, _ in self.found.values())
+
+    def check(self) -> None:
+        """RuntimeError where one has changed."""
+        for name, (basis, versions) in self.found.items():
+            if basis.versions() != versions:
+                raise RuntimeError(f"KronLaplace: the basis {name!r} changed after the fit; call fit again.")

@@ -1,0 +1,36 @@
+"""Checks of the arguments of an approximation."""
+
+from __future__ import annotations
+
+import numbers
+
+import torch
+from torch import Tensor
+
+Value = float | Tensor
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """ValueError where the value is none of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def real(name: str, value: Value, device: torch.device) -> Tensor:
+    """A float64 tensor on the device, still attached to the graph of what was given; TypeError where that is neither number nor tensor."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's numbers are
+        raise TypeError(
+            f"{name}: expected a number or a tensor, got {type(value).__name__}; of several make torch.tensor(...)."
+        )
+    return torch.tensor(float(value), dtype=torch.float64, device=device)
+
+
+def check_positive(name: str, value: Tensor) -> None:
+    """ValueError where an entry is not positive and finite; the message has its index."""
+    bad = ~((value > 0) & value.isfinite()).flatten()
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        where = f" at index {first}" if len(bad) > 1 else ""
+        raise ValueError(f"{name}: expected positive finite values, got {value.flatten()[first].item()}{where}.")

@@ -1,0 +1,87 @@
+"""The prior's precisions and the likelihood's noise scale, as the evidence steps move them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.training.checkpoint import in_words
+
+PriorStructure = Literal["layerwise", "module", "scalar"]
+
+
+class Prior:
+    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype."""
+
+    def __init__(self, model: nn.Module, structure: PriorStructure, precision: float, sigma: float) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("marglik_training: model has no parameter that requires grad; there is nothing to train.")
+        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
+        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[structure]
+        groups = list(dict.fromkeys(key(n) for n in self.names))
+        device = self.parameters[0].device
+        self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
+        self.log_precision = torch.full(
+            (len(groups),), math.log(precision), dtype=torch.float64, device=device
+        ).requires_grad_()
+        self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
+
+    def log_precisions(self) -> Tensor:
+        """log δ, one per parameter tensor, differentiable in the log precisions."""
+        return self.log_precision[self.group] if len(self.log_precision) < len(self.group) else self.log_precision
+
+    def precision(self) -> Tensor:
+        """δ, one per parameter tensor, differentiable in the log precisions."""
+        return self.log_precisions().exp()
+
+    def sigma(self) -> Tensor:
+        """σ, 0-dim."""
+        return self.log_sigma.exp()
+
+    def described(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The optimizer's groups in words: each one's numbers, such as its learning rate, and its parameters by name."""
+        names = dict(zip(map(id, self.parameters), self.names, strict=True))
+        return [
+            in_words({key: value for key, value in group.items() if key != "params"})
+            | {"params": [names.get(id(p), "?") for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+
+    def check_finite(self, epoch: int) -> None:
+        """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""
+        bad = ~torch.stack([norm.isfinite() for norm in torch._foreach_norm([p.detach() for p in self.parameters])])
+        if bad.any():
+            name = self.names[int(bad.nonzero()[0])]
+            raise FloatingPointError(
+                f"marglik_training: the parameter {name} is not finite after epoch {epoch}, although the loss was: a gradient or the "
+                "optimizer's step was not. Lower the learning rate, or look for a function with an infinite derivative in the model; the "
+                "last checkpoint, if any, is from before this epoch."
+            )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            self.log_precision.copy_(state["log_precision"])
+            self.log_sigma.copy_(state["log_sigma"])
+
+
+def evidence_step(
+    la: KronLaplace, prior: Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int
+) -> float:
+    """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
+    upward = prior.log_precision.new_tensor(-1 / la.n_data)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        la.evidence_at(prior.log_precisions(), prior.log_sigma if learn_sigma else None).backward(upward)
+        optimizer.step()
+    with torch.no_grad():
+        la.prior_precision = prior.precision()
+        la.sigma_noise = prior.sigma()
+        return float(la.log_marginal_likelihood()) / la.n_data

@@ -534,9 +534,10 @@ def test_arguments_of_wrong_types(options, words):
 
 def test_numbers_of_other_libraries_are_numbers(tmp_path):
     """Also to the checkpoint, which loads nothing but plain numbers and tensors."""
-    numbers = {"n_epochs": np.int64(2), "prior_prec_init": np.float32(0.5), "lr_hyp": torch.tensor(0.1)}
-    *_, losses = small_run(tmp_path / "c.pt", **numbers)
-    assert small_run(tmp_path / "c.pt", n_epochs=2, prior_prec_init=0.5, lr_hyp=float(torch.tensor(0.1)))[-1] == losses
+    schedule = {"scheduler_kwargs": {"T_max": 6}}
+    numbers = {"n_epochs": np.int64(2), "prior_prec_init": np.float32(0.5), "lr_hyp": torch.tensor(0.25)}
+    *_, losses = small_run(tmp_path / "c.pt", **numbers, **schedule)
+    assert small_run(tmp_path / "c.pt", n_epochs=2, prior_prec_init=0.5, lr_hyp=0.25, **schedule)[-1] == losses
 
 
 def test_bad_data():

@@ -50,9 +50,9 @@ class RelaxedEquivariance(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The mean of the paths' outputs."""
         first, *others = self.path_names
-        total = self.get_submodule(first)(x)
+        total = getattr(self, first)(x)
         for name in others:
-            y = self.get_submodule(name)(x)
+            y = getattr(self, name)(x)
             if y.shape != total.shape:
                 raise ValueError(
                     f"RelaxedEquivariance: path {name!r} gives shape {tuple(y.shape)} where path {first!r} gives {tuple(total.shape)}; "

@@ -67,18 +67,18 @@ def plain_autograd(args: tuple[Any, ...], graph: bool = True) -> bool:
         args: the op's arguments.
         graph: whether autograd is to record, or not to.
     """
-    return (
-        torch.is_grad_enabled() == graph
-        and not _intercepted(args)
-        and not _transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not (graph and torch._C._autograd._top_saved_tensors_default_hooks(True))
-        and all(
-            type(a) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(a)
-            for a in args
-            if isinstance(a, Tensor)
-        )
-    )
+    if torch.is_grad_enabled() != graph or _intercepted(args) or _transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() or (graph and torch._C._autograd._top_saved_tensors_default_hooks(True)):
+        return False
+    for a in args:
+        kind = type(a)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if torch._C._functorch.is_legacy_batchedtensor(a):
+                return False
+        elif isinstance(a, Tensor):
+            return False
+    return True
 
 
 def differentiable(

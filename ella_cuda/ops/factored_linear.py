@@ -22,6 +22,8 @@ from ella_cuda.ops._operator import (
     require_backend,
 )
 
+_OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default
+_OP_BACKWARD_KEEPING = torch.ops.ella_cuda.factored_linear_backward_keeping.default
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # Numbers of the intermediate from which weights are multiplied out where that saves operations: below, the dozen torch calls of
@@ -65,17 +67,13 @@ def factored_linear(
     Source: van der Ouderaa, Immer, van der Wilk, "Learning Layer-wise Equivariances Automatically using Gradients", NeurIPS 2023, eq. 5.
     """
     args = x, weight_in, weight_out, bias_in, bias_out
-    if _to_multiply_out(*args):
-        if plain_autograd(args):
-            return _MultipliedOut.apply(*args)
-        if plain_autograd(args, graph=False):
-            return _multiplied_out(*args)
+    plain = plain_autograd(args)
+    if (plain or plain_autograd(args, graph=False)) and _to_multiply_out(*args):
+        return _MultipliedOut.apply(*args) if plain else _multiplied_out(*args)
+    if plain and _keeps(*args):
+        return _Keeping.apply(*args)
     if nested_forward_mode():
         return factored_linear_torch(*args)
-    devices = {a.device.type for a in args if a is not None}
-    if devices in ({"cpu"}, {"cuda"}) and weight_out.requires_grad and plain_autograd(args):
-        require_backend("factored_linear", x)
-        return _Keeping.apply(*args)
     return _forward(*args)
 
 
@@ -361,13 +359,24 @@ _forward = differentiable(
 )
 
 
+def _keeps(x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None) -> bool:
+    """Whether the op, for these arguments of eager autograd, is to keep its intermediate, which the gradient of weight_out reads."""
+    if not weight_out.requires_grad or not (x.is_cpu or x.is_cuda):
+        return False
+    require_backend("factored_linear", x)
+    return all(
+        a is None or (a.is_cuda == x.is_cuda and a.is_cpu == x.is_cpu)
+        for a in (weight_in, weight_out, bias_in, bias_out)
+    )
+
+
 class _Keeping(torch.autograd.Function):
     """``factored_linear`` under plain autograd: the first backward reads the intermediate that the forward kept."""
 
     @staticmethod
     def forward(ctx: Any, *args: Tensor | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            y, middle = torch.ops.ella_cuda.factored_linear_keeping(*args)
+            y, middle = _OP_KEEPING(*args)
         ctx.save_for_backward(*args[:4], middle)
         ctx.set_materialize_grads(False)
         return y
@@ -377,10 +386,10 @@ class _Keeping(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         *inputs, middle = ctx.saved_tensors
-        wanted = tuple(ctx.needs_input_grad)
+        wanted = ctx.needs_input_grad
         if plain_autograd((grad, *inputs), graph=False):
             with torch._C._AutoDispatchBelowAutograd():
-                grads = torch.ops.ella_cuda.factored_linear_backward_keeping(grad, *inputs, middle, *wanted)
+                grads = _OP_BACKWARD_KEEPING(grad, *inputs, middle, *wanted)
         else:
             grads = _backward(grad, *inputs, *wanted)
         return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))

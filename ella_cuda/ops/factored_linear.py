@@ -91,17 +91,13 @@ def factored_linear_torch(
 def _to_multiply_out(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
 ) -> bool:
-    """Whether these are arguments that the op would take, and that make one large product for torch. Sizes are not looked at where
-    a compiler or tracer would take the answer for all others."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if not all(isinstance(t, Tensor) and t.dim() == 3 for t in (x, weight_in, weight_out)):
+    """Whether these are arguments that the op would take, and that make one large product for torch."""
+    if not x.dim() == weight_in.dim() == weight_out.dim() == 3:
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
-    device = x.device.type
     # On the CPU the op itself does so for one position of y.
-    in_torch = device == "cuda" if y_size == 1 else x_size == 1
-    if not in_torch or device not in ("cpu", "cuda") or n * d * c < MULTIPLIED_OUT_FROM:
+    in_torch = (x.is_cpu and x_size == 1) or (x.is_cuda and y_size == 1)
+    if not in_torch or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
     return (

@@ -96,8 +96,8 @@ def _to_multiply_out(
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
     # On the CPU the op itself does so for one position of y.
-    in_torch = (x.is_cpu and x_size == 1) or (x.is_cuda and y_size == 1)
-    if not in_torch or n * d * c < MULTIPLIED_OUT_FROM:
+    in_torch = x.is_cuda if y_size == 1 else x_size == 1
+    if not in_torch or not (x.is_cpu or x.is_cuda) or n * d * c < MULTIPLIED_OUT_FROM:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
     return (

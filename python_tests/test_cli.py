@@ -251,12 +251,6 @@ def test_wrong_usage_is_2_and_writes_nothing(args, tmp_path, monkeypatch, capsys
     assert not list(tmp_path.iterdir())
 
 
-def test_a_default_is_not_said_to_be_given(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "--epochs", "5"]) == 2
-    assert "got burn_in 10 and epochs 5. (--epochs, --burn-in by default)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "args", [["train", "--help"], ["inspect", "--help"], ["info", "--help"], ["reproduce", "--help"], ["--help"]]
 )

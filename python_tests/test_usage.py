@@ -93,12 +93,12 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
 @pytest.mark.parametrize(
     ("args", "words", "options"),
     [
-        (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs by default, --burn-in)"),
-        (["train", "--epochs", "5"], "got burn_in 10 and epochs 5.", "(--epochs, --burn-in by default)"),
+        (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs not given, --burn-in)"),
+        (["train", "--epochs", "5"], "got burn_in 10 and epochs 5.", "(--epochs, --burn-in not given)"),
         (
             ["reproduce", "toy", "--burn-in", "60"],
             "burn_in must be less than epochs",
-            "(--epochs by default, --burn-in)",
+            "(--epochs not given, --burn-in)",
         ),
         (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(--lr-hyp)"),
         (

@@ -199,7 +199,7 @@ def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
     """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names, and which were not given."""
     options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
     names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
-    words = ", ".join(flag(name) if name in given else f"{flag(name)} by default" for name in names)
+    words = ", ".join(flag(name) if name in given else f"{flag(name)} not given" for name in names)
     return UsageError(f"{error} ({words})" if names else str(error))
 
 

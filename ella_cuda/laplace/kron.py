@@ -24,7 +24,7 @@ from ella_cuda.laplace.rules import rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import load_factors, save_factors
-from ella_cuda.laplace.values import Value, check_choice, check_positive, real
+from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._autocast import autocast_is_on, without_autocast
@@ -280,15 +280,22 @@ class KronLaplace:
         return statistic
 
     def _check_finite(self, statistic: Tensor) -> None:
-        for name, factor in self._factors.items():
-            for side, moment in (("input", factor.input_moment), ("output", factor.output_moment)):
-                if moment is not None and not moment.total.sum().isfinite():
-                    raise FloatingPointError(
-                        f"fit: the {side} side of the factor of {name!r} is not finite; the layer's "
-                        f"{'inputs' if side == 'input' else 'output gradients'} overflowed or contain nan. Check the "
-                        "data and the parameters, or use float64."
-                    )
-        if not statistic.isfinite():
+        sides = [
+            (name, side, moment.total.sum())
+            for name, factor in self._factors.items()
+            for side, moment in (("input", factor.input_moment), ("output", factor.output_moment))
+            if moment is not None
+        ]
+        sums = [*(total.double() for *_, total in sides), statistic]
+        *finite, likelihood_is = torch.stack(sums).isfinite().tolist()  # one wait for the device
+        for (name, side, _), fine in zip(sides, finite, strict=True):
+            if not fine:
+                raise FloatingPointError(
+                    f"fit: the {side} side of the factor of {name!r} is not finite; the layer's "
+                    f"{'inputs' if side == 'input' else 'output gradients'} overflowed or contain nan. Check the "
+                    "data and the parameters, or use float64."
+                )
+        if not likelihood_is:
             raise FloatingPointError(
                 "fit: the log likelihood is not finite; the model's outputs or the targets contain inf or nan."
             )
@@ -335,7 +342,7 @@ class KronLaplace:
 
     def _precisions(self, value: Value) -> Tensor:
         count = len(self.parameter_names)
-        value = real("prior_precision", value, self._device)
+        value = as_float64("prior_precision", value, self._device)
         if value.numel() != 1 and tuple(value.shape) != (count,):
             raise ValueError(
                 f"prior_precision: expected a number or a vector of {count} values, one per trainable parameter tensor "
@@ -345,7 +352,7 @@ class KronLaplace:
         return value.reshape(()).expand(count) if value.numel() == 1 else value
 
     def _sigma(self, value: Value) -> Tensor:
-        value = real("sigma_noise", value, self._device)
+        value = as_float64("sigma_noise", value, self._device)
         if value.numel() != 1:
             raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
         check_positive("sigma_noise", value)

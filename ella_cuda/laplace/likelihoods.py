@@ -52,7 +52,9 @@ class Classification(Likelihood):
                 f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
                 "likelihood='regression'."
             )
-        low, high = (targets.min().item(), targets.max().item()) if targets.numel() else (0, 0)
+        low, high = (
+            torch.stack(torch.aminmax(targets)).tolist() if targets.numel() else (0, 0)
+        )  # one wait for the device
         if low < 0 or high >= outputs.shape[1]:
             raise ValueError(
                 f"targets: labels must lie in 0..{outputs.shape[1] - 1} (the model has {outputs.shape[1]} outputs), "

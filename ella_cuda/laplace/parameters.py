@@ -58,13 +58,18 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
 
 def fingerprint_of(model: nn.Module) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
-    total = torch.zeros((), dtype=torch.float64)
+    parts = []
     for index, tensor in enumerate(model.state_dict().values(), start=1):
         if tensor.is_floating_point():
             weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
             weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
-            total += index * (tensor.detach().flatten().double() @ weights).cpu()
-    return total
+            parts.append(index * (tensor.detach().flatten().double() @ weights))
+    # Nobody waits for the parameters' device.
+    return (
+        torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        if parts
+        else torch.zeros((), dtype=torch.float64)
+    )
 
 
 class FittedBases:

@@ -16,7 +16,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def real(name: str, value: Value, device: torch.device) -> Tensor:
+def as_float64(name: str, value: Value, device: torch.device) -> Tensor:
     """A float64 tensor on the device, still attached to the graph of what was given; TypeError where that is neither number nor tensor."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)

@@ -11,6 +11,7 @@ from ella_cuda.nn._autocast import full_precision, widened
 from ella_cuda.nn._sizes import Size, as_size, check_same_kind
 from ella_cuda.nn.factored import FactoredLinear2d
 from ella_cuda.ops._autocast import autocast_is_on
+from ella_cuda.ops.polyphase_pool import check_norm
 
 FRAMES = ("own", "common")
 
@@ -123,6 +124,7 @@ class GroupPolyphasePool2d(_GroupModule):
 
     def __init__(self, group: str | Group = "p4", frames: str = "own", norm: float = 2) -> None:
         super().__init__(group)
+        check_norm("GroupPolyphasePool2d", norm)
         self.frames, self.norm = as_frames(frames), norm
 
     @full_precision

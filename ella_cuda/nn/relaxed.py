@@ -33,6 +33,7 @@ class RelaxedEquivariance(nn.Module):
             )
         if not paths:
             raise ValueError("RelaxedEquivariance: paths must name at least one module, got an empty mapping.")
+        self.path_names = tuple(paths)
         for name, module in paths.items():
             if not isinstance(module, nn.Module):
                 raise TypeError(
@@ -45,7 +46,6 @@ class RelaxedEquivariance(nn.Module):
                     "choose another."
                 )
             self.add_module(name, module)
-        self.path_names = tuple(paths)
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean of the paths' outputs."""

@@ -28,15 +28,15 @@ class LearnedBases:
         if any(name not in ("anchors", "lengthscales") for name in learn):
             raise ValueError(f"marglik_training: learn must list any of anchors, lengthscales, got {learn!r}.")
         self.learn = tuple(sorted(set(learn)))
-        self.modules = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
-        if self.learn and not self.modules:
+        self.by_name = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
+        if self.learn and not self.by_name:
             raise ValueError(
                 f"marglik_training: learn={list(learn)} needs sparsified layers (ella_cuda.nn.SparseFactoredLinear2d, SparseConv2d), the "
                 "model has none."
             )
         attributes = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}
-        self._places = [(basis, attributes[name]) for basis in self.modules.values() for name in self.learn]
-        self._kinds = [name for _ in self.modules for name in self.learn]
+        self._places = [(basis, attributes[name]) for basis in self.by_name.values() for name in self.learn]
+        self._kinds = [name for _ in self.by_name for name in self.learn]
         self.leaves = [b.detach().double().clone().requires_grad_() for b in self.buffers()]
         self.read()
 
@@ -82,7 +82,7 @@ class LearnedBases:
 
     def inverse_lengthscales(self) -> dict[str, float]:
         """ω of every basis, by the basis' name."""
-        return {name: float(basis.inverse_lengthscale) for name, basis in self.modules.items()}
+        return {name: float(basis.inverse_lengthscale) for name, basis in self.by_name.items()}
 
 
 def bases_step(la: KronLaplace, bases: LearnedBases, optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import random
@@ -30,7 +29,7 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     beside = path.with_name(path.name + ".tmp")
     try:
         with open(beside, "wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
+            torch.save(_plain({"format": FORMAT, **state}), file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -40,6 +39,15 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
             f"the checkpoint {path} could not be written ({error}); free space or choose another folder. The one before it, if any, is "
             "untouched."
         ) from error
+
+
+def _plain(state: Any) -> Any:
+    """The state with Python's numbers in place of numpy's, which would not be loaded: torch takes them for code."""
+    if type(state) is dict:  # no other kind, which may have attributes, as a module's state dict has
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_plain, state))
+    return state.item() if isinstance(state, np.generic) else state
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -140,17 +148,3 @@ def restore_random_state(state: dict[str, Any], loaders: Iterable[Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
-
-
-def in_words(arguments: dict[str, Any] | None) -> dict[str, str]:
-    """Arguments in words, by which two sessions of a run can be compared."""
-    return {key: _word(value) for key, value in sorted((arguments or {}).items())}
-
-
-def _word(value: Any) -> str:
-    """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_word, value))})"
-    if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -59,7 +59,7 @@ def train_epoch_by_graphs(
     prior: Prior,
     epoch: int,
 ) -> tuple[float, float | None]:
-    """The same by recorded steps. Where one went wrong, the epoch is done again without them, to say which and why."""
+    """:func:`train_epoch` by recorded steps. Where one went wrong, the epoch is done again without them, to say which and why."""
     before, random_before = Snapshot(step, scheduler), random_state([loader])
     graphed.begin_epoch()
     loss, accuracy = train_epoch(step, graphed, loader, scheduler, prior, epoch)

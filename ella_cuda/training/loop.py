@@ -16,11 +16,12 @@ from tqdm.auto import tqdm
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.progress import bar_size
 from ella_cuda.training.bases import LearnedBases, bases_step
-from ella_cuda.training.checkpoint import in_words, load_checkpoint, random_state, restore_random_state, save_checkpoint
+from ella_cuda.training.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from ella_cuda.training.epoch import dataset_size, train_epoch, train_epoch_by_graphs
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
 from ella_cuda.training.prior import Prior, PriorStructure, evidence_step
 from ella_cuda.training.step import TrainingStep
+from ella_cuda.training.words import in_words, name_of
 
 Objective = Literal["evidence", "map"]
 
@@ -143,12 +144,15 @@ def marglik_training(
     n_epochs, n_epochs_burnin = _whole("n_epochs", n_epochs, 1), _whole("n_epochs_burnin", n_epochs_burnin, 0)
     n_hypersteps = _whole("n_hypersteps", n_hypersteps, 1)
     marglik_frequency = _whole("marglik_frequency", marglik_frequency, 1)
-    for name, cls, example in (
-        ("optimizer_cls", optimizer_cls, "torch.optim.Adam"),
-        ("scheduler_cls", scheduler_cls, "torch.optim.lr_scheduler.CosineAnnealingLR"),
-    ):
-        if cls is not None and not callable(cls):
-            raise TypeError(f"marglik_training: {name} must be a class such as {example}, got {cls!r}.")
+    if not callable(optimizer_cls):
+        raise TypeError(
+            f"marglik_training: optimizer_cls must be a class such as torch.optim.Adam, got {optimizer_cls!r}."
+        )
+    if scheduler_cls is not None and not callable(scheduler_cls):
+        raise TypeError(
+            "marglik_training: scheduler_cls must be None or a class such as torch.optim.lr_scheduler.CosineAnnealingLR, got "
+            f"{scheduler_cls!r}."
+        )
     if objective == "evidence" and n_epochs_burnin >= n_epochs:
         raise ValueError(
             f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
@@ -195,10 +199,10 @@ def marglik_training(
         "sigma_noise_init": sigma_noise_init,
         "fix_sigma_noise": fix_sigma_noise,
         "parameters": prior.names,
-        "optimizer_cls": optimizer_cls.__name__,
+        "optimizer_cls": name_of(optimizer_cls),
         "optimizer_kwargs": in_words(optimizer_kwargs),
         "optimizer_groups": groups,
-        "scheduler_cls": None if scheduler_cls is None else scheduler_cls.__name__,
+        "scheduler_cls": None if scheduler_cls is None else name_of(scheduler_cls),
         "scheduler_kwargs": in_words(scheduler_kwargs),
         "n_data": dataset_size(train_loader),
     }
@@ -218,7 +222,7 @@ def marglik_training(
         "scheduler": scheduler,
         "prior": prior,
         "hyper_optimizer": hyper_optimizer,
-        "shape_optimizer": bases_optimizer,
+        "shape_optimizer": bases_optimizer,  # as checkpoints name it
     }
     first_epoch = 0
     la = random_at_fit = None
@@ -268,7 +272,7 @@ def marglik_training(
                     effective = la.effective_parameters()
                     if bases_optimizer is not None and epoch < n_epochs:
                         bases_step(la, bases, bases_optimizer)
-                    if graphed is not None and bases.modules:
+                    if graphed is not None and bases.by_name:
                         graphed.forget()  # bases keep matrices, which are others now
                     shown["-log q/N"] = f"{evidence:.3f}"
                 evaluation = Evaluation(
@@ -311,17 +315,21 @@ def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:
 
 def _whole(name: str, value: int, least: int) -> int:
     """The value as an int; numpy's are whole numbers too."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"marglik_training: {name} must be an integer >= {least}, got {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"marglik_training: {name} must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"marglik_training: {name} must be at least {least}, got {value!r}.")
     return int(value)
 
 
 def _positive(name: str, value: float) -> float:
     """The value as a float, from whatever is one real number."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"marglik_training: {name} must be one number, got {type(value).__name__}.")
-    if not (value > 0 and math.isfinite(value)):
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"marglik_training: {name} must be one number, got {type(value).__name__}.") from error
+    if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"marglik_training: {name} must be positive and finite, got {value!r}.")
-    return float(value)
+    return number

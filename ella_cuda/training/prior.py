@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.training.checkpoint import in_words
+from ella_cuda.training.words import in_words
 
 PriorStructure = Literal["layerwise", "module", "scalar"]
 

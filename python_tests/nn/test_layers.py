@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.nn import FactoredLinear2d, FullyConnected2d, PolyphasePool2d, RelaxedEquivariance, StridedCircularConv2d
+from ella_cuda.nn import (
+    FactoredLinear2d,
+    FullyConnected2d,
+    GroupPolyphasePool2d,
+    PolyphasePool2d,
+    RelaxedEquivariance,
+    StridedCircularConv2d,
+)
 from python_tests.ops.checks import assert_same
 
 
@@ -80,6 +87,9 @@ def test_paths_without_names_are_refused():
         ),
         (lambda: RelaxedEquivariance({"": nn.Identity()}), "got ''; choose another"),
         (lambda: RelaxedEquivariance({"type": nn.Identity()}), "got 'type'; choose another"),
+        (lambda: RelaxedEquivariance({"path_names": nn.Identity()}), "got 'path_names'; choose another"),
+        (lambda: RelaxedEquivariance({3: nn.Identity()}), "got 3; choose another"),
+        (lambda: GroupPolyphasePool2d(norm=0), "GroupPolyphasePool2d: norm must be 1, 2 or math.inf, got 0"),
         (lambda: RelaxedEquivariance({"a": nn.Identity(), "b": nn.MaxPool2d(2)})(torch.zeros(1, 1, 4, 4)), "path 'b'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import subprocess
@@ -508,8 +509,6 @@ def test_loss_that_is_not_finite_names_the_layer(tmp_path):
         ({"objective": "mle"}, "objective"),
         ({"likelihood": "poisson"}, "likelihood"),
         ({"prior_structure": "diagonal"}, "prior_structure"),
-        ({"n_epochs": 2.0}, r"n_epochs must be an integer >= 1, got 2\.0"),
-        ({"n_epochs": True}, "n_epochs must be an integer >= 1, got True"),
     ],
 )
 def test_bad_arguments(options, words):
@@ -520,8 +519,11 @@ def test_bad_arguments(options, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"n_epochs": True}, "n_epochs must be an integer, got True"),
+        ({"marglik_frequency": 2.0}, r"marglik_frequency must be an integer, got 2\.0"),
+        ({"optimizer_cls": None}, "optimizer_cls must be a class .* got None"),
         ({"optimizer_cls": "adam"}, r"optimizer_cls must be a class such as torch\.optim\.Adam, got 'adam'"),
-        ({"scheduler_cls": "cosine"}, "scheduler_cls must be a class .* got 'cosine'"),
+        ({"scheduler_cls": "cosine"}, "scheduler_cls must be None or a class .* got 'cosine'"),
         ({"prior_prec_init": torch.ones(3)}, "prior_prec_init must be one number, got Tensor"),
         ({"lr_hyp": "0.1"}, "lr_hyp must be one number, got str"),
         ({"sigma_noise_init": None}, "sigma_noise_init must be one number, got NoneType"),
@@ -533,11 +535,36 @@ def test_arguments_of_wrong_types(options, words):
 
 
 def test_numbers_of_other_libraries_are_numbers(tmp_path):
-    """Also to the checkpoint, which loads nothing but plain numbers and tensors."""
-    schedule = {"scheduler_kwargs": {"T_max": 6}}
-    numbers = {"n_epochs": np.int64(2), "prior_prec_init": np.float32(0.5), "lr_hyp": torch.tensor(0.25)}
-    *_, losses = small_run(tmp_path / "c.pt", **numbers, **schedule)
-    assert small_run(tmp_path / "c.pt", n_epochs=2, prior_prec_init=0.5, lr_hyp=0.25, **schedule)[-1] == losses
+    """Also to the checkpoint, which loads nothing but plain numbers and tensors, and to the comparison with its settings."""
+    others = {
+        "n_epochs": np.int64(2),
+        "prior_prec_init": np.float32(0.5),
+        "lr_hyp": torch.tensor(0.25),
+        "lr_anchors": np.array(0.5),
+        "column_tolerance": np.float64(0.125),
+        "scheduler_kwargs": {"T_max": np.int64(6)},
+        "optimizer_kwargs": {"lr": np.float64(0.5**10), "betas": (np.float64(0.5), 0.75)},
+    }
+    plain = {"n_epochs": 2, "prior_prec_init": 0.5, "lr_hyp": 0.25, "lr_anchors": 0.5, "column_tolerance": 0.125}
+    plain |= {"scheduler_kwargs": {"T_max": 6}, "optimizer_kwargs": {"lr": 0.5**10, "betas": (0.5, 0.75)}}
+    *_, losses = small_run(tmp_path / "c.pt", **others)
+    assert losses == small_run(**plain)[-1] != small_run(**plain | {"prior_prec_init": 0.25})[-1]
+    for again in (others, plain):
+        assert small_run(tmp_path / "c.pt", **again)[-1] == losses
+    with pytest.raises(ValueError, match=r"optimizer_kwargs\['lr'\]='0\.0009765625', this run has '0\.5'"):
+        small_run(tmp_path / "c.pt", **others | {"optimizer_kwargs": {"lr": torch.tensor(0.5), "betas": (0.5, 0.75)}})
+
+
+def test_an_optimizer_with_some_arguments_given(tmp_path):
+    adam = functools.partial(torch.optim.Adam, lr=0.5**10)
+    *_, losses = small_run(tmp_path / "c.pt", optimizer_cls=adam)
+    assert (
+        losses
+        == small_run(optimizer_kwargs={"lr": 0.5**10})[-1]
+        == small_run(tmp_path / "c.pt", optimizer_cls=adam)[-1]
+    )
+    with pytest.raises(ValueError, match="optimizer_cls"):
+        small_run(tmp_path / "c.pt", optimizer_cls=functools.partial(torch.optim.Adam, lr=0.5))
 
 
 def test_bad_data():

@@ -64,7 +64,7 @@ def fingerprint_of(model: nn.Module) -> Tensor:
             weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
             weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
             parts.append(index * (tensor.detach().flatten().double() @ weights))
-    # Nobody waits for the parameters' device.
+    # Where all are on one device, none of the parts is waited for.
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
         if parts

@@ -52,17 +52,9 @@ def check_same_kind(layer: str, x: Tensor, weight: Tensor) -> None:
 def check_image(layer: str, x: Tensor, channels: int, size: tuple[int, int] | None, weight: Tensor) -> None:
     """ValueError unless x is ``(N, channels, *size)``, of any size where that is None, of the weight's dtype and on its device;
     TypeError where it is no tensor."""
-    if (
-        isinstance(x, Tensor)
-        and x.dtype == weight.dtype
-        and x.device == weight.device
-        and x.dim() == 4
-        and x.shape[1] == channels
-        and (size is None or x.shape[2:] == size)
-    ):
-        return
     wanted = f"(N, {channels}, {'H, W' if size is None else f'{size[0]}, {size[1]}'})"
     if not isinstance(x, Tensor):
         raise TypeError(f"{layer}: x must be a tensor {wanted}, got {type(x).__name__}.")
     check_same_kind(layer, x, weight)
-    raise ValueError(f"{layer}: x must have shape {wanted}, got {tuple(x.shape)}.")
+    if x.dim() != 4 or x.shape[1] != channels or size not in (None, tuple(x.shape[2:])):
+        raise ValueError(f"{layer}: x must have shape {wanted}, got {tuple(x.shape)}.")

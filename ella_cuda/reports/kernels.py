@@ -164,9 +164,8 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
         return lambda *inputs: function(*inputs, "exponential")  # the other kind is torch's own on every device
 
     def moved(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: function(
-            x, 1, 9, torch.arange(4, device=x.device)
-        )  # each of the four images by another component
+        # Each of the four images by another component.
+        return lambda x: function(x, 1, 9, torch.arange(4, device=x.device))
 
     move, move_twin = moved(ops.circular_pad2d), moved(ops.circular_pad2d_torch)
     project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)

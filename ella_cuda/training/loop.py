@@ -7,13 +7,15 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.bases import LearnedBases, bases_step
 from ella_cuda.training.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
@@ -136,11 +138,12 @@ def marglik_training(
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1;
     van der Ouderaa et al., NeurIPS 2023, section 5.
     """
-    _check_arguments(
-        likelihood=(likelihood, ("classification", "regression")),
-        objective=(objective, ("evidence", "map")),
-        prior_structure=(prior_structure, ("layerwise", "module", "scalar")),
-    )
+    for name, choice, choices in (
+        ("likelihood", likelihood, tuple(LIKELIHOODS)),
+        ("objective", objective, get_args(Objective)),
+        ("prior_structure", prior_structure, get_args(PriorStructure)),
+    ):
+        check_choice(f"marglik_training: {name}", choice, choices)
     n_epochs, n_epochs_burnin = _whole("n_epochs", n_epochs, 1), _whole("n_epochs_burnin", n_epochs_burnin, 0)
     n_hypersteps = _whole("n_hypersteps", n_hypersteps, 1)
     marglik_frequency = _whole("marglik_frequency", marglik_frequency, 1)
@@ -305,12 +308,6 @@ def marglik_training(
                 la.fit(evidence_loader)
             restore_random_state(state["random"], loaders)
     return la, model, margliks, losses
-
-
-def _check_arguments(**choices: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, allowed) in choices.items():
-        if value not in allowed:
-            raise ValueError(f"marglik_training: {name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
 def _whole(name: str, value: int, least: int) -> int:

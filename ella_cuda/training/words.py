@@ -26,6 +26,8 @@ def _word(value: Any) -> str:
     """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_word, value))})"
+    if isinstance(value, functools.partial):
+        return name_of(value)
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         return _word(value.tolist())
     if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):

@@ -33,6 +33,34 @@ def test_a_subclass_keeps_the_gradient_of_what_it_computes():
     torch.testing.assert_close(ours, expected)
 
 
+class Watched(torch.Tensor):
+    """Sees nothing but what reaches the dispatcher."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, seen: list) -> Watched:
+        outer = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        outer.inner, outer.seen = inner, seen
+        return outer
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        for a in args:
+            if isinstance(a, Watched):
+                a.seen.append(function)
+        return function(*(a.inner if isinstance(a, Watched) else a for a in args), **(kwargs or {}))
+
+
+def test_a_subclass_of_the_dispatcher_sees_the_op_itself():
+    """Not the one by which eager autograd keeps an intermediate, which has no rules for others."""
+    x, weight_in, weight_out = (torch.randn(*shape) for shape in ((4, 2, 6), (3, 2, 6), (3, 2, 5)))
+    seen = []
+    y = ops.factored_linear(Watched(x, seen), weight_in, weight_out.requires_grad_())
+    assert seen == [torch.ops.ella_cuda.factored_linear.default]
+    checks.assert_same(y, ops.factored_linear_torch(x, weight_in, weight_out))
+
+
 @pytest.mark.parametrize("weight_needs_gradient", [True, False])
 def test_a_mode_keeps_the_gradient_of_what_it_puts_in(weight_needs_gradient):
     scale, seen = torch.tensor(2.0, requires_grad=True), []

@@ -157,6 +157,11 @@ def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
         return small_run(tmp_path / "c.pt", n_epochs=2, **schedule)
 
     same_results(run(functions[0]), run(functions[1]))
+    partial = [functools.partial(lambda step, rate: rate, rate=rate) for rate in (0.5, 0.25)]
+    (tmp_path / "c.pt").unlink()
+    run(partial[0])
+    with pytest.raises(ValueError, match="scheduler_kwargs"):
+        run(partial[1])
 
 
 def test_one_approximation_at_a_time_is_in_memory(monkeypatch):
@@ -538,7 +543,7 @@ def test_numbers_of_other_libraries_are_numbers(tmp_path):
     """Also to the checkpoint, which loads nothing but plain numbers and tensors, and to the comparison with its settings."""
     others = {
         "n_epochs": np.int64(2),
-        "prior_prec_init": np.float32(0.5),
+        "prior_prec_init": np.array(0.5),
         "lr_hyp": torch.tensor(0.25),
         "lr_anchors": np.array(0.5),
         "column_tolerance": np.float64(0.125),

@@ -8,46 +8,78 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.cusolver import BATCHED_IN_TORCH, batched_eigenvalues
+from ella_cuda.laplace.lapack import calls_at_once, map_at_once
 
-# Numbers of blocks at once, of which the copies in float64 take 8 times as many bytes.
+# Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
 AT_ONCE_ON_CPU, AT_ONCE_ELSEWHERE = 1 << 20, 1 << 27
 
 
 def eigenvalues(blocks: Tensor) -> Tensor:
     """Of symmetric blocks ``(G, d, d)``, ascending, ``(G, d)``, float64, differentiable.
 
-    On the CPU, where they are decomposed one after the other anyway, a few at once: the copies in float64 would take several times the
-    memory of what is decomposed. Not one block a thread: called in a parallel region, torch's MKL returns wrong eigenvalues once
-    ``torch.set_num_threads`` was used. On CUDA many at once, by torch from version 2.12 on, by cuSOLVER itself before.
+    On the CPU, where they are decomposed one after the other, a few at once: the copies in float64 would take several times the memory
+    of what is decomposed. On CUDA many at once, by torch from version 2.12 on, by cuSOLVER itself before.
 
     Where a block's do not converge, cuSOLVER's are nan.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge, torch's.
     """
-    at_once = max((AT_ONCE_ON_CPU if blocks.is_cpu else AT_ONCE_ELSEWHERE) // max(blocks.shape[1] ** 2, 1), 1)
+    parts = _split(blocks)
     solve = batched_eigenvalues(blocks.device) if blocks.is_cuda else None
     if solve is None or (torch.is_grad_enabled() and blocks.requires_grad):
-        return torch.cat([torch.linalg.eigvalsh(part.double()) for part in blocks.split(at_once)])
+        return torch.cat([torch.linalg.eigvalsh(part.double()) for part in parts])
     return torch.cat(
-        [
-            solve(part.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format))
-            for part in blocks.split(at_once)
-        ]
+        [solve(part.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)) for part in parts]
     )
 
 
 def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`eigenvalues` of each; blocks of one size, dtype and device are decomposed together."""
+    """:func:`eigenvalues` of each, as constants. On the CPU threads share the blocks; elsewhere blocks of one size, dtype and device
+    are decomposed together.
+
+    Raises:
+        torch.linalg.LinAlgError: where a block's do not converge, torch's.
+    """
+    sets = [blocks.detach() for blocks in sets]
     found: dict[int, Tensor] = {}
     sizes: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
     for place, blocks in enumerate(sets):
-        sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
+        if not blocks.is_cpu:
+            sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
     for (size, *_), places in sizes.items():
         for together in _parts(places, [sets[p].shape[0] * size**2 for p in places]):
             values = eigenvalues(torch.cat([sets[p] for p in together]) if together[1:] else sets[together[0]])
             found |= zip(together, values.split([sets[p].shape[0] for p in together]), strict=True)
+    on_cpu = [place for place, blocks in enumerate(sets) if blocks.is_cpu]
+    found |= zip(on_cpu, _by_threads([sets[p] for p in on_cpu]), strict=True)
     return [found[place] for place in range(len(sets))]
+
+
+def _by_threads(sets: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`eigenvalues` of each, on the CPU. Blocks so large that a thread may not hold one have all threads, one after the other."""
+    found = [blocks.new_empty(blocks.shape[:2], dtype=torch.float64) for blocks in sets]
+    large, small = [], []
+    for blocks, values in zip(sets, found, strict=True):
+        parts = _split(blocks)
+        pieces = zip(parts, values.split([len(part) for part in parts]), strict=True)
+        (large if blocks.shape[1] ** 2 > AT_ONCE_ON_CPU else small).extend(pieces)
+    for piece in large:
+        _decompose(piece)
+    small.sort(key=lambda piece: piece[0].shape[0] * piece[0].shape[1] ** 3, reverse=True)
+    map_at_once(_decompose, small)
+    return found
+
+
+def _decompose(piece: tuple[Tensor, Tensor]) -> None:
+    blocks, found = piece
+    found.copy_(torch.linalg.eigvalsh(blocks.double()))
+
+
+def _split(blocks: Tensor) -> tuple[Tensor, ...]:
+    """What is decomposed at once."""
+    numbers = AT_ONCE_ON_CPU if blocks.is_cpu else AT_ONCE_ELSEWHERE
+    return blocks.split(max(numbers // max(blocks.shape[1] ** 2, 1), 1))
 
 
 def _parts(items: Sequence[int], sizes: Sequence[int]) -> Iterable[list[int]]:
@@ -66,7 +98,8 @@ def _parts(items: Sequence[int], sizes: Sequence[int]) -> Iterable[list[int]]:
 def solver(device: torch.device) -> str:
     """What decomposes many blocks on that device, in words."""
     if device.type != "cuda":
-        return "torch's LAPACK, one after the other"
+        at_once = calls_at_once()
+        return f"torch's LAPACK, {at_once} at once" if at_once > 1 else "torch's LAPACK, one after the other"
     if torch.__version__ >= BATCHED_IN_TORCH:
         return "torch's cuSOLVER, many at once"
     if batched_eigenvalues(device) is not None:

@@ -153,19 +153,17 @@ class SecondMoment:
 
     @staticmethod
     def decompose_all(moments: Iterable[SecondMoment]) -> None:
-        """Compute what :meth:`eigenvalues` of each keeps; off the CPU, where a call for many blocks takes little longer than one for a
-        few, blocks of one size together.
+        """Compute what :meth:`eigenvalues` of each keeps, of many at once: see :func:`ella_cuda.laplace.eigenvalues.eigenvalues_of_all`.
 
         Raises:
-            What :meth:`eigenvalues` raises; moments before that one have theirs.
+            What :meth:`eigenvalues` raises; other moments may have theirs.
         """
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
-        if all(m.total.is_cpu for m in lacking):
-            for moment in lacking:
-                moment.eigenvalues()
-            return
-        for moment, values in zip(lacking, eigenvalues_of_all([m._blocks() for m in lacking]), strict=True):
-            moment._keep(values)
+        # On the CPU one projection after the other: they are copies, in float64.
+        apart = [m for m in lacking if m.total.is_cpu and m.basis is not None]
+        for together in ([m for m in lacking if m not in apart], *([m] for m in apart)):
+            for moment, values in zip(together, eigenvalues_of_all([m._blocks() for m in together]), strict=True):
+                moment._keep(values)
 
     def _learns(self) -> bool:
         """Whether the eigenvalues are wanted as a function of the basis."""

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.laplace.curvature import hooked
-from ella_cuda.laplace.factors import SecondMoment
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.rules import Rule, rules_for
+from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
 from ella_cuda.ops._autocast import without_autocast
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ella_cuda import ops
-from ella_cuda.laplace.factors import KroneckerFactor, SecondMoment
+from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.second_moment import SecondMoment
 
 
 class Spectra:
@@ -29,7 +30,7 @@ class Spectra:
         """Constants: no gradient leads to a basis, whose state is taken to be that of the first call.
 
         Raises:
-            FloatingPointError, ArithmeticError: see :meth:`ella_cuda.laplace.factors.SecondMoment.eigenvalues`.
+            FloatingPointError, ArithmeticError: see :meth:`ella_cuda.laplace.second_moment.SecondMoment.eigenvalues`.
         """
         rows = [moment.rows for moment in self._moments]
         if self._packed is None or rows != self._rows:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, SecondMoment
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.second_moment import SecondMoment
 
 
 def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, Any]]:

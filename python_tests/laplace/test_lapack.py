@@ -146,7 +146,7 @@ def test_projections_are_made_one_after_the_other(monkeypatch):
     monkeypatch.setattr(SecondMoment, "projected", lambda m: alive.append(m.name) or projected(m))
     at_once, of_all = [], eigenvalues.eigenvalues_of_all
     monkeypatch.setattr(
-        "ella_cuda.laplace.factors.eigenvalues_of_all",
+        "ella_cuda.laplace.second_moment.eigenvalues_of_all",
         lambda sets: at_once.append(alive[:]) or alive.clear() or of_all(sets),
     )
     SecondMoment.decompose_all(moments)

@@ -9,7 +9,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.factors import FactorShape, KroneckerFactor, SecondMoment
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
+from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
 

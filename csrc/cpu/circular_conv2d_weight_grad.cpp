@@ -6,6 +6,7 @@
 #include "gram.h"
 #include "one_component.h"
 #include "patch_gradient.h"
+#include "small_torus.h"
 #include "torus.h"
 
 namespace ella {
@@ -46,7 +47,7 @@ struct Entry {
 // sums[(d * C + c) * entries + e], the sum over images and positions of grad[d] times what entry e reads of channel c; with
 // `upper`, those for c < d are not wanted. `pack_image(unit, c, plane, target, room)` writes one plane of a unit,
 // `pack_gradient(unit, d, target, room)` its gradient, each with room for two; what is given as `lies.x` or `lies.grad` is read
-// where it lies instead.
+// where it lies instead. `done(begin, end, sums)` gets those of kernels begin..end, d * C + c, from several threads.
 template <class T, class PackImage, class PackGradient, class Done>
 void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const InPlace<T>& lies, int64_t planes,
                      const std::vector<Entry>& entries, bool upper, const PackImage& pack_image,
@@ -93,11 +94,17 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const In
       }
     }
   });
-  double* total = partial.data();
-  for (int64_t task = 1; task < plan.chunks; ++task) {
-    for (int64_t i = 0; i < plan.sums; ++i) total[i] += total[task * plan.sums + i];
-  }
-  done(total);
+  const int64_t kernels = s.D * s.C;
+  constexpr int64_t kWorth = 1 << 14;  // numbers, some microseconds
+  torch::stable::parallel_for(0, kernels, std::max(kWorth / (plan.chunks * count), int64_t(1)),
+                              [&](int64_t begin, int64_t end) {
+                                double* total = partial.data();
+                                for (int64_t task = 1; task < plan.chunks; ++task) {
+                                  const double* part = total + task * plan.sums;
+                                  for (int64_t i = begin * count; i < end * count; ++i) total[i] += part[i];
+                                }
+                                done(begin, end, total + begin * count);
+                              });
 }
 
 template <class T, class U>
@@ -115,7 +122,9 @@ void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, cons
       [&](int64_t unit, int64_t d, T* to, T*) {
         torus.pack_gradient(torus.plane_of(gradients, unit, d), torus.images_of(unit), to);
       },
-      [&](const double* sums) { unfold(torus.folded, torus.tap_count(), sums, s.D * s.C, target); });
+      [&](int64_t begin, int64_t end, const double* sums) {
+        unfold(torus.folded, torus.tap_count(), sums, end - begin, target + begin * s.kernel_h * s.kernel_w);
+      });
 }
 
 // Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.
@@ -152,8 +161,9 @@ void component_gradient(const CircularConvSizes& s, const std::vector<int64_t>& 
         const Plane<T> plane = gathered ? torus.plane_of(gradients, unit, d) : gather(gradients, unit, d, 0, 0, room);
         torus.pack_gradient(plane, torus.images_of(unit), to);
       },
-      [&](const double* sums) {
-        for (int64_t i = 0; i < s.D * s.C * s.kernel_h * s.kernel_w; ++i) target[i] = static_cast<T>(sums[i]);
+      [&](int64_t begin, int64_t end, const double* sums) {
+        const int64_t taps = s.kernel_h * s.kernel_w;
+        for (int64_t i = begin * taps; i < end * taps; ++i) target[i] = static_cast<T>(*sums++);
       });
 }
 
@@ -203,12 +213,22 @@ ELLA_REGISTER(CPU, m) {
 }  // namespace
 
 std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
-  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
-  std::vector<double> lags(C * C * kernel_h * kernel_w);
+  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1, entries = kernel_h * kernel_w;
+  std::vector<double> lags(C * C * entries);
   CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation", [&] {
     Images<scalar_t> images(x);
-    if (kernel_h * kernel_w == 1 && images.right == 1 && images.down == s.W) {  // pixels have no neighbours: one long row
+    if (SmallTorus<scalar_t>::suits(images, s.H, s.W, kernel_h, kernel_w)) {
+      const std::vector<double> all = SmallTorus<scalar_t>(images, s.N, C, s.H, s.W).lags();
+      std::vector<int64_t> at;
+      for (int64_t i = 0; i < entries; ++i) {
+        const int64_t down = i / kernel_w - half_h, right = i % kernel_w - half_w;
+        at.push_back((down % s.H + s.H) % s.H * s.W + (right % s.W + s.W) % s.W);
+      }
+      unfold(at, s.H * s.W, all.data(), C * C, lags.data());
+      return;
+    }
+    if (entries == 1 && images.right == 1 && images.down == s.W) {  // pixels have no neighbours: one long row
       s.W *= s.H;
       s.H = 1;
       images.down = s.W;

@@ -109,23 +109,46 @@ bool same_on_torus(const ConvGeometry& g) {
          g.kernel_w % 2 == 1 && g.padding_h == g.kernel_h / 2 && g.padding_w == g.kernel_w / 2;
 }
 
-template <class T>
-void add_lags(const ConvGeometry& g, const std::vector<double>& lags, double alpha, T* factor) {
-  const int64_t kernel = g.kernel_h * g.kernel_w, row = 2 * g.kernel_w - 1, count = (2 * g.kernel_h - 1) * row, P = g.patch();
-  for (int64_t c = 0; c < g.C; ++c) {
-    for (int64_t other = c; other < g.C; ++other) {
-      const double* lag = lags.data() + (c * g.C + other) * count + count / 2;  // that of r' = r
-      for (int64_t a = 0; a < kernel; ++a) {
-        for (int64_t b = other == c ? a : 0; b < kernel; ++b) {
-          const int64_t down = b / g.kernel_w - a / g.kernel_w, right = b % g.kernel_w - a % g.kernel_w;
-          const T value = static_cast<T>(alpha * lag[down * row + right]);
-          const int64_t i = c * kernel + a, j = other * kernel + b;
-          factor[i * P + j] += value;
-          if (i != j) factor[j * P + i] += value;
-        }
+// The block of two channels, whose sums `near` are by the lag r' - r. A known width of the kernel needs no loop.
+template <int64_t kWidth, class T>
+void add_near(const ConvGeometry& g, const T* near, T* block) {
+  const int64_t width = kWidth > 0 ? kWidth : g.kernel_w, row = 2 * width - 1, middle = (g.kernel_h - 1) * row + width - 1;
+  for (int64_t i = 0; i < g.kernel_h; ++i) {
+    for (int64_t j = 0; j < width; ++j, block += g.patch()) {
+      T* to = block;
+      const T* from = near + middle - i * row - j;  // that of the kernel's first entry
+      for (int64_t down = 0; down < g.kernel_h; ++down, to += width, from += row) {
+        for (int64_t right = 0; right < width; ++right) to[right] += from[right];
       }
     }
   }
+}
+
+// Every thread has rows of its own, those of some channels.
+template <class T>
+void add_lags(const ConvGeometry& g, const std::vector<double>& lags, double alpha, T* factor) {
+  const int64_t kernel = g.kernel_h * g.kernel_w, row = 2 * g.kernel_w - 1, count = (2 * g.kernel_h - 1) * row, P = g.patch();
+  constexpr int64_t kWorth = 1 << 14;  // numbers, some microseconds
+  torch::stable::parallel_for(0, g.C, std::max(kWorth / (kernel * P), int64_t(1)), [&](int64_t begin, int64_t end) {
+    std::vector<T> near(count);
+    for (int64_t c = begin; c < end; ++c) {
+      for (int64_t other = 0; other < g.C; ++other) {
+        const double* lag = lags.data() + (std::min(c, other) * g.C + std::max(c, other)) * count;
+        for (int64_t i = 0; i < count; ++i) {
+          // x[c, q] x[c', q + r] are what x[c', q] x[c, q - r] are, of which one channel with itself has both: the factor is
+          // symmetric to the last bit.
+          const int64_t opposite = count - 1 - i;
+          near[i] = static_cast<T>(alpha * lag[c < other ? i : c > other ? opposite : std::max(i, opposite)]);
+        }
+        T* to = factor + c * kernel * P + other * kernel;
+        if (g.kernel_w == 3) {
+          add_near<3>(g, near.data(), to);
+        } else {
+          add_near<0>(g, near.data(), to);
+        }
+      }
+    }
+  });
 }
 
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,

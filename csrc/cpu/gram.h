@@ -70,6 +70,11 @@ class Tiles {
     }
   }
 
+  // The first row and the first column of a tile.
+  std::pair<int64_t, int64_t> corner(int64_t tile) const {
+    return {tiles_[tile].left * k_.width, tiles_[tile].right * k_.width};
+  }
+
   // Asks for what `add` will change, a tile's products before it is wanted: rows of a target lie too far apart for the hardware
   // to foresee them.
   void prefetch(int64_t tile, const T* target) const {
@@ -141,15 +146,26 @@ class Gram {
   // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   template <class Pack>
   void accumulate(T* target, int64_t factors, int64_t count, T alpha, const Pack& pack) const {
+    for_sums(
+        factors, count, pack, [&](int64_t factor, int64_t tile) { tiles_.prefetch(tile, target + factor * d_ * d_); },
+        [&](int64_t factor, int64_t begin, int64_t end, const T* sums) {
+          tiles_.add(begin, end, alpha, sums, target + factor * d_ * d_);
+        });
+  }
+
+  // `take(factor, begin, end, sums)` gets the sums of tiles begin..end, one after the other, as Tiles::products writes them,
+  // once for some rows of each; before it, `expect(factor, tile)` is called where that is worth it. Called from several
+  // threads, for a tile from one at a time.
+  template <class Pack, class Expect, class Take>
+  void for_sums(int64_t factors, int64_t count, const Pack& pack, const Expect& expect, const Take& take) const {
     for (int64_t f0 = 0; f0 < factors; f0 += factors_) {
       for (int64_t k0 = 0; k0 < count; k0 += rows_) {
-        add_rows(target + f0 * d_ * d_, std::min(factors_, factors - f0), std::min(rows_, count - k0), alpha,
-                 [&](int64_t factor, int64_t first, int64_t n, int64_t rows, T* panel) {
-                   pack(f0 + factor, first, n, k0, rows, panel);
-                 });
+        some_rows(f0, std::min(factors_, factors - f0), k0, std::min(rows_, count - k0), pack, expect, take);
       }
     }
   }
+
+  const Tiles<T>& tiles() const { return tiles_; }
 
  private:
   // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
@@ -157,12 +173,13 @@ class Gram {
   static constexpr int64_t kStep = Tiles<T>::kRows;
   static constexpr int64_t kLongest = 4096;  // rows summed before the target is touched, by 64: to bound rounding
 
-  template <class Pack>
-  void add_rows(T* target, int64_t factors, int64_t rows, T alpha, const Pack& pack) const {
+  template <class Pack, class Expect, class Take>
+  void some_rows(int64_t f0, int64_t factors, int64_t k0, int64_t rows, const Pack& pack, const Expect& expect,
+                 const Take& take) const {
     const int64_t W = k_.width, panels = tiles_.panels(), panel = W * rows_, size = tiles_.tile_size(), count = tiles_.count();
     parallel_tasks(factors * panels, [&](int64_t begin, int64_t end) {
       for (int64_t p = begin; p < end; ++p) {
-        pack(p / panels, p % panels * W, tiles_.columns(p % panels), rows, packed_.data() + p * panel);
+        pack(f0 + p / panels, p % panels * W, tiles_.columns(p % panels), k0, rows, packed_.data() + p * panel);
       }
     });
     parallel_tasks(factors * count, [&](int64_t begin, int64_t end) {
@@ -173,10 +190,9 @@ class Gram {
       while (begin < end) {
         const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;
         const int64_t stop = few ? first + 1 : tiles_.group_end(first, std::min(left, count));
-        T* to = target + factor * d_ * d_;
-        if (few) tiles_.prefetch(first, to);
+        if (few) expect(f0 + factor, first);
         tiles_.products(first, stop, rows, packed_.data() + factor * panels * panel, panel, sums.data());
-        tiles_.add(first, stop, alpha, sums.data(), to);
+        take(f0 + factor, first, stop, sums.data());
         begin += stop - first;
       }
     });

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda import ops
@@ -78,6 +79,44 @@ def test_image_smaller_than_the_kernel(device):
     x = torch.randn(3, 2, 2, 2, dtype=torch.float64, device=device)  # the network's last stage: 3x3 on 2x2
     factor = torch.zeros(18, 18, dtype=torch.float64, device=device)
     checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
+
+
+SMALL_TORI = [  # x, kernel: all lags of the torus are wanted, or nearly
+    ((5, 37, 4, 4), 3),
+    ((5, 70, 2, 2), 3),
+    ((3, 19, 2, 4), (1, 5)),
+    ((3, 5, 1, 8), (1, 5)),
+    ((3, 5, 8, 1), (5, 1)),
+    ((3, 9, 2, 8), (3, 5)),
+    ((7, 40, 1, 1), 3),
+    ((3, 4, 4, 4), 5),
+    ((3, 6, 3, 3), 3),
+    ((3, 6, 2, 3), (3, 3)),
+    ((4, 3, 4, 6), 3),
+]
+
+
+@pytest.mark.parametrize("shape, kernel", SMALL_TORI, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_small_tori(shape, kernel, dtype, device):
+    x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+    d = shape[1] * pair(kernel)[0] * pair(kernel)[1]
+    expected = explicit(x, kernel, 1, None, 1, "circular")
+    found, twin = torch.zeros(2, d, d, dtype=dtype, device=device)
+    ops.conv_kron_accumulate_(found, x, kernel)
+    ops.conv_kron_accumulate_torch_(twin, x, kernel)
+    checks.error_at_most_twice(found, twin, expected)
+    assert torch.equal(found, found.T)
+    for view in (x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT, x.repeat_interleave(2, 0)[::2]):
+        other = ops.conv_kron_accumulate_(torch.zeros_like(found), view, kernel)
+        checks.error_at_most_twice(other, twin, expected)
+
+
+def test_more_images_of_a_small_torus_than_are_packed_at_once(device):
+    x = torch.randint(-3, 4, (9000, 3, 2, 2)).to(device, torch.float32)  # sums are exact
+    found = ops.conv_kron_accumulate_(torch.zeros(27, 27, device=device), x, 3)
+    patches = F.unfold(F.pad(x.double(), (1, 1, 1, 1), mode="circular"), 3)
+    assert torch.equal(found.double(), torch.einsum("nip,njp->ij", patches, patches))
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 33, 31), (3, 20, 8, 8), (2, 17, 2, 5)])

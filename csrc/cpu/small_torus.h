@@ -1,0 +1,91 @@
+// The lags of images so small that the kernel meets every pair of their positions: sums of the products of two positions,
+//   sum_n x[n, c, q] x[n, c', q'],
+// which are no more than what the lags themselves take, and end in no sum across a vector. There is one for each pair of
+// positions that lies at the lag.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "gram.h"
+#include "torus.h"
+
+namespace ella {
+
+template <class T>
+class SmallTorus {
+ public:
+  // Images (N, C, H, W), of which the last three lie as one row.
+  SmallTorus(const Images<T>& x, int64_t N, int64_t C, int64_t H, int64_t W) : x_(x), N_(N), C_(C), H_(H), W_(W), P_(H * W) {
+    for (int64_t w = 0; w < W; ++w) {
+      for (int64_t p = 0; p < P_; ++p) lag_.push_back(p / W * W + (p % W - w + W) % W);
+    }
+  }
+
+  // Whether lags of a kernel of lags (kernel_h, kernel_w) are wanted here, and images lie so.
+  static bool suits(const Images<T>& x, int64_t H, int64_t W, int64_t kernel_h, int64_t kernel_w) {
+    const bool all = kernel_h >= H && kernel_w >= W, whole = kernels<T>().width % (H * W) == 0;
+    return all && whole && x.right == 1 && x.down == W && x.channel == H * W;
+  }
+
+  // sums[(c * C + other) * P + h * W + w], c <= other, is what x[n, c, i, j] x[n, other, (i + h) mod H, (j + w) mod W] add up
+  // to.
+  std::vector<double> lags() const {
+    std::vector<double> out(C_ * C_ * P_);
+    const Kernels<T>& k = kernels<T>();
+    const Gram<T> gram(C_ * P_, N_);
+    gram.for_sums(
+        1, N_,
+        [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
+          k.pack(n, count, x_.data + k0 * x_.image + first, 1, x_.image, panel);
+        },
+        [](int64_t, int64_t) {},
+        [&](int64_t, int64_t begin, int64_t end, const T* sums) {
+          for (int64_t tile = begin; tile < end; ++tile, sums += gram.tiles().tile_size()) {
+            const auto [row, column] = gram.tiles().corner(tile);
+            fold(row / P_, column / P_, k.width, sums, out.data());
+          }
+        });
+    return out;
+  }
+
+ private:
+  // Adds what a tile of `width` rows has to the lags of its pairs of channels.
+  void fold(int64_t first, int64_t second, int64_t width, const T* sums, double* lags) const {
+    const int64_t channels = width / P_;
+    std::vector<T> turned(W_ * P_), square(P_ * P_);
+    for (int64_t c = first; c < std::min(first + channels, C_); ++c) {
+      for (int64_t other = std::max(second, c); other < std::min(second + channels, C_); ++other) {
+        const T* pair = sums + (c - first) * P_ * width + (other - second) * P_;
+        double* to = lags + (c * C_ + other) * P_;
+        if (c == other) {  // the products of two positions are there once, above the diagonal
+          for (int64_t q = 0; q < P_; ++q) {
+            for (int64_t p = 0; p < P_; ++p) square[q * P_ + p] = pair[std::min(q, p) * width + std::max(q, p)];
+          }
+          fold_pair(square.data(), P_, turned.data(), to);
+        } else {
+          fold_pair(pair, width, turned.data(), to);
+        }
+      }
+    }
+  }
+
+  // Rows of positions (h, w) are turned by h lines, which keeps them whole, and added up by w; the columns' turn is for the
+  // sums.
+  void fold_pair(const T* pair, int64_t row, T* turned, double* lags) const {
+    std::fill_n(turned, W_ * P_, T(0));
+    for (int64_t q = 0; q < P_; ++q, pair += row) {
+      T* to = turned + q % W_ * P_;
+      const int64_t before = q / W_ * W_, after = P_ - before;
+      for (int64_t p = 0; p < after; ++p) to[p] += pair[before + p];
+      for (int64_t p = 0; p < before; ++p) to[after + p] += pair[p];
+    }
+    for (int64_t i = 0; i < W_ * P_; ++i) lags[lag_[i]] += turned[i];
+  }
+
+  const Images<T> x_;
+  const int64_t N_, C_, H_, W_, P_;
+  std::vector<int64_t> lag_;  // of a number of `turned`
+};
+
+}  // namespace ella

@@ -151,10 +151,11 @@ void convolve_component(const CircularConvSizes& s, const std::vector<int64_t>& 
     std::vector<Seen<T>> seen;
     for (int64_t i = 0; i < 4; ++i) seen.emplace_back(torus, s, quarter, i / 2, i % 2);
     if (first == 0) pack_seen(seen, s, balanced_group(s.D, torus.k.rows), weight, packed.data());
-    const int64_t tasks = tasks_of_unit(torus.units, s.D * s.C * s.kernel_h * s.kernel_w * torus.vectors() * torus.k.vector);
-    run_units<T>(ComponentConvolution<T>(torus, part, tasks, component.data() + first, source, gathered, seen, packed.data(),
-                                         bias, result + first * s.D * s.H * s.W),
-                 torus.units, s.C, tasks);
+    const Sharing sharing = sharing_of<T>(torus.units, s.D * s.C * s.kernel_h * s.kernel_w * torus.vectors() * torus.k.vector,
+                                          s.C * torus.plane + 8 * s.D * torus.channel);
+    run_units<T>(ComponentConvolution<T>(torus, part, sharing.tasks, component.data() + first, source, gathered, seen,
+                                         packed.data(), bias, result + first * s.D * s.H * s.W),
+                 torus.units, s.C, sharing);
   });
 }
 

@@ -1,12 +1,21 @@
 // What other CPU ops use of circular_conv2d_weight_grad.cpp.
 #pragma once
 
+#include <vector>
+
 #include "../common/stable.h"
+#include "buffer.h"
 
 namespace ella {
 
-// Sums over n, h, w of x[n,d,h,w] x[n,c,(h+i-half_h) mod H,(w+j-half_w) mod W], (C, C, 2 half_h + 1, 2 half_w + 1). Entries
-// with c < d mean nothing: they follow from those with c > d.
-std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w);
+// Sums over n, h, w of x[n,d,h,w] x[n,c,(h+i-half_h) mod H,(w+j-half_w) mod W], of which those with c >= d are wanted, for the
+// others follow from them, and those that are equal on the torus are there once.
+struct Lags {
+  Buffer<double> sums;      // (C, C, count); what is not wanted is undefined
+  int64_t count;            // of a pair of channels
+  std::vector<int64_t> at;  // of (i, j) in a kernel of (2 half_h + 1) rows
+};
+
+Lags circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w);
 
 }  // namespace ella

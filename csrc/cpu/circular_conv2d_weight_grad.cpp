@@ -1,5 +1,7 @@
 // The gradient of a convolution on a torus in its weights; torus.h says how images are laid out.
 #include <algorithm>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "circular_conv2d.h"
@@ -107,9 +109,10 @@ void weight_gradient(const CircularConvSizes& s, const Torus<T>& torus, const In
                               });
 }
 
-template <class T, class U>
-void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, const Images<T>& source, bool upper, U* target) {
-  const Torus<T> torus(s);
+// Every entry of the folded kernel, tap by tap.
+template <class T, class Done>
+void dense_gradient(const CircularConvSizes& s, const Torus<T>& torus, const Images<T>& gradients, const Images<T>& source,
+                    bool upper, const Done& done) {
   std::vector<Entry> entries;
   for (const int64_t tap : torus.taps) entries.push_back({0, tap});
   const bool x_in_place = torus.tap_count() == 1 && torus.reads_in_place(source);
@@ -122,9 +125,7 @@ void dense_gradient(const CircularConvSizes& s, const Images<T>& gradients, cons
       [&](int64_t unit, int64_t d, T* to, T*) {
         torus.pack_gradient(torus.plane_of(gradients, unit, d), torus.images_of(unit), to);
       },
-      [&](int64_t begin, int64_t end, const double* sums) {
-        unfold(torus.folded, torus.tap_count(), sums, end - begin, target + begin * s.kernel_h * s.kernel_w);
-      });
+      done);
 }
 
 // Every entry of the kernel meets the gradient's only component with one of x's four: that at distance (below, beside) from it.
@@ -181,7 +182,10 @@ Tensor circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t 
     } else if (components) {
       component_gradient(s, *components, false, gradients, source, target);
     } else {
-      dense_gradient(s, gradients, source, false, target);
+      const Torus<scalar_t> torus(s);
+      dense_gradient(s, torus, gradients, source, false, [&](int64_t begin, int64_t end, const double* sums) {
+        unfold(torus.folded, torus.tap_count(), sums, end - begin, target + begin * s.kernel_h * s.kernel_w);
+      });
     }
   });
   return out;
@@ -212,30 +216,30 @@ ELLA_REGISTER(CPU, m) {
 
 }  // namespace
 
-std::vector<double> circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
-  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1, entries = kernel_h * kernel_w;
-  std::vector<double> lags(C * C * entries);
+Lags circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
+  const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
   CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
+  std::optional<Lags> lags;
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_autocorrelation", [&] {
     Images<scalar_t> images(x);
     if (SmallTorus<scalar_t>::suits(images, s.H, s.W, kernel_h, kernel_w)) {
-      const std::vector<double> all = SmallTorus<scalar_t>(images, s.N, C, s.H, s.W).lags();
-      std::vector<int64_t> at;
-      for (int64_t i = 0; i < entries; ++i) {
-        const int64_t down = i / kernel_w - half_h, right = i % kernel_w - half_w;
-        at.push_back((down % s.H + s.H) % s.H * s.W + (right % s.W + s.W) % s.W);
-      }
-      unfold(at, s.H * s.W, all.data(), C * C, lags.data());
+      const SmallTorus<scalar_t> torus(images, s.N, C, s.H, s.W);
+      lags = Lags{torus.lags(), s.H * s.W, torus.places(half_h, half_w)};
       return;
     }
-    if (entries == 1 && images.right == 1 && images.down == s.W) {  // pixels have no neighbours: one long row
+    if (kernel_h * kernel_w == 1 && images.right == 1 && images.down == s.W) {  // pixels have no neighbours: one long row
       s.W *= s.H;
       s.H = 1;
       images.down = s.W;
     }
-    dense_gradient(s, images, images, true, lags.data());
+    const Torus<scalar_t> torus(s);
+    const int64_t count = torus.tap_count();
+    lags = Lags{Buffer<double>(C * C * count), count, torus.folded};
+    dense_gradient(s, torus, images, images, true, [&](int64_t begin, int64_t end, const double* sums) {
+      std::copy_n(sums, (end - begin) * count, lags->sums.data() + begin * count);
+    });
   });
-  return lags;
+  return std::move(*lags);
 }
 
 }  // namespace ella

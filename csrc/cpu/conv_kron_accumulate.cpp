@@ -126,19 +126,19 @@ void add_near(const ConvGeometry& g, const T* near, T* block) {
 
 // Every thread has rows of its own, those of some channels.
 template <class T>
-void add_lags(const ConvGeometry& g, const std::vector<double>& lags, double alpha, T* factor) {
+void add_lags(const ConvGeometry& g, const Lags& lags, double alpha, T* factor) {
   const int64_t kernel = g.kernel_h * g.kernel_w, row = 2 * g.kernel_w - 1, count = (2 * g.kernel_h - 1) * row, P = g.patch();
   constexpr int64_t kWorth = 1 << 14;  // numbers, some microseconds
   torch::stable::parallel_for(0, g.C, std::max(kWorth / (kernel * P), int64_t(1)), [&](int64_t begin, int64_t end) {
     std::vector<T> near(count);
     for (int64_t c = begin; c < end; ++c) {
       for (int64_t other = 0; other < g.C; ++other) {
-        const double* lag = lags.data() + (std::min(c, other) * g.C + std::max(c, other)) * count;
+        const double* lag = lags.sums.data() + (std::min(c, other) * g.C + std::max(c, other)) * lags.count;
         for (int64_t i = 0; i < count; ++i) {
           // x[c, q] x[c', q + r] are what x[c', q] x[c, q - r] are, of which one channel with itself has both: the factor is
           // symmetric to the last bit.
           const int64_t opposite = count - 1 - i;
-          near[i] = static_cast<T>(alpha * lag[c < other ? i : c > other ? opposite : std::max(i, opposite)]);
+          near[i] = static_cast<T>(alpha * lag[lags.at[c < other ? i : c > other ? opposite : std::max(i, opposite)]]);
         }
         T* to = factor + c * kernel * P + other * kernel;
         if (g.kernel_w == 3) {
@@ -161,7 +161,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
         accumulate_pixels(x, static_cast<scalar_t>(alpha), factor.mutable_data_ptr<scalar_t>());
         return;
       }
-      const std::vector<double> lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
+      const Lags lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
       add_lags(g, lags, alpha, factor.mutable_data_ptr<scalar_t>());
       return;
     }

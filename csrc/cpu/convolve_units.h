@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <deque>
+#include <utility>
 #include <vector>
 
 #include "gram.h"
@@ -54,13 +56,30 @@ class Products {
   int64_t step_, parts_;
 };
 
+// How units are shared out: side by side, each a thread's, where `together` is 0; or so many at a time, every step of them by
+// all threads, their products in `tasks` tasks a unit.
+struct Sharing {
+  int64_t together, tasks;
+};
+
+// All threads do a step of some units together where a fifth of the threads' time would else be lost at the end, and where
+// there are so many products in a unit that calling threads for a part of them is worth it. `numbers` is the scratch of one.
+template <class T>
+Sharing sharing_of(int64_t units, int64_t products, int64_t numbers) {
+  constexpr int64_t kWorth = 1 << 20, kBytes = 32 << 20;
+  const int64_t threads = torch::stable::get_num_threads(), rounds = ceil_divide(units, threads);
+  if (5 * units >= 4 * threads * rounds || products <= kWorth) return {0, 1};
+  const int64_t bytes = std::max(numbers, int64_t(1)) * static_cast<int64_t>(sizeof(T));
+  const int64_t together = balanced_group(units, std::clamp(kBytes / bytes, int64_t(1), threads));
+  return {together, ceil_divide(4 * threads, together)};
+}
+
 // Does a Work's steps for every unit: `pack(unit, c, image, room)` for all channels, `multiply(unit, begin, end, image, out)`
 // for all its pieces(), `finish(unit, out, sink)`, with image_size(), room_size() and result_size() numbers of scratch; out is
-// what `place(unit, result, sink)` says, and sink() makes a sink, one for each thread that has units. `tasks` as said by
-// tasks_of_unit.
+// what `place(unit, result, sink)` says, and sink() makes a sink, for the units of a thread or for one.
 template <class T, class Work>
-void run_units(const Work& work, int64_t units, int64_t channels, int64_t tasks) {
-  if (tasks == 1) {
+void run_units(const Work& work, int64_t units, int64_t channels, const Sharing& sharing) {
+  if (sharing.together == 0) {
     parallel_tasks(units, [&](int64_t begin, int64_t end) {
       const Buffer<T> image(work.image_size()), room(work.room_size()), result(work.result_size());
       auto sink = work.sink();
@@ -73,28 +92,40 @@ void run_units(const Work& work, int64_t units, int64_t channels, int64_t tasks)
     });
     return;
   }
-  const Buffer<T> image(work.image_size()), result(work.result_size());
-  auto sink = work.sink();
-  for (int64_t unit = 0; unit < units; ++unit) {
-    constexpr int64_t kAtOnce = 8;  // channels, for little is done to one
-    parallel_tasks(ceil_divide(channels, kAtOnce), [&](int64_t begin, int64_t end) {
+  constexpr int64_t kAtOnce = 8;  // channels, for little is done to one
+  const int64_t most = std::min(sharing.together, units), parts = ceil_divide(channels, kAtOnce), pieces = work.pieces();
+  const Buffer<T> images(most * work.image_size()), results(most * work.result_size());
+  struct Own {
+    explicit Own(const Work& work) : sink(work.sink()) {}
+    decltype(std::declval<const Work&>().sink()) sink;
+  };
+  std::deque<Own> units_own;  // which need not be movable
+  for (int64_t i = 0; i < most; ++i) units_own.emplace_back(work);
+  std::vector<T*> out(most);
+  for (int64_t first = 0; first < units; first += most) {
+    const int64_t count = std::min(most, units - first);
+    for (int64_t i = 0; i < count; ++i)
+      out[i] = work.place(first + i, results.data() + i * work.result_size(), units_own[i].sink);
+    parallel_tasks(count * parts, [&](int64_t begin, int64_t end) {
       const Buffer<T> room(work.room_size());
-      for (int64_t c = begin * kAtOnce; c < std::min(end * kAtOnce, channels); ++c)
-        work.pack(unit, c, image.data(), room.data());
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t i = task / parts, c0 = task % parts * kAtOnce;
+        for (int64_t c = c0; c < std::min(c0 + kAtOnce, channels); ++c) {
+          work.pack(first + i, c, images.data() + i * work.image_size(), room.data());
+        }
+      }
     });
-    T* out = work.place(unit, result.data(), sink);
-    parallel_tasks(work.pieces(), [&](int64_t begin, int64_t end) { work.multiply(unit, begin, end, image.data(), out); });
-    work.finish(unit, out, sink);
+    parallel_tasks(count * pieces, [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const int64_t i = begin / pieces, last = std::min(end, (i + 1) * pieces);
+        work.multiply(first + i, begin - i * pieces, last - i * pieces, images.data() + i * work.image_size(), out[i]);
+        begin = last;
+      }
+    });
+    parallel_tasks(count, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) work.finish(first + i, out[i], units_own[i].sink);
+    });
   }
-}
-
-// Tasks that a unit is shared out in, one where units are better done side by side. They are done one after the other, each by
-// all threads, where a fifth of the threads' time would else be lost at the end, and where there are so many products in each
-// that calling threads for a part of them is worth it.
-inline int64_t tasks_of_unit(int64_t units, int64_t products) {
-  constexpr int64_t kWorth = 1 << 20;
-  const int64_t threads = torch::stable::get_num_threads(), rounds = ceil_divide(units, threads);
-  return 5 * units < 4 * threads * rounds && products > kWorth ? 4 * threads : 1;
 }
 
 // Calls f(first image, sizes) for the `whole` images that fill vectors and for those that are left.

@@ -128,9 +128,10 @@ void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight,
       if (!packed) pack_weight(torus, s, w, packed.emplace(s.D * s.C * torus.tap_count()).data());
       weights = {packed->data(), 0, 0};
     }
-    const int64_t tasks = tasks_of_unit(torus.units, s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector);
-    run_units<T>(DenseConvolution<T, MakeSink>(torus, part, tasks, source, weights, bias, make_sink, first), torus.units, s.C,
-                 tasks);
+    const Sharing sharing = sharing_of<T>(torus.units, s.D * s.C * torus.tap_count() * torus.vectors() * torus.k.vector,
+                                          s.C * torus.plane + 2 * s.D * torus.channel);
+    run_units<T>(DenseConvolution<T, MakeSink>(torus, part, sharing.tasks, source, weights, bias, make_sink, first),
+                 torus.units, s.C, sharing);
   });
 }
 

@@ -28,10 +28,12 @@ class SmallTorus {
     return all && whole && x.right == 1 && x.down == W && x.channel == H * W;
   }
 
-  // sums[(c * C + other) * P + h * W + w], c <= other, is what x[n, c, i, j] x[n, other, (i + h) mod H, (j + w) mod W] add up
+  // lags()[(c * C + other) * P + h * W + w], c <= other, is what x[n, c, i, j] x[n, other, (i + h) mod H, (j + w) mod W] add up
   // to.
-  std::vector<double> lags() const {
-    std::vector<double> out(C_ * C_ * P_);
+  Buffer<double> lags() const {
+    Buffer<double> out(C_ * C_ * P_);
+    torch::stable::parallel_for(0, C_, std::max(kWorth / (C_ * P_), int64_t(1)),
+                                [&](int64_t begin, int64_t end) { out.zero(begin * C_ * P_, end * C_ * P_); });
     const Kernels<T>& k = kernels<T>();
     const Gram<T> gram(C_ * P_, N_);
     gram.for_sums(
@@ -49,7 +51,19 @@ class SmallTorus {
     return out;
   }
 
+  // Where among a pair's are those of (i - half_h, j - half_w), i <= 2 half_h, j <= 2 half_w.
+  std::vector<int64_t> places(int64_t half_h, int64_t half_w) const {
+    const auto wrapped = [](int64_t at, int64_t size) { return (at % size + size) % size; };
+    std::vector<int64_t> out;
+    for (int64_t i = -half_h; i <= half_h; ++i) {
+      for (int64_t j = -half_w; j <= half_w; ++j) out.push_back(wrapped(i, H_) * W_ + wrapped(j, W_));
+    }
+    return out;
+  }
+
  private:
+  static constexpr int64_t kWorth = 1 << 16;  // numbers, some microseconds
+
   // Adds what a tile of `width` rows has to the lags of its pairs of channels.
   void fold(int64_t first, int64_t second, int64_t width, const T* sums, double* lags) const {
     const int64_t channels = width / P_;

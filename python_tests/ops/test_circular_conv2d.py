@@ -222,6 +222,7 @@ def test_compile(device):
         (1, 70, 61, 7, 7, 3, 3),
         (3, 40, 44, 16, 17, 3, 3),
         (9, 20, 40, 8, 9, 3, 3),
+        (128, 20, 21, 8, 8, 3, 3),  # eight units, together or by fours where there are many threads
     ],
 )
 def test_same_numbers_for_any_number_of_threads(shape):
@@ -229,7 +230,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
     results = []
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 7, 16):
             torch.set_num_threads(threads)
             y = ops.circular_conv2d(*args)
             results.append((y, *torch.autograd.grad(y.square().sum(), args)))

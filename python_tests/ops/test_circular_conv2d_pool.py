@@ -204,14 +204,21 @@ def test_vmap_of_images_is_one_call():
 
 
 @pytest.mark.parametrize(
-    "shape", [(50, 4, 8, 32, 32, 3, 3), (50, 9, 11, 8, 8, 3, 3), (70, 8, 16, 2, 2, 3, 3), MANY_WEIGHTS]
+    "shape",
+    [
+        (50, 4, 8, 32, 32, 3, 3),
+        (50, 9, 11, 8, 8, 3, 3),
+        (70, 8, 16, 2, 2, 3, 3),
+        (128, 20, 21, 8, 8, 3, 3),
+        MANY_WEIGHTS,
+    ],
 )
 def test_same_numbers_for_any_number_of_threads(shape):
     args = [a.requires_grad_() for a in arguments(shape, CPU, torch.float32)]
     results = []
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 7, 16):
             torch.set_num_threads(threads)
             y = ops.circular_conv2d_pool(*args)
             results.append((y, *torch.autograd.grad(y.square().sum(), args)))

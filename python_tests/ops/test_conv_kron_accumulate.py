@@ -112,6 +112,20 @@ def test_small_tori(shape, kernel, dtype, device):
         checks.error_at_most_twice(other, twin, expected)
 
 
+@pytest.mark.parametrize("shape", [(30, 80, 4, 4), (30, 80, 2, 2), (40, 20, 8, 8), (5, 30, 3, 5)])
+def test_same_numbers_for_any_number_of_threads(shape):
+    x, d = torch.randn(shape), 9 * shape[1]
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            results.append(ops.conv_kron_accumulate_(torch.zeros(d, d), x, 3))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
 def test_more_images_of_a_small_torus_than_are_packed_at_once(device):
     x = torch.randint(-3, 4, (9000, 3, 2, 2)).to(device, torch.float32)  # sums are exact
     found = ops.conv_kron_accumulate_(torch.zeros(27, 27, device=device), x, 3)

@@ -162,7 +162,7 @@ def test_every_layout_of_what_meets_one_component(shape, device):
         checks.assert_same(weight_grad(grad, laid_out, 3, 5), exact)
 
 
-@pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, MANY_WEIGHTS])
+@pytest.mark.parametrize("shape", [*COMPONENT_SHAPES, (128, 20, 21, 8, 8, 3, 3), MANY_WEIGHTS])
 def test_same_numbers_for_any_number_of_threads(shape):
     x, weight, bias = arguments(shape, torch.device("cpu"), torch.float32)
     grad = one_component(gradient(shape, torch.device("cpu"), torch.float32))
@@ -170,7 +170,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
     results = []
     before = torch.get_num_threads()
     try:
-        for threads in (1, 2, 3):
+        for threads in (1, 2, 3, 7, 16):
             torch.set_num_threads(threads)
             results.append((ops.circular_conv2d(one_component(x), weight, bias), weight_grad(grad, x, *shape[5:])))
             results[-1] += (circular_conv2d_pool_transposed(*gathered),)

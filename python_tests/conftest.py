@@ -33,8 +33,22 @@ def fixed_seed() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def float32_convolutions() -> None:
-    """cuDNN computes in float32, not in TF32 as it may by default: tests compare to float32 accuracy."""
+    """cuDNN computes in float32, not in TF32 as it may by default, for tests compare to float32 accuracy; and twice the same, as
+    gradcheck demands."""
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Nothing works on a GPU after a kernel went wrong in some ways: the run ends with the test that shows it."""
+    report = yield
+    if report.failed and torch.cuda.is_available():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as lost:
+            item.session.shouldstop = f"the GPU is lost since {item.nodeid}: {lost}"
+    return report
 
 
 @pytest.fixture(params=["the device's", "by torch's convolutions"])
@@ -43,6 +57,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if request.param == "the device's":
         yield request.param
         return
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("device") == "cuda":
+        pytest.skip("is the device's own way")
     strided, plain = (op.__globals__ for op in (ella_cuda.ops.circular_conv2d_pool, ella_cuda.ops.circular_conv2d))
 
     def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -57,23 +57,27 @@ def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _by_threads(sets: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`eigenvalues` of each, on the CPU. Blocks so large that a thread may not hold one have all threads, one after the other."""
-    found = [blocks.new_empty(blocks.shape[:2], dtype=torch.float64) for blocks in sets]
-    large, small = [], []
-    for blocks, values in zip(sets, found, strict=True):
-        parts = _split(blocks)
-        pieces = zip(parts, values.split([len(part) for part in parts]), strict=True)
-        (large if blocks.shape[1] ** 2 > AT_ONCE_ON_CPU else small).extend(pieces)
-    for piece in large:
-        _decompose(piece)
-    small.sort(key=lambda piece: piece[0].shape[0] * piece[0].shape[1] ** 3, reverse=True)
-    map_at_once(_decompose, small)
-    return found
+    """:func:`eigenvalues` of each, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large that a
+    thread may not hold one, and what would otherwise keep one thread busy when the others are done."""
+    parts = [(place, part) for place, blocks in enumerate(sets) for part in _split(blocks)]
+    costs = [part.shape[0] * part.shape[1] ** 3 for _, part in parts]
+    most = sum(costs) / calls_at_once()
+    found: dict[int, Tensor] = {}
+    shared = []
+    for at in sorted(range(len(parts)), key=costs.__getitem__, reverse=True):
+        if parts[at][1].shape[1] ** 2 > AT_ONCE_ON_CPU or costs[at] > most:
+            found[at] = _decompose(parts[at][1])
+        else:
+            shared.append(at)
+    found |= zip(shared, map_at_once(_decompose, [parts[at][1] for at in shared]), strict=True)
+    by_set: list[list[Tensor]] = [[] for _ in sets]
+    for at, (place, _) in enumerate(parts):
+        by_set[place].append(found[at])
+    return [torch.cat(values) for values in by_set]
 
 
-def _decompose(piece: tuple[Tensor, Tensor]) -> None:
-    blocks, found = piece
-    found.copy_(torch.linalg.eigvalsh(blocks.double()))
+def _decompose(blocks: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(blocks.double())
 
 
 def _split(blocks: Tensor) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ def calls_at_once() -> int:
 
 
 def map_at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """``function`` of each item, :func:`calls_at_once` at a time; where it raises, what has not begun is left out.
+    """``function`` of each item, :func:`calls_at_once` at a time; where one raises, or is interrupted, what has not begun is left out.
 
     Most of a decomposition of some hundred rows does not gain from a second thread, so threads are better spent on another one. Not in
     ``at::parallel_for``: called in a parallel region, torch's MKL returns wrong eigenvalues once ``torch.set_num_threads`` was used.
@@ -35,7 +35,12 @@ def map_at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> li
     if threads < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(threads, initializer=_limit_to_one) as pool:
-        return list(pool.map(function, items))
+        try:
+            futures = [pool.submit(function, item) for item in items]
+            failed = [future for future in wait(futures, return_when=FIRST_EXCEPTION).done if future.exception()]
+            return [future.result() for future in failed or futures]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _limit_to_one() -> None:

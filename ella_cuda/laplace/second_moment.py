@@ -104,7 +104,7 @@ class SecondMoment:
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
             torch.linalg.LinAlgError: a block's eigenvalues did not converge.
         """
-        if self._eigenvalues is not None and self._matrix() is self._decomposed_on and not self._learns():
+        if self._eigenvalues is not None and not self._learns() and self._matrix() is self._decomposed_on:
             return self._eigenvalues
         (blocks,) = _blocks([self])
         (values,) = _checked([self], [eigenvalues(blocks)])
@@ -162,7 +162,7 @@ class SecondMoment:
                 "parameters, or fit on data of another scale."
             )
         tolerance = self._tolerance(values)
-        block = int((values.amin(-1) < -tolerance).nonzero()[0])
+        block = int((~(values.amin(-1) >= -tolerance)).nonzero()[0])
         raise ArithmeticError(
             f"{self.name}: block {block} of the factor has the eigenvalue {values[block].min().item():.6g}, "
             f"negative beyond rounding (tolerance {tolerance[block].item():.3g}); a sum of outer products "
@@ -174,7 +174,7 @@ class SecondMoment:
 def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:
     """:meth:`SecondMoment.projected` of each, once all sums are found to be finite, for which the device is waited for once."""
     finite = [torch.isfinite(moment.total).all() for moment in moments]
-    for moment, fine in zip(moments, torch.stack(finite).tolist() if finite else (), strict=True):
+    for moment, fine in zip(moments, _each(finite), strict=True):
         if not fine:
             raise FloatingPointError(
                 f"{moment.name}: the factor has entries that are not finite; the activations or gradients of this "
@@ -187,7 +187,12 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
     """Eigenvalues without what rounding took below zero, once none is nan or further below, for which the device is waited for once."""
     with torch.no_grad():
         fine = [(v.amin(-1) >= -m._tolerance(v)).all() for m, v in zip(moments, found, strict=True)]
-        for moment, values, is_fine in zip(moments, found, torch.stack(fine).tolist() if fine else (), strict=True):
+        for moment, values, is_fine in zip(moments, found, _each(fine), strict=True):
             if not is_fine:
                 moment._refuse(values)
     return [values.clamp(min=0) for values in found]
+
+
+def _each(flags: Sequence[Tensor]) -> list[bool]:
+    """What they hold, in one wait for a device."""
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []

@@ -51,12 +51,15 @@ def test_each_call_has_a_thread_of_its_own(threads):
 
 
 def test_what_fails_is_raised_and_ends_the_others(threads):
-    begun = []
+    begun, stop = [], threading.Event()
 
     def fail(item: int) -> None:
         begun.append(item)
         threading.Event().wait(0.01)
+        if item == 0:
+            assert stop.wait(60)  # the first takes longest
         if item == 1:
+            stop.set()
             raise torch.linalg.LinAlgError("of item 1")
 
     with pytest.raises(torch.linalg.LinAlgError, match="of item 1"):
@@ -82,6 +85,8 @@ def test_other_libraries_are_left_alone(without, monkeypatch):
 
 
 def test_a_library_without_the_functions(monkeypatch):
+    for name in ("mkl", "openmp"):
+        monkeypatch.setattr(getattr(torch.backends, name), "is_available", lambda: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: object())
     assert lapack._limits.__wrapped__() is None
 
@@ -124,14 +129,32 @@ def test_nothing_to_decompose():
     assert [tuple(values.shape) for values in found] == shapes
 
 
-def test_constants_whatever_is_asked_for():
+def test_constants_whatever_is_asked_for(threads):
     """Threads have modes of their own."""
     blocks = torch.eye(3).expand(2, 3, 3).clone().requires_grad_()
     found = eigenvalues.eigenvalues_of_all([blocks, blocks.detach()])
     assert not any(values.requires_grad for values in found)
     with torch.inference_mode():
-        (inside,) = eigenvalues.eigenvalues_of_all([torch.eye(3)[None]])
-    assert torch.equal(inside, torch.ones(1, 3, dtype=torch.float64))
+        moments = [SecondMoment(2, size, torch.zeros(0), str(size)) for size in (3, 4, 5)]
+        for moment in moments:
+            moment.add(torch.eye(moment.total.shape[1])[:, None].expand(-1, 2, -1))
+        SecondMoment.decompose_all(moments)
+    for moment in moments:
+        assert torch.equal(moment.eigenvalues(), torch.ones(moment.total.shape[:2], dtype=torch.float64))
+
+
+def test_what_most_of_the_time_goes_into_has_all_threads(threads, monkeypatch):
+    own, eigvalsh = {}, torch.linalg.eigvalsh
+
+    def note(blocks: Tensor) -> Tensor:
+        own[blocks.shape[1]] = threading.current_thread() is not threading.main_thread()
+        return eigvalsh(blocks)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", note)
+    sets, expected = zip(*(known(*shape) for shape in [(1, 40), (1, 4), (1, 5)]), strict=True)
+    for values, right in zip(eigenvalues.eigenvalues_of_all(sets), expected, strict=True):
+        torch.testing.assert_close(values, right)
+    assert own == {40: False, 4: True, 5: True}
 
 
 def test_projections_are_made_one_after_the_other(monkeypatch):

@@ -157,8 +157,9 @@ def test_derivatives(shape, device):
     args = tuple(a.requires_grad_() for a in arguments(shape, device))
     checks.check_derivatives(ops.circular_conv2d, args)
     checks.check_derivatives(ops.circular_conv2d, args[:2])
-    grad = gradient(shape, device).requires_grad_()
-    checks.check_derivatives(lambda g, x: weight_grad(g, x, *shape[5:]), (grad, args[0]))
+    if device.type == "cpu":  # elsewhere it is torch's
+        grad = gradient(shape, device).requires_grad_()
+        checks.check_derivatives(lambda g, x: weight_grad(g, x, *shape[5:]), (grad, args[0]))
 
 
 def test_func_transforms(device):
@@ -172,7 +173,8 @@ def test_vmap(device):
     args = arguments(shape, device)
     checks.check_vmap(ops.circular_conv2d, args, batch=2)
     checks.check_vmap(ops.circular_conv2d, args[:2], batch=2)
-    checks.check_vmap(lambda g, x: weight_grad(g, x, 3, 3), (gradient(shape, device), args[0]), batch=2)
+    if device.type == "cpu":
+        checks.check_vmap(lambda g, x: weight_grad(g, x, 3, 3), (gradient(shape, device), args[0]), batch=2)
 
 
 @pytest.mark.parametrize("wanted", ["x", "weight"])

@@ -83,3 +83,28 @@ def test_convolutions_are_checked_in_float32_and_left_as_they_were(monkeypatch):
         (check, _) = kernels.check_kernels("cpu")
         assert check.ok and seen and not any(seen)
         assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_a_device_that_is_lost_leaves_the_table(monkeypatch):
+    """After an illegal access nothing works there any more: neither the twin nor a copy."""
+    lost = []
+
+    def breaks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        lost.append(x)
+        raise RuntimeError("illegal address")
+
+    def twin(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if len(lost) > 1 and x.dtype == torch.float32:
+            raise RuntimeError("context lost")
+        return (2 * x,)
+
+    cases = [(name, lambda: (torch.ones(2, dtype=torch.float64),), breaks, twin) for name in ("first", "second")]
+    monkeypatch.setattr(kernels, "kernel_cases", lambda: cases)
+    checks = check_kernels("cpu")
+    assert [(c.name, c.ok, c.failure) for c in checks] == [
+        ("first", False, "illegal address"),
+        ("first", False, "illegal address"),
+        ("second", False, "context lost"),
+        ("second", False, "illegal address"),
+    ]
+    assert "FAILED: context lost" in kernel_table(checks)

@@ -34,13 +34,13 @@ def map_at_once(function: Callable[[Item], Result], items: Iterable[Item]) -> li
     threads = min(calls_at_once(), len(items))
     if threads < 2:
         return [function(item) for item in items]
-    with ThreadPoolExecutor(threads, initializer=_limit_to_one) as pool:
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            failed = [future for future in wait(futures, return_when=FIRST_EXCEPTION).done if future.exception()]
-            return [future.result() for future in failed or futures]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(threads, initializer=_limit_to_one)
+    try:
+        futures = [pool.submit(function, item) for item in items]
+        failed = [future for future in wait(futures, return_when=FIRST_EXCEPTION).done if future.exception()]
+        return [future.result() for future in failed or futures]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _limit_to_one() -> None:

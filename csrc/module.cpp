@@ -41,5 +41,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info,
         "How this extension was built: version, cuda (version of the toolkit, \"\" if built without), cuda_archs, compiler,\n"
         "torch_headers (version of the torch whose headers were used), cpu_kernels (instruction set in use on this processor:\n"
-        "baseline, avx2 or avx512; held back by ATEN_CPU_CAPABILITY as torch's own kernels are), summary (one line).");
+        "baseline, avx2, avx512 or neon; held back by ATEN_CPU_CAPABILITY as torch's own kernels are), summary (one line).");
 }

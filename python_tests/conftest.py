@@ -74,6 +74,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     registered._destroy()
 
 
+@pytest.fixture(scope="session")
+def inductor() -> None:
+    """torch.compile to machine code, which takes a C++ compiler that has OpenMP."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(1 << 16))
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile cannot compile here: {str(error).splitlines()[0]}")
+
+
 @pytest.fixture
 def beside_the_tests(tmp_path: Path) -> Path:
     """A working directory for a new Python process that can import ``python_tests`` but not the checkout's unbuilt package."""

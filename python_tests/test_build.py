@@ -18,6 +18,7 @@ import torch
 
 import ella_cuda
 from ella_cuda import _C
+from python_tests.ops.checks import PLAIN_KERNELS
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSION = Path(_C.__file__)
@@ -64,6 +65,7 @@ def forbidden_symbols(lines: list[str]) -> list[str]:
     return [name for name in strong if re.match(f"{pattern}|{only_in_libtorch_cuda}", name)]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
 def test_no_symbol_of_one_torch_or_of_cuda():
     lines = binary_tool("nm", "-D", "--undefined-only")
     assert any(line.split()[-1].startswith("aoti_torch_") for line in lines), "nm shows nothing of torch: wrong file?"
@@ -143,6 +145,7 @@ def test_every_schema_has_its_kernels():
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ella_cuda::{op}", key), f"{op} has no {key} kernel"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_importing_opens_no_device():
     output = run_python(
         "import os, torch, ella_cuda\n"
@@ -188,9 +191,20 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
         name, worst = json.loads(run_python(code, ATEN_CPU_CAPABILITY=capability))
         sets[capability] = name
         assert all(error < 30 for error in worst.values()), (name, worst)
-    assert sets["default"] == "baseline"
+    assert sets["default"] == PLAIN_KERNELS
     if "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability():
         assert sets["avx2"] == "avx2"
+
+
+@pytest.mark.parametrize("compiler", ["clang++", "aarch64-linux-gnu-g++"])
+def test_the_sets_of_kernels_compile(compiler):
+    """Without a warning, by compilers other than the usual one."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    for source in sorted((ROOT / "csrc/cpu").glob("kernels*.cpp")):
+        command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", str(source)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
 
 
 # ---- what the build decides ----

@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import json
 import math
-import platform
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from ella_cuda.experiments import (
     run_grid,
     run_one,
 )
+from ella_cuda.experiments.device import _processor_names, device_name
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
@@ -448,8 +448,31 @@ def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
     assert len(sessions) == 2
     assert sessions[0]["torch"] == torch.__version__
     assert sessions[0]["device"] == "cpu"
-    known = Path("/proc/cpuinfo")
-    assert sessions[0]["device_name"] in (known.read_text() if known.exists() else platform.uname())
+    assert sessions[0]["device_name"] == device_name(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "programs", "name"),
+    [
+        ("model\t\t: 17\nmodel name\t: One 9004\nmodel name\t: Two\n", {}, "One 9004"),
+        ("CPU implementer\t: 0x41\n", {"lscpu": "Vendor ID:  ARM\nModel name:   Neoverse-V2\n"}, "Neoverse-V2"),
+        (None, {"sysctl": "Apple M3\n"}, "Apple M3"),
+    ],
+    ids=["Linux on x86", "Linux on ARM", "macOS"],
+)
+def test_a_processor_has_its_makers_name(tmp_path, monkeypatch, cpuinfo, programs, name):
+    for program, says in programs.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\nprintf '{says}'\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert next(filter(None, _processor_names(tmp_path / "cpuinfo"))) == name
+
+
+def test_a_processor_of_which_nobody_tells_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert next(filter(None, _processor_names(tmp_path / "cpuinfo")))
 
 
 def test_a_grid_refuses_another_grids_folder(tmp_path):

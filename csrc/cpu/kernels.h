@@ -192,8 +192,13 @@ const EvidenceKernels& evidence_kernels();
   extern const LogdetKernels logdet;     \
   extern const EvidenceKernels evidence; \
   }
+#if defined(__aarch64__)
+#define ELLA_NEON_KERNELS 1
+ELLA_DECLARE_KERNELS(neon)
+#else
 ELLA_DECLARE_KERNELS(baseline)
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
 #define ELLA_X86_KERNELS 1
 ELLA_DECLARE_KERNELS(avx2)
 ELLA_DECLARE_KERNELS(avx512)

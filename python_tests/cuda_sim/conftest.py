@@ -18,8 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def simulator() -> build.Simulator:
     """All CUDA sources, unmodified, as torch.ops.ella_sim on the CPU."""
-    if build.compiler() is None:
-        pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
+    if reason := build.unavailable():
+        pytest.skip(reason)
     return build.Simulator(build.build(build.all_sources()))
 
 

@@ -124,7 +124,9 @@ def occupancy(arch: str, registers: int, threads: int, shared: int) -> Occupancy
 def demangle(names: Iterable[str]) -> dict[str, str]:
     """Short names without namespaces and arguments: `syrk_kernel<float, 64, StridedRows<float>>`; needs c++filt."""
     mangled = list(dict.fromkeys(names))
-    listed = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["c++filt", "-n"], input="\n".join(mangled), capture_output=True, text=True, check=True
+    ).stdout
     return dict(zip(mangled, map(shorten, listed.splitlines()), strict=True))
 
 

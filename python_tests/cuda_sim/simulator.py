@@ -7,10 +7,12 @@ goes into them, so that a second run only loads. Set ELLA_SIM_CACHE to choose th
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +33,6 @@ FLAGS = [
     "-std=c++17",
     "-g0",
     "-fPIC",
-    "-fno-gnu-unique",
     "-U_FORTIFY_SOURCE",  # its longjmp refuses to change stacks, which is what fibers do
     "-w",  # a build warns about these sources already
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
@@ -47,6 +48,19 @@ ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 def compiler() -> str | None:
     """The host compiler that torch's extensions use, if there is one."""
     return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def unavailable() -> str | None:
+    """Why the simulator cannot be built here, if it cannot: its fibers and its shared object are Linux's."""
+    if sys.platform != "linux":
+        return f"the simulator is for Linux, this is {sys.platform}"
+    return None if compiler() else "no C++ compiler (CXX or g++) to build the simulator with"
+
+
+@functools.cache
+def is_clang(cxx: str) -> bool:
+    """Whether a compiler is clang, by whatever name."""
+    return "clang" in subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def jobs() -> int:
@@ -85,6 +99,8 @@ def compile_object(source: Path, csrc: Path, optimisation: str) -> Path:
     """The object file of one source of the tree `csrc`, from the cache if it is there."""
     cxx = str(compiler())
     flags = [optimisation, *FLAGS]
+    if not is_clang(cxx):  # which has no such symbols, nor the flag
+        flags.append("-fno-gnu-unique")
     headers = [*(csrc / "common").glob("*.h"), *(csrc / "cuda").glob("*.cuh"), *HEADERS.glob("*.h")]
     target = cache_folder() / f"{source.stem}-{digest([source, *headers], torch.__version__, cxx, *flags)}.o"
     if not target.exists():

@@ -648,8 +648,8 @@ class Outcome:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """What happened with every bug, and with every op without one, by name."""
-    if build.compiler() is None:
-        pytest.skip("no C++ compiler (CXX or g++) to build the simulator with")
+    if reason := build.unavailable():
+        pytest.skip(reason)
     runs: list[tuple[str, tuple[str, bool], Path, str]] = []
     for bug in BUGS:
         of = bug.source, bug.warpgroups

@@ -339,7 +339,7 @@ def test_a_compiled_network(device):
     assert_same_factors(*(KronLaplace(m).fit(data(device)) for m in (model, compiled)))
 
 
-def test_a_network_that_inductor_compiled_for_dynamic_shapes():
+def test_a_network_that_inductor_compiled_for_dynamic_shapes(inductor):
     """Its factors are those of the network as it is, also blocks that lie further on in a factor, and a vmap over the backward."""
     torch._dynamo.reset()
     layers = (

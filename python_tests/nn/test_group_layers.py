@@ -371,7 +371,7 @@ def test_layers_compile_whole(variant, frames):
 
 @each_variant
 @pytest.mark.slow
-def test_gradients_of_layers_compiled_to_machine_code(variant):
+def test_gradients_of_layers_compiled_to_machine_code(variant, inductor):
     torch._dynamo.reset()
     layer, x = GroupConv2d(2, 2, variant=variant).double(), images(3, 2, 4, 6, 6).requires_grad_()
     leaves = [x, *layer.parameters()]

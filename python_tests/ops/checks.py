@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import mmap
+import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from python_tests.benchmark_files import load
+
+# What the kernels of a processor's first generation are called, to which ATEN_CPU_CAPABILITY=default holds them.
+PLAIN_KERNELS = "neon" if platform.machine() in ("aarch64", "arm64") else "baseline"
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:

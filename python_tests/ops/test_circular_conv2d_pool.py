@@ -263,7 +263,7 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max
     name, worst = json.loads(done.stdout.splitlines()[-1])
     assert worst < 8, (name, worst)  # NaN fails too
     if capability == "default":
-        assert name == "baseline"
+        assert name == checks.PLAIN_KERNELS
 
 
 def test_what_is_between_is_not_stored():

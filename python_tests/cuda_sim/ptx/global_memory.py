@@ -48,7 +48,7 @@ class GlobalMemory:
     def __init__(self, tensors: Sequence[Elements], threads: int) -> None:
         self._views = {}
         for width, kind in ((1, ctypes.c_uint8), (2, ctypes.c_uint16), (4, ctypes.c_uint32), (8, ctypes.c_uint64)):
-            everything = (kind * ((1 << 47) // width - BEGIN // width)).from_address(BEGIN)
+            everything = (kind * ((1 << 48) // width - BEGIN // width)).from_address(BEGIN)
             self._views[width] = np.ctypeslib.as_array(everything)
         words = [(tensor.words(), tensor.writable) for tensor in tensors]
         self._first, self._end = self._hulls([places for places, _ in words if len(places)])

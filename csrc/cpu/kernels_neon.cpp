@@ -1,0 +1,15 @@
+// The kernels for 64-bit ARM. All its processors have these 32 registers of 16 bytes.
+#include "kernels.h"
+
+#if defined(ELLA_NEON_KERNELS)
+#include <type_traits>
+#include <utility>
+
+// 24 accumulators: processors with four multiply-add units, each of latency 4, need 16.
+#define ELLA_SET neon
+#define ELLA_VECTOR_BYTES 16
+#define ELLA_REGISTERS 32
+#define ELLA_TILE_ROWS 5
+#define ELLA_TILE_VECTORS 4
+#include "kernels.inc"
+#endif

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,14 @@ class Toolkit:
     nvcc: Path
     root: Path
     version: str
+
+
+def check_platform(platform: str = sys.platform) -> None:
+    """Refuses what has no compiler for the kernels."""
+    if platform == "win32":
+        raise BuildError(
+            "Windows' own compiler lacks the vector extensions that the kernels are written in: install in WSL (wsl --install)"
+        )
 
 
 def cuda_request(environ: Mapping[str, str]) -> bool | None:
@@ -208,6 +217,7 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
             print(self.summary, flush=True)
 
         def _configure(self) -> None:
+            check_platform()
             version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
             if version < MINIMUM_TORCH:
                 raise BuildError(f"torch >= {'.'.join(map(str, MINIMUM_TORCH))} is needed, got {torch.__version__}")

@@ -210,6 +210,13 @@ def test_the_sets_of_kernels_compile(compiler):
 # ---- what the build decides ----
 
 
+def test_windows_is_told_where_to_go():
+    config.check_platform("linux")
+    config.check_platform("darwin")
+    with pytest.raises(config.BuildError, match="WSL"):
+        config.check_platform("win32")
+
+
 def script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + text)

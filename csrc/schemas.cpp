@@ -25,6 +25,12 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "Tensor middle, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
+  // Of the same gradients that of x alone, (N,C,X), and those of the sums over x, sum_y grad[n,d,y] weight_out[d,c,y], as
+  // (D,C,N); both contiguous, one not asked for has shape (0,). CPU only: on CUDA Python calls torch's products.
+  m.def(
+      "factored_linear_pull_back(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_middle) "
+      "-> (Tensor, Tensor)");
+
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric.
   m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha) -> ()");
 

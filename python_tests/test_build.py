@@ -132,6 +132,7 @@ CPU_ONLY = {
     "circular_conv2d_scattered",
     "circular_conv2d_scattered_weight_grad",
     "circular_conv2d_weight_grad",
+    "factored_linear_pull_back",  # and torch's products
 }
 
 

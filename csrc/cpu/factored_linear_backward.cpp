@@ -1,4 +1,4 @@
-// F-FC, backward: all five gradients.
+// F-FC, backward: all five gradients, and those of the middle.
 #include <algorithm>
 #include <optional>
 #include <tuple>
@@ -42,10 +42,11 @@ class Backward {
         in_sums_(groups_ * parts_ * s.D),
         out_sums_(s.D * s.Y) {}
 
-  void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
+  void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dz, const Tensor& dbias_in,
+           const Tensor& dbias_out) const {
     in_sums_.zero(0, groups_ * parts_ * s_.D);
     out_sums_.zero(0, s_.D * s_.Y);
-    const Outputs out{dx.mutable_data_ptr<T>(), du.mutable_data_ptr<T>(), dv.mutable_data_ptr<T>()};
+    const Outputs out{dx.mutable_data_ptr<T>(), du.mutable_data_ptr<T>(), dv.mutable_data_ptr<T>(), dz.mutable_data_ptr<T>()};
     if (apart_) {
       torch::stable::parallel_for(0, groups_, 1, [&](int64_t begin, int64_t end) {
         const Middles room(*this, ceil_divide(s_.C, groups_));
@@ -80,6 +81,7 @@ class Backward {
 
   struct Outputs {
     T *dx, *du, *dv;
+    T* dz;  // [output channel][input channel][image]
   };
 
   // Some input channels, some blocks of images, and where their middles are, in rows of `middle_row`.
@@ -137,7 +139,7 @@ class Backward {
         });
       }
       each(rows * parts_,
-           [&](int64_t task, Scratch& scratch) { outer_gradients(group, d0, task / parts_, task % parts_, out.dv, scratch); });
+           [&](int64_t task, Scratch& scratch) { outer_gradients(group, d0, task / parts_, task % parts_, out, scratch); });
       if (!wanted_.x && !wanted_.weight_in) continue;
       each(group.channels * both, [&](int64_t task, Scratch& scratch) {
         const int64_t c = task / both, i = task % both, j = i - of_u;
@@ -168,7 +170,7 @@ class Backward {
     }
   }
 
-  bool middle_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in; }
+  bool middle_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in || wanted_.middle; }
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t most_blocks() const { return std::min(kBlocks, blocks_); }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
@@ -193,7 +195,7 @@ class Backward {
   }
 
   // dz, dV and the biases' sums of output channel d0 + i and one part of the group's channels
-  void outer_gradients(const Group& group, int64_t d0, int64_t i, int64_t part, T* dv, Scratch& scratch) const {
+  void outer_gradients(const Group& group, int64_t d0, int64_t i, int64_t part, const Outputs& out, Scratch& scratch) const {
     const int64_t W = k_.width, d = d0 + i, first = group.channels * part / parts_, c0 = group.c0 + first,
                   channels = group.channels * (part + 1) / parts_ - first;
     double* const in_sum = in_sums_.data() + (group.index * parts_ + part) * s_.D + d;
@@ -219,10 +221,13 @@ class Backward {
           clear_lanes(k_, channels, n, target, dz_row);
         }
         if (wanted_.bias_in) k_.lane_sums(channels, n, target, dz_row, in_sum, 0);
+        for (int64_t c = 0; c < channels && wanted_.middle; ++c) {
+          std::copy_n(target + c * dz_row, n, out.dz + (d * s_.C + c0 + c) * s_.N + n0);
+        }
       }
       if (wanted_.weight_out) {
         weight_gradient(channels, block, s_.Y, z(group, block, d0, i, first), W, g_.at(n0, d), g_.s0, g_.s2, panel,
-                        dv + (d * s_.C + c0) * s_.Y, s_.Y, scratch);
+                        out.dv + (d * s_.C + c0) * s_.Y, s_.Y, scratch);
       }
     }
   }
@@ -355,7 +360,8 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
         check_kept_middle(x, *middle, {kept_middle(kernels<scalar_t>(), s)});
         kept = middle->const_data_ptr<scalar_t>();
       }
-      Backward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept).run(dx, du, dv, dbias_in, dbias_out);
+      Backward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept)
+          .run(dx, du, dv, empty_of(x, {0}), dbias_in, dbias_out);
     });
   }
   return {dx, du, dv, dbias_in, dbias_out};
@@ -376,7 +382,31 @@ Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, 
                   {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
 }
 
+std::tuple<Tensor, Tensor> factored_linear_pull_back(const Tensor& grad, const Tensor& weight_in, const Tensor& weight_out,
+                                                     bool grad_x, bool grad_middle) {
+  const FactoredLinearSizes s = check_factored_linear_pull_back(grad, weight_in, weight_out);
+  const bool empty = s.N == 0 || s.C == 0 || s.D == 0 || s.X == 0 || s.Y == 0;
+  const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
+    return !asked ? empty_of(grad, {0}) : empty ? zeros_of(grad, shape) : empty_of(grad, shape);
+  };
+  Tensor dx = make(grad_x, {s.N, s.C, s.X}), dz = make(grad_middle, {s.D, s.C, s.N});
+  if (s.N == 0 || s.D == 0 || !(grad_x || grad_middle)) return {dx, dz};
+  FactoredLinearWanted wanted{};
+  wanted.x = grad_x, wanted.middle = grad_middle;
+  const Tensor none = empty_of(grad, {0}), no_x = empty_of(grad, {1, 1, 1});  // x: these gradients do not read it
+  ELLA_DISPATCH_FLOATING(grad.scalar_type(), "factored_linear_pull_back", [&] {
+    if (one_large_output(s) && !grad_middle) {
+      OneOutput<scalar_t>(s, no_x, weight_in, weight_out, std::nullopt).backward(wanted, grad, dx, none, none, none, none);
+    } else {
+      Backward<scalar_t>(s, wanted, grad, no_x, weight_in, weight_out, std::nullopt, nullptr)
+          .run(dx, none, none, dz, none, none);
+    }
+  });
+  return {dx, dz};
+}
+
 ELLA_REGISTER(CPU, m) {
+  m.impl("factored_linear_pull_back", TORCH_BOX(&factored_linear_pull_back));
   m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
   m.impl("factored_linear_backward_keeping", TORCH_BOX(&factored_linear_backward_keeping));
 }

@@ -7,6 +7,7 @@ from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool, circular_co
 from ella_cuda.ops.circular_pad2d import circular_pad2d, circular_pad2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
+from ella_cuda.ops.factored_linear_pull_back import factored_linear_pull_back, factored_linear_pull_back_torch
 from ella_cuda.ops.kron_accumulate import kron_accumulate_, kron_accumulate_torch_
 from ella_cuda.ops.kron_evidence import (
     KronEvidence,
@@ -33,6 +34,8 @@ __all__ = [
     "conv_kron_accumulate_",
     "conv_kron_accumulate_torch_",
     "factored_linear",
+    "factored_linear_pull_back",
+    "factored_linear_pull_back_torch",
     "factored_linear_torch",
     "kron_accumulate_",
     "kron_accumulate_torch_",

@@ -111,6 +111,9 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
     def layer(n: int, c: int, x: int, d: int, y: int) -> Callable[[], Tensors]:
         return lambda: (normal(n, c, x), normal(d, c, x), normal(d, c, y), normal(d), normal(y))
 
+    def incoming() -> Tensors:
+        return normal(70, 12, 9), normal(12, 5, 40), normal(12, 5, 9)
+
     def spectrum() -> Tensors:
         positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
         return *positive, torch.tensor(0.7, dtype=torch.float64)
@@ -193,6 +196,7 @@ def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tenso
                 (" many images", (4200, 3, 7, 5, 3)),  # and a backward that does not store the intermediate
             )
         ),
+        ("factored_linear_pull_back", incoming, ops.factored_linear_pull_back, ops.factored_linear_pull_back_torch),
         *(
             (name, rows(count, d), one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_))
             for name, count, d in [

@@ -10,6 +10,7 @@ from ella_cuda.reports import check_kernels, kernel_table, kernels
 
 OPS = (
     "factored_linear",
+    "factored_linear_pull_back",
     "kron_accumulate_",
     "conv_kron_accumulate_",
     "circular_conv2d",

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
-
-# The gradient at the input is one product with the dense map of all pairs of positions where that has at most so many times the
-# multiplications of the two factored ones, X Y against X + Y for each pair of channels: those are many small products and copies.
-MAP_OF_PAIRS = 4
 
 
 @register(FactoredLinear2d)
@@ -71,38 +68,30 @@ class FactoredLinear2dRule(Rule):
             factors["weight_out"].output_moment.add(rows, alpha)
         if "bias_out" in factors:
             factors["bias_out"].output_moment.add(g.sum(1, keepdim=True))
-        dz = None
-        if "weight_in" in factors or "bias_in" in factors:
-            if g.shape[2] == 1:
-                self._inner_sides_of_one_position(g[:, :, 0])
-            else:
-                dz = self._inner_gradient(g)
-                self._inner_sides(dz)
-        if input_shape is None:
-            return None
-        x_size, y_size = self._weight_in.shape[2], g.shape[2]
-        if x_size * y_size <= MAP_OF_PAIRS * (x_size + y_size):
-            pairs = torch.einsum("dcy,dcx->dycx", self._weight_out, self._weight_in)
-            dx = (g.flatten(1) @ pairs.flatten(0, 1).flatten(1)).unflatten(1, pairs.shape[2:])  # (KN, C, X)
-        else:
-            dz = self._inner_gradient(g) if dz is None else dz
-            dx = torch.bmm(dz.permute(2, 1, 0), self._weight_in.transpose(0, 1)).transpose(0, 1)
-        return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
-
-    def _inner_gradient(self, g: Tensor) -> Tensor:
-        """``(KN, D, Y) -> (D, KN, C)``, dz."""
-        return torch.bmm(g.transpose(0, 1), self._weight_out.transpose(1, 2))
+        inner_sides, of_one_position = "weight_in" in factors or "bias_in" in factors, g.shape[2] == 1
+        dx, dz = ops.factored_linear_pull_back(
+            g,
+            self._weight_in,
+            self._weight_out,
+            grad_x=input_shape is not None,
+            grad_middle=inner_sides and not of_one_position,
+        )
+        if dz is not None:
+            self._inner_sides(dz)
+        elif inner_sides:
+            self._inner_sides_of_one_position(g[:, :, 0])
+        return None if dx is None else dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
 
     def _inner_sides(self, dz: Tensor) -> None:
-        """Add the output sides of weight_in and bias_in, dz ``(D, KN, C)``."""
+        """Add the output sides of weight_in and bias_in, dz ``(D, C, KN)``."""
         if "weight_in" in self.factors:
             moment = self.factors["weight_in"].output_moment
             if self.resolution == "per_channel":
-                moment.add(dz.permute(1, 2, 0))
+                moment.add(dz.permute(2, 1, 0))
             else:
-                moment.add(dz.flatten(1).t()[:, None], 1 / dz.shape[2])
+                moment.add(dz.flatten(1).t()[:, None], 1 / dz.shape[1])
         if "bias_in" in self.factors:
-            self.factors["bias_in"].output_moment.add(dz.sum(2).t()[:, None])
+            self.factors["bias_in"].output_moment.add(dz.sum(1).t()[:, None])
 
     def _inner_sides_of_one_position(self, g: Tensor) -> None:
         """The same where Y = 1, g ``(KN, D)``: then dz[n,d,c] = g[n,d] V[d,c] is never formed, because the sum over n of

@@ -197,15 +197,28 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
         assert sets["avx2"] == "avx2"
 
 
-@pytest.mark.parametrize("compiler", ["clang++", "aarch64-linux-gnu-g++"])
-def test_the_sets_of_kernels_compile(compiler):
-    """Without a warning, by compilers other than the usual one."""
+@pytest.mark.parametrize("compiler", ["g++", "clang++", "aarch64-linux-gnu-g++"])
+def test_each_set_of_kernels_has_its_instructions(compiler):
+    """And no function that the linker might take in place of another file's, on a processor that has less."""
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    for source in sorted((ROOT / "csrc/cpu").glob("kernels*.cpp")):
-        command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-Werror", str(source)]
+    if sys.platform != "linux":
+        pytest.skip("reads assembly for Linux")
+    texts = {}
+    for source in (ROOT / "csrc/cpu").glob("kernels_*.cpp"):
+        flags = ["-std=c++17", "-O1", "-fPIC", "-fno-math-errno", "-Wall", "-Werror"]
+        command = [compiler, *flags, "-S", "-o", "-", source]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
+        texts[source.stem.removeprefix("kernels_")] = result.stdout
+    assert not any(re.search(r"^\s*\.weak\s", text, re.MULTILINE) for text in texts.values())
+    of_arm = {name: "v31.4s" in text for name, text in texts.items()}  # of 32 registers the last
+    if any(of_arm.values()):
+        assert [name for name, has in of_arm.items() if has] == ["neon"]
+        return
+    widest = {name: ["zmm" in text, "ymm" in text] for name, text in texts.items()}
+    assert widest["avx512"][0] and widest["avx2"] == [False, True]
+    assert widest["baseline"] == widest["neon"] == [False, False]
 
 
 # ---- what the build decides ----

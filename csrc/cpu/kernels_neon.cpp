@@ -5,7 +5,8 @@
 #include <type_traits>
 #include <utility>
 
-// 24 accumulators: processors with four multiply-add units, each of latency 4, need 16.
+// 20 accumulators: processors with four multiply-add units, each of latency 4, need 16. The compilers load all of a row's
+// factors before they use them, and 6 rows leave too few registers for that.
 #define ELLA_SET neon
 #define ELLA_VECTOR_BYTES 16
 #define ELLA_REGISTERS 32

@@ -53,7 +53,7 @@ def _processor_names(cpuinfo: Path = Path("/proc/cpuinfo")) -> Iterator[str]:
     """What Linux tells on x86, and what lscpu knows on ARM; what macOS tells; the architecture. Empty where there is no answer."""
     if cpuinfo.exists():
         yield _value("model name", cpuinfo.read_text(encoding="utf-8"))
-        yield _value("Model name", _said("lscpu"))
+        yield _value("Model name", _said("lscpu")).strip("-")  # a dash for a number it does not know
     yield _said("sysctl", "-n", "machdep.cpu.brand_string").strip()
     yield platform.processor()
     yield platform.machine()

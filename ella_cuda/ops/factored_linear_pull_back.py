@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import plain_autograd, require_backend
+from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._operator import plain_autograd
 
 # The gradient at the input is one product with the dense map of all pairs of positions where that has at most so many times the
 # multiplications of the two factored ones, X Y against X + Y for each pair of channels: those are many small products and copies.
@@ -30,18 +31,19 @@ def factored_linear_pull_back(
         grad_middle: whether dz is.
 
     Returns:
-        dx ``(N, C, X)``, and dz with the inputs last, ``(D, C, N)``, contiguous; None for what is not wanted.
+        dx ``(N, C, X)``, and dz with the inputs last, ``(D, C, N)`` contiguous; None for what is not wanted.
 
     Raises:
         RuntimeError: a shape, dtype or device does not fit; the message names the argument.
 
     Source: van der Ouderaa, Immer, van der Wilk, "Learning Layer-wise Equivariances Automatically using Gradients", NeurIPS 2023, eq. 5.
     """
-    require_backend("factored_linear_pull_back", grad)
+    _require_maps(grad, weight_in, weight_out)
     args, recording = (grad, weight_in, weight_out), torch.is_grad_enabled()
     differentiated = recording and any(a.requires_grad for a in args)
     if not grad.is_cpu or differentiated or not plain_autograd(args, graph=recording):
-        return factored_linear_pull_back_torch(grad, weight_in, weight_out, grad_x, grad_middle)
+        with without_autocast(grad.device.type):  # no lower precision than the op's
+            return factored_linear_pull_back_torch(grad, weight_in, weight_out, grad_x, grad_middle)
     found = torch.ops.ella_cuda.factored_linear_pull_back(grad, weight_in, weight_out, grad_x, grad_middle)
     return found[0] if grad_x else None, found[1] if grad_middle else None
 
@@ -61,6 +63,27 @@ def factored_linear_pull_back_torch(
     elif grad_x:
         dx = torch.bmm(dz.permute(1, 2, 0), weight_in.transpose(0, 1)).transpose(0, 1)
     return dx, dz if grad_middle else None
+
+
+def _require_maps(grad: Tensor, weight_in: Tensor, weight_out: Tensor) -> None:
+    """Raise the RuntimeError of an op whose arguments do not fit, whoever computes it."""
+    if grad.dim() != 3:
+        raise RuntimeError(f"factored_linear_pull_back: grad must have shape (N, D, Y), got {tuple(grad.shape)}")
+    if grad.dtype not in (torch.float32, torch.float64):
+        raise RuntimeError(f"factored_linear_pull_back: grad must be float32 or float64, got {grad.dtype}")
+    (_, d, y_size), c = grad.shape, weight_in.shape[1] if weight_in.dim() == 3 else 0
+    for name, weight, expected, fits in (
+        ("weight_in", weight_in, "C, X", weight_in.dim() == 3 and weight_in.shape[0] == d),
+        ("weight_out", weight_out, f"{c}, {y_size}", tuple(weight_out.shape) == (d, c, y_size)),
+    ):
+        if not fits:
+            raise RuntimeError(
+                f"factored_linear_pull_back: {name} must have shape ({d}, {expected}), got {tuple(weight.shape)}"
+            )
+        if weight.dtype != grad.dtype or weight.device != grad.device:
+            raise RuntimeError(
+                f"factored_linear_pull_back: {name} must be {grad.dtype} on {grad.device} as grad is, got {weight.dtype} on {weight.device}"
+            )
 
 
 @torch.library.register_fake("ella_cuda::factored_linear_pull_back")

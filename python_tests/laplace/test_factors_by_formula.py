@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ella_cuda import ops
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.rules import factored as factored_rule
 from ella_cuda.nn import FactoredLinear2d
 
 
@@ -164,6 +166,25 @@ def test_an_inner_gradient_is_formed_for_several_positions_only(side, formed):
     with Sizes() as sizes:
         KronLaplace(model).fit([data])
     assert (columns * n * d * c in sizes.seen) == formed
+
+
+@pytest.mark.parametrize("resolution", ["shared", "per_channel"])
+def test_an_inner_gradient_too_large_to_be_there_at_once(resolution, monkeypatch):
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 1), FactoredLinear2d(3, 4, (5, 4), 3), nn.Flatten(), nn.Linear(36, 3)
+    ).double()
+    data = torch.randn(7, 2, 5, 4, dtype=torch.float64), torch.randint(3, (7,))
+    whole = KronLaplace(model, resolution=resolution).fit([data])
+    sizes, pull_back = [], ops.factored_linear_pull_back
+    monkeypatch.setattr(factored_rule, "LEAST_ROWS", 2)
+    monkeypatch.setattr(factored_rule, "MOST_MIDDLE", 5 * 3 * 4 * 8)  # bytes of five rows: two blocks of two
+    monkeypatch.setattr(ops, "factored_linear_pull_back", lambda *a: sizes.append(a[0].shape[0]) or pull_back(*a))
+    parts = KronLaplace(model, resolution=resolution).fit([data])
+    assert sizes == [4, 4, 4, 2]  # of two columns and seven images
+    for name, factor in whole.factors.items():
+        for side in ("inputs", "outputs"):
+            ours, expected = getattr(parts.factors[name], side), getattr(factor, side)
+            torch.testing.assert_close(ours, expected)
 
 
 def test_linear_with_shared_positions(batches):

@@ -38,6 +38,8 @@ def test_equals_the_sums(shape, dtype, device):
         assert found.is_contiguous() or device.type == "cuda"
         checks.error_at_most_twice(found, theirs, sums)
         torch.testing.assert_close(theirs.double(), sums, rtol=1e-4, atol=1e-3)
+    alone = factored_linear_pull_back(*args, grad_middle=False)[0]  # by other ways where Y is 1
+    checks.error_at_most_twice(alone, twin[0], exact[0])
 
 
 @pytest.mark.parametrize("way", [factored_linear_pull_back, factored_linear_pull_back_torch])
@@ -65,13 +67,16 @@ def test_every_layout(shape, position, device):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
-@pytest.mark.parametrize("shape", [(3, 2, 2, 5, 17), (3, 12, 2, 17, 33), (70, 12, 2, 33, 5), (3, 2, 2, 40, 40)])
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 2, 5, 17), (3, 12, 2, 17, 33), (70, 12, 2, 33, 5), (3, 2, 2, 40, 40), *ONE_OUTPUT]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_past_the_end_is_read(shape, dtype):
     args = arguments(shape, torch.device("cpu"), dtype)
     guarded = [checks.before_a_guard_page(a) for a in args]
-    for found, expected in zip(factored_linear_pull_back(*guarded), factored_linear_pull_back(*args), strict=True):
-        assert torch.equal(found, expected)
+    for middle in (True, False):
+        ours, expected = (factored_linear_pull_back(*a, grad_middle=middle) for a in (guarded, args))
+        assert all(o is e is None or torch.equal(o, e) for o, e in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -136,14 +141,41 @@ def test_opcheck():
         (0, lambda t: t[0], "grad must"),
         (0, lambda t: t.long(), "grad must be float32"),
         (1, lambda t: t[:-1], "weight_in must"),
-        (1, lambda t: t[:, :-1], "weight_in must"),
+        (1, lambda t: t[:1], "weight_in must"),  # which products would broadcast
+        (1, lambda t: t[:, :-1], "weight_out must"),
+        (1, lambda t: t[:, :1], "weight_out must"),
         (1, lambda t: t.float(), "weight_in must"),
         (2, lambda t: t[:-1], "weight_out must"),
         (2, lambda t: t[:, :, :-1], "weight_out must"),
     ],
 )
-def test_errors_name_the_argument(position, bad, words):
-    args = list(arguments((3, 2, 4, 5, 3), torch.device("cpu")))
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_errors_name_the_argument(position, bad, words, differentiated, device):
+    args = list(arguments((3, 2, 4, 5, 3), device))
     args[position] = bad(args[position])
+    args[2].requires_grad_(differentiated)
     with pytest.raises(RuntimeError, match=words):
-        factored_linear_pull_back(*args)
+        factored_linear_pull_back(*args, grad_middle=False)
+
+
+@pytest.mark.parametrize("position", range(1, 3))
+def test_errors_of_the_op_itself(position):
+    args = list(arguments((3, 2, 4, 5, 3), torch.device("cpu")))
+    args[position] = args[position][:-1]
+    with pytest.raises(RuntimeError, match=f"{('grad', 'weight_in', 'weight_out')[position]} must"):
+        torch.ops.ella_cuda.factored_linear_pull_back(*args, True, True)
+
+
+def test_under_autocast(device):
+    args = arguments((3, 2, 4, 5, 3), device, torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        for leaf in (args[0], args[0].clone().requires_grad_()):
+            found = factored_linear_pull_back(leaf, *args[1:])
+            assert [t.dtype for t in found] == [torch.float32, torch.float32]
+            checks.assert_same(found, tuple(t.float() for t in written_out(*args)), rtol=1e-4, atol=1e-4)
+
+
+def test_compile(device):
+    args = arguments((3, 2, 4, 5, 3), device)
+    compiled = torch.compile(factored_linear_pull_back, fullgraph=True, backend="aot_eager")
+    checks.assert_same(compiled(*args), written_out(*args))

@@ -10,6 +10,10 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 
+# Bytes of dz that exist at a time on the CPU, where there are more than some blocks of images make: the C library maps larger
+# memory anew every time, and its pages cost more than all products do.
+MOST_MIDDLE, LEAST_ROWS = 32 << 20, 64
+
 
 @register(FactoredLinear2d)
 class FactoredLinear2dRule(Rule):
@@ -69,18 +73,24 @@ class FactoredLinear2dRule(Rule):
         if "bias_out" in factors:
             factors["bias_out"].output_moment.add(g.sum(1, keepdim=True))
         inner_sides, of_one_position = "weight_in" in factors or "bias_in" in factors, g.shape[2] == 1
-        dx, dz = ops.factored_linear_pull_back(
-            g,
-            self._weight_in,
-            self._weight_out,
-            grad_x=input_shape is not None,
-            grad_middle=inner_sides and not of_one_position,
-        )
-        if dz is not None:
-            self._inner_sides(dz)
-        elif inner_sides:
+        if inner_sides and of_one_position:
             self._inner_sides_of_one_position(g[:, :, 0])
-        return None if dx is None else dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
+        wants_x, wants_middle = input_shape is not None, inner_sides and not of_one_position
+        found = []
+        for rows in g.split(self._rows_at_once(g)) if wants_middle else [g]:
+            dx, dz = ops.factored_linear_pull_back(rows, self._weight_in, self._weight_out, wants_x, wants_middle)
+            if dz is not None:
+                self._inner_sides(dz)
+            found.append(dx)
+        if not wants_x:
+            return None
+        dx = found[0] if len(found) == 1 else torch.cat(found)
+        return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
+
+    def _rows_at_once(self, g: Tensor) -> int:
+        """Of g, whose dz takes no more than :data:`MOST_MIDDLE`, in whole blocks."""
+        row = self._weight_out[:, :, 0].numel() * g.element_size()
+        return max(MOST_MIDDLE // row // LEAST_ROWS, 1) * LEAST_ROWS if g.is_cpu else max(g.shape[0], 1)
 
     def _inner_sides(self, dz: Tensor) -> None:
         """Add the output sides of weight_in and bias_in, dz ``(D, C, KN)``."""
@@ -94,7 +104,7 @@ class FactoredLinear2dRule(Rule):
             self.factors["bias_in"].output_moment.add(dz.sum(1).t()[:, None])
 
     def _inner_sides_of_one_position(self, g: Tensor) -> None:
-        """The same where Y = 1, g ``(KN, D)``: then dz[n,d,c] = g[n,d] V[d,c] is never formed, because the sum over n of
+        """The same where Y = 1, g ``(KN, D)``: it does not take dz[n,d,c] = g[n,d] V[d,c], because the sum over n of
         dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times V[d,c] V[e,c]. No sum of these cancels.
         """
         v = self._weight_out[:, :, 0]  # (D, C)

@@ -231,6 +231,14 @@ def test_windows_is_told_where_to_go():
         config.check_platform("win32")
 
 
+def test_a_build_refuses_a_platform_that_will_not_do(monkeypatch):
+    check = config.check_platform
+    monkeypatch.setattr(config, "check_platform", lambda: check("win32"))
+    command = config.setup_arguments(ROOT)["cmdclass"]["build_ext"]
+    with pytest.raises(SystemExit, match=r"ella_cuda: .*WSL"):
+        command.__new__(command).build_extensions()
+
+
 def script(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + text)

@@ -1,4 +1,4 @@
-// The kernels for whatever the compiler targets by itself, where no file is for that alone.
+// The kernels for whatever the compiler targets by itself, but for ARM, which has a file of its own.
 #include "kernels.h"
 
 #if !defined(ELLA_NEON_KERNELS)

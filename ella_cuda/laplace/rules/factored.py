@@ -10,8 +10,8 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 
-# Bytes of dz that exist at a time on the CPU, where there are more than some blocks of images make: the C library maps larger
-# memory anew every time, and its pages cost more than all products do.
+# Bytes of dz that exist at a time on the CPU, but at least some rows of g: the C library maps larger memory anew every time, and
+# its pages cost more than all products do.
 MOST_MIDDLE, LEAST_ROWS = 32 << 20, 64
 
 
@@ -88,7 +88,7 @@ class FactoredLinear2dRule(Rule):
         return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
 
     def _rows_at_once(self, g: Tensor) -> int:
-        """Of g, whose dz takes no more than :data:`MOST_MIDDLE`, in whole blocks."""
+        """Of g, multiples of :data:`LEAST_ROWS` whose dz takes no more than :data:`MOST_MIDDLE`; on other devices than the CPU all."""
         row = self._weight_out[:, :, 0].numel() * g.element_size()
         return max(MOST_MIDDLE // row // LEAST_ROWS, 1) * LEAST_ROWS if g.is_cpu else max(g.shape[0], 1)
 

@@ -18,7 +18,7 @@ import torch
 
 import ella_cuda
 from ella_cuda import _C
-from python_tests.ops.checks import PLAIN_KERNELS
+from python_tests.ops.checks import KERNEL_SETS
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSION = Path(_C.__file__)
@@ -187,14 +187,10 @@ for dtype in (torch.float32, torch.float64):
     check("logdet", ops.kron_logdet(l, m, p), (l.double()[:, :, None] * m.double()[:, None] + 0.5).log().sum())
 print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
 """
-    sets = {}
-    for capability in ("default", "avx2", "avx512"):
+    for capability, expected in KERNEL_SETS.items():
         name, worst = json.loads(run_python(code, ATEN_CPU_CAPABILITY=capability))
-        sets[capability] = name
+        assert name == expected
         assert all(error < 30 for error in worst.values()), (name, worst)
-    assert sets["default"] == PLAIN_KERNELS
-    if "AVX2" in torch.backends.cpu.get_cpu_capability() or "AVX512" in torch.backends.cpu.get_cpu_capability():
-        assert sets["avx2"] == "avx2"
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "aarch64-linux-gnu-g++"])

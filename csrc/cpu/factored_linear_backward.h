@@ -75,7 +75,8 @@ class FactoredBackward {
   static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
   static constexpr int64_t kFewPositions = 40;  // of x and y together
   static constexpr int64_t kManyChannels = 8 * kLeast;
-  static constexpr int64_t kPacking = 8;  // register tiles whose rows share a panel, from which on it is packed
+  static constexpr int64_t kPacking = 8;  // register tiles that read a panel, from which on it is packed
+  static constexpr int64_t kFew = 4;      // columns
   static constexpr int64_t kBlocks = 16;  // of images at a time, whose sums are added one after the other: to bound rounding
 
   struct Outputs {
@@ -283,7 +284,7 @@ class FactoredBackward {
     const bool direct = block < kBlocks, add = block % kBlocks != 0;  // all_images begins anew every kBlocks
     T* const sums = direct ? out : scratch.sums(rows * columns);
     const int64_t sums_row = direct ? out_row : columns;
-    if (columns * 4 <= k_.vector) {
+    if (columns <= kFew && columns < k_.vector) {
       if (packed == nullptr) {
         T* const panel = scratch.rows(columns * W);
         k_.pack(n, columns, source, image_stride, column_stride, panel);
@@ -301,8 +302,9 @@ class FactoredBackward {
         const int64_t lanes = std::min(W, columns - j);
         const T* b = source + j * column_stride;
         int64_t b_row = image_stride;
-        // Rows of many register tiles share the panel; as they lie in memory, its rows often share a few lines of the cache.
-        if (column_stride != 1 || lanes % k_.vector != 0 || rows >= kPacking * k_.rows) {
+        // As they lie in memory, its rows often share a few lines of the cache.
+        const int64_t tiles = ceil_divide(rows, k_.rows) * ceil_divide(lanes, k_.lanes);
+        if (column_stride != 1 || lanes % k_.vector != 0 || tiles >= kPacking) {
           T* const panel = scratch.rows(n * W);
           k_.pack(lanes, n, b, column_stride, image_stride, panel);
           b = panel;

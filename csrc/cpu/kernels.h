@@ -9,6 +9,8 @@
 
 namespace ella {
 
+constexpr int64_t kPanelBytes = 256;  // of a row of a panel
+
 // Weights of a convolution with taps one after the other, those of output d and channel c at data + d * out_channel + c *
 // channel; or, where out_channel is 0, packed: by groups of output channels, the last with what is left, as
 // [channels * tap_count][channels of the group].
@@ -71,9 +73,10 @@ inline int64_t balanced_group(int64_t count, int64_t most) {
 template <class T>
 struct Kernels {
   const char* name;
-  int64_t width;   // lanes of a panel
+  int64_t width;   // lanes of a panel, kPanelBytes of them
   int64_t vector;  // lanes of a vector; width is a multiple of it
   int64_t rows;    // rows of a register tile: row counts that are multiples of it are fastest
+  int64_t lanes;   // of a register tile, which may be less than a panel's
 
   // C[i, j] = init[i * init_row + j * init_lane] + sum_k A[i * a_row + k * a_k] B[k * b_row + j], i < m, j < n <= width, with
   // init_lane 0 or 1, init perhaps null; `add` adds the sum to C instead (init is null then). Rows of C hold whole vectors (n

@@ -17,8 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from python_tests.benchmark_files import load
 
-# What the kernels of a processor's first generation are called, to which ATEN_CPU_CAPABILITY=default holds them.
-PLAIN_KERNELS = "neon" if platform.machine() in ("aarch64", "arm64") else "baseline"
+# What kernels are called by what ATEN_CPU_CAPABILITY holds them to, of the values that do not make torch itself run instructions
+# which this processor lacks.
+KERNEL_SETS = {"default": "neon" if platform.machine() in ("aarch64", "arm64") else "baseline"}
+for _capability in ("AVX2", "AVX512"):
+    if torch.backends.cpu.get_cpu_capability() in (_capability, "AVX512"):
+        KERNEL_SETS[_capability.lower()] = _capability.lower()
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:

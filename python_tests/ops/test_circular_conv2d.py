@@ -257,7 +257,7 @@ def test_scratch_of_many_weights_does_not_grow_with_the_batch():
     assert checks.peak_bytes(lambda: weight_grad(x, x, 3, 3)) < 20e6
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
 def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """
@@ -289,9 +289,8 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max
     )
     assert done.returncode == 0, done.stderr
     name, worst = json.loads(done.stdout.splitlines()[-1])
+    assert name == checks.KERNEL_SETS[capability]
     assert worst < 8, (name, worst)  # NaN fails too
-    if capability == "default":
-        assert name == checks.PLAIN_KERNELS
 
 
 @pytest.mark.parametrize(

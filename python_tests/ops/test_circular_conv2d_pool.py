@@ -228,7 +228,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
 def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """
@@ -261,9 +261,8 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], torch.stack(errors).max
     )
     assert done.returncode == 0, done.stderr
     name, worst = json.loads(done.stdout.splitlines()[-1])
+    assert name == checks.KERNEL_SETS[capability]
     assert worst < 8, (name, worst)  # NaN fails too
-    if capability == "default":
-        assert name == checks.PLAIN_KERNELS
 
 
 def test_what_is_between_is_not_stored():

@@ -12,7 +12,7 @@
 namespace ella {
 namespace {
 
-// Reduction lengths that are multiplied at once; one panel of this many rows fills 16 KB (64 KB with AVX-512).
+// Reduction lengths that are multiplied at once; one panel of this many rows fills 64 KB.
 constexpr int64_t kDepth = 256;
 constexpr int64_t kTileBytes = 128 * 1024;  // of E or S at once: half of the smallest second-level caches, x takes the rest
 

@@ -93,7 +93,7 @@ class PatchGradient {
   }
 
  private:
-  static constexpr int64_t kPositions = 512;  // of a block: a panel of floats takes 128 KiB with AVX-512
+  static constexpr int64_t kPositions = 512;  // of a block: a panel takes 128 KiB
   static constexpr int64_t kBytes = 4 << 20;  // of gradients copied at once
   static constexpr int64_t kLine = 64 / sizeof(T);
 

@@ -2,6 +2,7 @@
 // all where there is so little of it that it may be kept for the backward.
 #include "factored_linear.h"
 
+#include <numeric>
 #include <tuple>
 
 #include "factored_linear_one_output.h"
@@ -48,9 +49,14 @@ class Forward {
 
   void run() const {
     const int64_t blocks = ceil_divide(s_.N, k_.width);
-    // Few images and many threads: the output channels are shared out too. No sum is cut, so no result depends on it.
-    const int64_t threads = torch::stable::get_num_threads();
-    const int64_t groups = std::min(ceil_divide(threads, blocks), ceil_divide(s_.D, k_.rows));
+    // Few images and many threads, or blocks that the threads cannot share evenly: the output channels are shared out too. No
+    // sum is cut, so no result depends on it.
+    constexpr int64_t kMany = 4;  // blocks for a thread, from which on the last ones are little of the work
+    const int64_t threads = torch::stable::get_num_threads(), even = threads / std::gcd(blocks, threads);
+    const int64_t wanted = blocks < threads           ? ceil_divide(threads, blocks)
+                           : blocks < kMany * threads ? std::min(even, kMany)
+                                                      : 1;
+    const int64_t groups = std::min(wanted, ceil_divide(s_.D, k_.rows));
     const int64_t group = ceil_divide(s_.D, groups);
     torch::stable::parallel_for(0, blocks * groups, 1, [&](int64_t begin, int64_t end) {
       const int64_t block = kept_ ? group : channel_block(k_, channels_, group);

@@ -37,13 +37,15 @@ class OneOutput {
 
   // out (N, D, 1) is contiguous.
   void forward(const std::optional<Tensor>& bias_out, const Tensor& out) const {
-    const int64_t W = k_.width, at_once = W * kImageBlocks, parts = ceil_divide(s_.N, at_once);
-    const int64_t channels = std::clamp(kColumns / s_.X, int64_t(1), s_.C), panel = channels * s_.X * W;
     // Every task makes the weights of its output channels, and packs its images: few of either would be most of its work.
-    const int64_t groups = std::min(ceil_divide(2 * torch::stable::get_num_threads(), parts), ceil_divide(s_.D, 2 * kRows));
+    // Output channels are shared out first, then images.
+    const int64_t W = k_.width, tasks = 2 * torch::stable::get_num_threads(), most_groups = ceil_divide(s_.D, 2 * kRows);
+    const int64_t at_once = W * std::clamp(ceil_divide(s_.N, W) / ceil_divide(tasks, most_groups), int64_t(1), kImageBlocks);
+    const int64_t parts = ceil_divide(s_.N, at_once), groups = std::min(ceil_divide(tasks, parts), most_groups);
+    const int64_t channels = std::clamp(kColumns / s_.X, int64_t(1), s_.C), panel = channels * s_.X * W;
     const Array1<T> last(bias_out);
     torch::stable::parallel_for(0, parts * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t most = ceil_divide(s_.D, groups), blocks_most = std::min(kImageBlocks, ceil_divide(s_.N, W));
+      const int64_t most = ceil_divide(s_.D, groups), blocks_most = std::min(at_once, s_.N + W - 1) / W;
       const Buffer<T> panels(blocks_most * panel), weights(kRows * channels * s_.X), shift(most), sums(blocks_most * most * W);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * at_once, images = std::min(at_once, s_.N - n0), blocks = ceil_divide(images, W);
@@ -124,7 +126,7 @@ class OneOutput {
 
  private:
   static constexpr int64_t kColumns = 1024;   // of x, packed at once: 256 KiB of floats for a block of images
-  static constexpr int64_t kImageBlocks = 4;  // for which weights are made once
+  static constexpr int64_t kImageBlocks = 4;  // at most, for which weights are made once
   static constexpr int64_t kRows = 24;        // output channels whose weights are there at a time
   static constexpr int64_t kImages = 512;     // summed at once: 128 KiB of floats
   static constexpr int64_t kHalves = 2;       // of the images, or of the output channels: for few groups of channels

@@ -22,8 +22,7 @@ void parallel_tasks(int64_t tasks, const F& f) {
 }
 
 // The arithmetic on packed rows. The upper triangle of a factor is a list of tiles, panel by panel: square groups of them come
-// one after the other, so that those of a group, which share their panels, find them in the second-level cache. Sizes in bytes
-// are those of float.
+// one after the other, so that those of a group, which share their panels, find them in the second-level cache.
 template <class T>
 class Tiles {
  public:

@@ -27,7 +27,7 @@ struct KronRows {
 template <class T>
 class SmallBlocks {
  public:
-  // The largest block for which this is as fast as packed panels. Narrower vectors make one load for every multiply-add.
+  // The largest block for which this is as fast as packed panels. Vectors of 16 bytes make too few multiply-adds a load.
   static int64_t largest() { return kernels<T>().vector * static_cast<int64_t>(sizeof(T)) >= 32 ? 256 : 40; }
 
   explicit SmallBlocks(const KronRows<T>& rows)

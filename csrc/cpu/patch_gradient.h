@@ -22,7 +22,7 @@ template <class T>
 bool by_patches(const CircularConvSizes& s, bool component) {
   const int64_t positions = s.N * s.H * s.W / (component ? 4 : 1), row = s.C * s.kernel_h * s.kernel_w;
   const int64_t many = component ? 40 : 64;
-  return s.D >= 16 && (positions <= 16 * s.D || (s.D >= many && row >= 4 * kernels<T>().width));
+  return s.D >= 16 && (positions <= 16 * s.D || (s.D >= many && row >= 4 * kernels<T>().lanes));
 }
 
 template <class T>
@@ -70,10 +70,10 @@ class PatchGradient {
         for (int64_t i = begin; i < end; ++i) copy_gradient(first + i / s_.D, i % s_.D, grad.data() + i * grad_row_);
       });
       const int64_t few = 2 * torch::stable::get_num_threads();  // panels, which are made narrower then
-      const int64_t width = ceil_divide(results_, k_.width) < few ? k_.width / 2 : k_.width;
+      const int64_t width = std::min(ceil_divide(ceil_divide(results_, few), k_.vector) * k_.vector, k_.width);
       const int64_t panels = ceil_divide(results_, width);
       parallel_tasks(panels, [&](int64_t begin, int64_t end) {
-        const int64_t channels = ceil_divide(k_.width, entries_) + 1;
+        const int64_t channels = ceil_divide(width, entries_) + 1;
         const Buffer<T> planes(channels * images_ * plane_ + kLine), panel(block_ * k_.width + kLine);
         for (int64_t i = begin; i < end; ++i) {
           const int64_t at = i * width, lanes = std::min(width, results_ - at);
@@ -161,7 +161,10 @@ class PatchGradient {
       lane += length;
     }
     // Of no use to the sums, but what memory held before may be slow to multiply.
-    if (lanes % k_.vector != 0) std::fill_n(panel, b.images * b.lines * width_ * k_.width, T(0));
+    const int64_t last = lanes / k_.vector * k_.vector;
+    for (int64_t p = 0; p < b.images * b.lines * width_ && last < lanes; ++p) {
+      std::fill_n(panel + p * k_.width + last, k_.vector, T(0));
+    }
     const int64_t bytes = columns_.kernel * static_cast<int64_t>(sizeof(T));
     if (bytes <= 16) {
       copy_runs<16>(b, runs, planes, panel);

@@ -75,9 +75,9 @@ class FactoredBackward {
   static constexpr int64_t kLeast = 5;          // channels of a task: fewer leave too much of a register tile empty
   static constexpr int64_t kFewPositions = 40;  // of x and y together
   static constexpr int64_t kManyChannels = 8 * kLeast;
-  static constexpr int64_t kPacking = 8;  // register tiles that read a panel, from which on it is packed
-  static constexpr int64_t kFew = 4;      // columns
-  static constexpr int64_t kBlocks = 16;  // of images at a time, whose sums are added one after the other: to bound rounding
+  static constexpr int64_t kPacking = 8;     // register tiles that read a panel, from which on it is packed
+  static constexpr int64_t kFewColumns = 4;  // of a weight's gradient, which are sums along rows
+  static constexpr int64_t kBlocks = 16;     // of images at a time, whose sums are added one after the other: to bound rounding
 
   struct Outputs {
     T *dx, *du, *dv;
@@ -284,7 +284,7 @@ class FactoredBackward {
     const bool direct = block < kBlocks, add = block % kBlocks != 0;  // all_images begins anew every kBlocks
     T* const sums = direct ? out : scratch.sums(rows * columns);
     const int64_t sums_row = direct ? out_row : columns;
-    if (columns <= kFew && columns < k_.vector) {
+    if (columns <= kFewColumns && columns < k_.vector) {
       if (packed == nullptr) {
         T* const panel = scratch.rows(columns * W);
         k_.pack(n, columns, source, image_stride, column_stride, panel);

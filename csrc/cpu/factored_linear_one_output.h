@@ -45,7 +45,7 @@ class OneOutput {
     const int64_t channels = std::clamp(kColumns / s_.X, int64_t(1), s_.C), panel = channels * s_.X * W;
     const Array1<T> last(bias_out);
     torch::stable::parallel_for(0, parts * groups, 1, [&](int64_t begin, int64_t end) {
-      const int64_t most = ceil_divide(s_.D, groups), blocks_most = std::min(at_once, s_.N + W - 1) / W;
+      const int64_t most = ceil_divide(s_.D, groups), blocks_most = ceil_divide(std::min(at_once, s_.N), W);
       const Buffer<T> panels(blocks_most * panel), weights(kRows * channels * s_.X), shift(most), sums(blocks_most * most * W);
       for (int64_t task = begin; task < end; ++task) {
         const int64_t n0 = task / groups * at_once, images = std::min(at_once, s_.N - n0), blocks = ceil_divide(images, W);

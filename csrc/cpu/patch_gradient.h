@@ -162,8 +162,8 @@ class PatchGradient {
     }
     // Of no use to the sums, but what memory held before may be slow to multiply.
     const int64_t last = lanes / k_.vector * k_.vector;
-    for (int64_t p = 0; p < b.images * b.lines * width_ && last < lanes; ++p) {
-      std::fill_n(panel + p * k_.width + last, k_.vector, T(0));
+    if (last < lanes) {
+      for (int64_t p = 0; p < b.images * b.lines * width_; ++p) std::fill_n(panel + p * k_.width + last, k_.vector, T(0));
     }
     const int64_t bytes = columns_.kernel * static_cast<int64_t>(sizeof(T));
     if (bytes <= 16) {

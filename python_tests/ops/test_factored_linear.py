@@ -31,15 +31,9 @@ SHAPES = [
     (33, 17, 9, 4, 1),
     (7, 5, 6, 70, 65),
     (7, 3, 2, 64, 48),  # whole vectors of positions on the CPU
-    (
-        7,
-        3,
-        2,
-        24,
-        40,
-    ),  # more of them than a register tile has, and some left over: for vectors of eight numbers, of four
-    (7, 3, 2, 28, 44),
-    (7, 3, 2, 30, 46),  # and of two
+    (7, 3, 2, 24, 40),  # beside register tiles of eight numbers a vector, some left over
+    (7, 3, 2, 28, 44),  # of four
+    (7, 3, 2, 30, 46),  # of two
     (67, 110, 8, 32, 224),  # and several blocks of images and of output channels
     (67, 110, 8, 33, 5),  # several blocks of output channels, packed positions
     (5, 2, 9, 300, 3),  # sums longer than those of one pass

@@ -645,15 +645,15 @@ class Outcome:
     said: str
 
 
-def statuses_of(work: list[list[object]]) -> list[int]:
-    """The wait statuses of RUNNER's processes."""
+def statuses_of(work: list[tuple[str, str, bool, str]]) -> dict[str, int]:
+    """The wait statuses of RUNNER's processes, by the path of their log."""
     command = [sys.executable, "-c", RUNNER]
     result = subprocess.run(
         command, cwd=build.ROOT, input=json.dumps(work), capture_output=True, text=True, timeout=900
     )
     statuses = [int(line) for line in result.stdout.split()]
     assert len(statuses) == len(work), result.stderr
-    return statuses
+    return {log: status for (*_, log), status in zip(work, statuses, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -673,11 +673,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     logs = [tmp_path_factory.mktemp("log") / "log" for _ in runs]
     with ThreadPoolExecutor(build.jobs()) as pool:
         libraries = pool.map(lambda run: build.build([run[1][0]], run[2], run[3]), runs)
-        work = [[str(library), *run[1], str(log)] for library, run, log in zip(libraries, runs, logs, strict=True)]
-        shares = [work[i :: build.jobs()] for i in range(build.jobs())]
-        shared_out = list(pool.map(statuses_of, shares))
-    statuses = [shared_out[i % len(shares)][i // len(shares)] for i in range(len(runs))]
-    return {run[0]: Outcome(status, log.read_text()) for run, status, log in zip(runs, statuses, logs, strict=True)}
+        work = [(str(library), *run[1], str(log)) for library, run, log in zip(libraries, runs, logs, strict=True)]
+        shares = pool.map(statuses_of, [work[i :: build.jobs()] for i in range(build.jobs())])
+        statuses = {log: status for share in shares for log, status in share.items()}
+    return {run[0]: Outcome(statuses[str(log)], log.read_text()) for run, log in zip(runs, logs, strict=True)}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

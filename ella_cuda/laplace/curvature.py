@@ -8,8 +8,9 @@ gradient at its input. So nothing is kept for all layers at once, and no gradien
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -304,6 +305,47 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
         yield run
 
 
+_uncompiled_lock = threading.Lock()
+_uncompiled = ExitStack()  # what leaves the stance that was there before the first of the fits that run
+_uncompiled_fits = 0
+
+
+@contextmanager
+def _run_as_written() -> Iterator[None]:
+    """For the duration of the context, compiled modules run as they are written. The compiler's stance is the process': the first of
+    several threads sets it and the last puts it back.
+    """
+    global _uncompiled_fits
+    with _uncompiled_lock:
+        if not _uncompiled_fits:
+            _uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+        _uncompiled_fits += 1
+    try:
+        yield
+    finally:
+        with _uncompiled_lock:
+            _uncompiled_fits -= 1
+            if not _uncompiled_fits:
+                _uncompiled.close()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for the duration of the context. Modes are put back by ``train``, which a module may have made do more than set
+    a flag.
+    """
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before.items():  # a module comes before those inside it, which its train() changes
+            if module.training != training:
+                module.train(training)
+        for module, training in before.items():  # where a train() of its own keeps another mode
+            module.training = training
+
+
 @contextmanager
 def hooked(
     model: nn.Module, hooks: Mapping[Rule, Callable[..., Tensor]], constants: Sequence[Tensor]
@@ -316,19 +358,15 @@ def hooked(
 
     Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time.
     """
-    training = [m for m in model.modules() if m.training]
     # First among the hooks: a user's own forward hook then sees, and may change, what comes after the layer.
     handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
     try:
-        model.eval()
-        for tensor in constants:
-            tensor.requires_grad_(False)
-        with torch.compiler.set_stance("force_eager"):
+        with evaluation_mode(model), _run_as_written():
+            for tensor in constants:
+                tensor.requires_grad_(False)
             yield
     finally:
         for handle in handles:
             handle.remove()
-        for m in training:
-            m.training = True
         for tensor in constants:
             tensor.requires_grad_(True)

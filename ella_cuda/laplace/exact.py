@@ -86,7 +86,8 @@ def exact_log_marginal_likelihood(
                 f"exact_log_marginal_likelihood: {name} must be a tensor with all data along its first axis, got "
                 f"{type(value).__name__}; concatenate a loader's batches with torch.cat."
             )
-    precision, sigma = la.resolve(prior_precision, sigma_noise)
+    device = next(iter(la.present_parameters().values())).device
+    precision, sigma = (value.to(device) for value in la.resolve(prior_precision, sigma_noise))
     rules = rules_for(la.model, la.resolution)
     for rule in rules:
         rule.allocate(_GraphMoment)

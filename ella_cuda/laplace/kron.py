@@ -100,6 +100,7 @@ class KronLaplace:
         self,
         model: nn.Module,
         likelihood: str = "classification",
+        *,
         prior_precision: Value = 1.0,
         sigma_noise: Value = 1.0,
         fisher: str = "exact",
@@ -119,10 +120,10 @@ class KronLaplace:
         self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
         self.column_tolerance = column_tolerance
         self.likelihood_function = LIKELIHOODS[likelihood]()
-        self._parameters = trainable(model)
-        require_no_inference(self._parameters)
-        self.parameter_names = list(self._parameters)
-        self.n_params = sum(p.numel() for p in self._parameters.values())
+        parameters = trainable(model)
+        require_no_inference(parameters)
+        self.parameter_names = list(parameters)
+        self._describe(parameters)
         self._rules = rules_for(model, resolution)
         self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
@@ -138,9 +139,34 @@ class KronLaplace:
             f"{state})"
         )
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
+    def present_parameters(self) -> dict[str, nn.Parameter]:
+        """The model's trainable parameters as they are, by name, in the order of ``parameter_names``.
+
+        Raises:
+            ValueError: others are trainable than when this object was made, which has a precision for each; or two modules share one.
+            RuntimeError: one was made in ``torch.inference_mode()``.
+        """
+        parameters = trainable(self.model)
+        if list(parameters) != self.parameter_names:
+            gone = [name for name in self.parameter_names if name not in parameters]
+            new = [name for name in parameters if name not in set(self.parameter_names)]
+            changes = [
+                f"{', '.join(names[:5])}{', ...' if names[5:] else ''} {what}"
+                for names, what in ((gone, "are gone or frozen"), (new, "are new or unfrozen"))
+                if names
+            ]
+            raise ValueError(
+                "KronLaplace: the model's trainable parameters are not those that this object has precisions for: "
+                f"{'; '.join(changes) or 'their order is another one'}. Make a new KronLaplace(model)."
+            )
+        require_no_inference(parameters)
+        return parameters
+
+    def _describe(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep the sizes and the device of these parameters."""
+        self._numels = [p.numel() for p in parameters.values()]
+        self.n_params = sum(self._numels)
+        self._device = next(iter(parameters.values())).device
 
     def _hold(self, factors: Mapping[str, KroneckerFactor]) -> None:
         """Take these factors, in the parameters' order."""
@@ -203,19 +229,29 @@ class KronLaplace:
                 f"{type(loader).__name__} and {type(override).__name__}; tensors make one by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        require_no_inference(self._parameters)
+        parameters, rules = self.present_parameters(), rules_for(self.model, self.resolution)
         data_fit = DataFitGradient(self.model)
-        self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
-        fingerprint = fingerprint_of(self.model).to(self._device)
-        norms = torch.stack([p.detach().double().square().sum() for p in self._parameters.values()])
+        fingerprint = fingerprint_of(self.model)
+        norms = torch.stack([p.detach().double().square().sum() for p in parameters.values()])
         if override or self.n_data == 0:
+            self._describe(parameters)
+            self._rules = rules
             self._forget()
             for rule in self._rules:
                 rule.allocate()
-        elif not torch.allclose(fingerprint, self._fingerprint, rtol=1e-12, atol=0):
+        elif [rule.module for rule in rules] != [rule.module for rule in self._rules] or not torch.allclose(
+            fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0
+        ):
             raise ValueError(
-                "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
+                "fit(override=False): the model's layers or parameters changed since the fit it would add to; use override=True."
             )
+        elif norms.device != self._device:
+            raise ValueError(
+                f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "
+                "use override=True."
+            )
+        fingerprint = fingerprint.to(self._device)
+        self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         if self.n_data and data_fit.buffers.keys() != self._statistic_gradients.keys():
             raise ValueError(
                 "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
@@ -316,7 +352,7 @@ class KronLaplace:
         A linear layer with shared positions needs one output-side factor more, for its bias, which shows only in the
         data.
         """
-        return sum(rule.bytes() for rule in self._rules)
+        return sum(rule.bytes() for rule in rules_for(self.model, self.resolution))
 
     # evidence --------------------------------------------------------------------------------------------------------
 
@@ -384,8 +420,7 @@ class KronLaplace:
         return self.likelihood_function.log_likelihood(statistic, self.n_data * self.n_outputs, sigma)
 
     def _sizes(self) -> Tensor:
-        sizes = [p.numel() for p in self._parameters.values()]
-        return torch.tensor(sizes, dtype=torch.float64, device=self._device)
+        return torch.tensor(self._numels, dtype=torch.float64, device=self._device)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale: one op, unless bases learn."""

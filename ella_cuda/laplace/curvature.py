@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.likelihoods import Columns, checked_outputs
+from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rectified import Rectifiers, plain, sequential
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
@@ -56,7 +58,7 @@ class _LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule | _Pooled
+        ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule | _Pooled | _BatchSecond
     ) -> Tensor:
         ctx.mark_dirty(out)
         ctx.rule, ctx.shape = rule, x.shape
@@ -103,6 +105,18 @@ class _OutputTap(torch.autograd.Function):
         return _OnColumns.apply(gradient, pull), None, None
 
 
+class _BatchSecond:
+    """In the place of a rule whose layer has the batch along the second axis of its input and output."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+
+    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        shape = None if input_shape is None else torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
+        pulled = self.rule.pull_back(gradient.transpose(1, 2), shape)
+        return None if pulled is None else pulled.transpose(1, 2)
+
+
 class _Pooled:
     """In the place of a convolution's rule at the output of the polyphase choice that follows it."""
 
@@ -144,21 +158,25 @@ class CurvaturePass:
         self._between: _Between | None = None
         self.rectifiers = Rectifiers(model, rules)
         self.hyperparameters = list(hyperparameters(model).values())
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.findings = Findings({}, True)
+
+    def try_out(self, x: Tensor, several: bool) -> None:
+        """:func:`ella_cuda.laplace.probe.probe` on a batch."""
+        with self.paused(), gradients_of(self.parameters):
+            self.findings = probe(self.model, self.rules, x, several)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """For the duration of the context the network is as it was, without our nodes, but in evaluation mode and with constant
         parameters."""
         self._paused = True
-        for buffer in self.hyperparameters:
-            buffer.requires_grad_(True)
         try:
-            yield
+            with gradients_of(self.hyperparameters):
+                yield
         finally:
             self._paused = False
             self.rectifiers.forget()
-            for buffer in self.hyperparameters:
-                buffer.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
@@ -166,14 +184,12 @@ class CurvaturePass:
         self._called.clear()
         try:
             with torch.enable_grad():
-                return self.model(x)
+                return checked_outputs(self.model(x))
         finally:
             self.rectifiers.forget()
 
-    def backward(self, outputs: Tensor, columns: Tensor) -> None:
-        """Send ``columns`` ``(K', N, K)`` back from the outputs, as many at once as the budget allows; output sides
-        accumulate.
-        """
+    def backward(self, outputs: Tensor, columns: Columns) -> None:
+        """Send the columns back from the outputs, as many at once as the budget allows; output sides accumulate."""
         if not self._called:
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
         if not outputs.requires_grad:
@@ -181,10 +197,11 @@ class CurvaturePass:
                 "fit: the model's output does not depend on its layers through autograd (is it computed under "
                 "no_grad?)."
             )
-        passes = -(-columns.shape[0] * self._column_bytes // self.memory_budget)
-        chunks = columns.tensor_split(min(max(passes, 1), columns.shape[0]))
-        for i, chunk in enumerate(chunks):
-            last = i + 1 == len(chunks)
+        count, each = len(columns), max(self._column_bytes, columns.bytes_each)
+        passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
+        for i in range(passes):
+            last = i + 1 == passes
+            chunk = columns[i * count // passes : (i + 1) * count // passes]
 
             def pull(column: Tensor, keep: bool = not last) -> Tensor:
                 torch.autograd.grad(outputs, self._anchor, column, retain_graph=keep, allow_unused=True)
@@ -211,18 +228,20 @@ class CurvaturePass:
             self.calls[rule] += 1
             arguments = (*args, *kwargs.values())
             x = arguments[0]
-            if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != self._batch_size:
+            axis = self.findings.axes.get(rule, 0)
+            if not isinstance(out, Tensor) or out.dim() <= axis or out.shape[axis] != self._batch_size:
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
             with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                rule.inputs(*(full(a.detach()) if isinstance(a, Tensor) else a for a in arguments))
+                seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
+                rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
             if not rule.differentiates:
                 self._charge(x, out)
                 return _OutputTap.apply(out, self._anchor, rule)
-            out = self._node(rule, x, out, rule)
+            out = self._node(rule, x, out, _BatchSecond(rule) if axis else rule)
             if self._inside:
                 self._between = _Between(rule, x, out)
             else:
@@ -231,7 +250,7 @@ class CurvaturePass:
 
         return replace
 
-    def _node(self, rule: Rule, x: Tensor, out: Tensor, pulls: Rule | _Pooled) -> Tensor:
+    def _node(self, rule: Rule, x: Tensor, out: Tensor, pulls: Rule | _Pooled | _BatchSecond) -> Tensor:
         """The output of a rule's layer, in the graph by a node of ours."""
         x, rectified = self.rectifiers.before(rule, x)
         return _LayerNode.apply(x, rectified, out.detach(), self._anchor, pulls)
@@ -299,7 +318,7 @@ def _strided_layers(model: nn.Module, rules: Sequence[Rule]) -> list[nn.Sequenti
 def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
     """The nodes of a fit, in :func:`hooked` layers of a model whose parameters and buffers are constants."""
     run = CurvaturePass(model, rules, memory_budget)
-    constants = [*(p for p in model.parameters() if p.requires_grad), *run.hyperparameters]
+    constants = [*run.parameters, *run.hyperparameters]
     hooks = {rule: run.hook(rule) for rule in rules}
     with hooked(model, hooks, constants), run.strided(), run.rectifiers.watched():
         yield run
@@ -311,7 +330,7 @@ _uncompiled_fits = 0
 
 
 @contextmanager
-def _run_as_written() -> Iterator[None]:
+def run_as_written() -> Iterator[None]:
     """For the duration of the context, compiled modules run as they are written. The compiler's stance is the process': the first of
     several threads sets it and the last puts it back.
     """
@@ -347,6 +366,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_of(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """For the duration of the context, the tensors require a gradient."""
+    for tensor in tensors:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.requires_grad_(False)
+
+
+@contextmanager
 def hooked(
     model: nn.Module, hooks: Mapping[Rule, Callable[..., Tensor]], constants: Sequence[Tensor]
 ) -> Iterator[None]:
@@ -361,7 +392,7 @@ def hooked(
     # First among the hooks: a user's own forward hook then sees, and may change, what comes after the layer.
     handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
     try:
-        with evaluation_mode(model), _run_as_written():
+        with evaluation_mode(model), run_as_written():
             for tensor in constants:
                 tensor.requires_grad_(False)
             yield

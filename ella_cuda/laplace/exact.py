@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.laplace.curvature import hooked
+from ella_cuda.laplace.curvature import evaluation_mode, hooked, run_as_written
 from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.likelihoods import checked_outputs
+from ella_cuda.laplace.probe import probe
 from ella_cuda.laplace.rules import Rule, rules_for
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
@@ -102,7 +104,7 @@ def exact_log_marginal_likelihood(
 
 def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
     """Of checked arguments."""
-    outputs, tapped = _forward(la.model, rules, x)
+    outputs, tapped, axes = _forward(la.model, rules, x)
     for rule in rules:
         if rule not in tapped:
             raise ValueError(
@@ -115,13 +117,14 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
     layers = list(tapped)
     columns = [
         torch.autograd.grad(outputs, [tapped[r] for r in layers], column, create_graph=True)
-        for column in likelihood.columns(outputs)
+        for column in likelihood.columns(outputs)[:]
     ]
     for rule, gradients in zip(layers, zip(*columns, strict=True), strict=True):
+        gradient = torch.stack(gradients)
         if rule.differentiates:
-            rule.pull_back(torch.stack(gradients), None)
+            rule.pull_back(gradient.transpose(1, 2) if axes.get(rule) else gradient, None)
         else:
-            rule.outputs(torch.stack(gradients))
+            rule.outputs(gradient)
     factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
     total = likelihood.log_likelihood(likelihood.statistic(outputs, y), outputs.numel(), sigma)
     for name, delta in zip(la.parameter_names, precision.unbind(), strict=True):
@@ -132,29 +135,33 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
     return total
 
 
-def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, dict[Rule, Tensor]]:
-    """The outputs in evaluation mode at constant parameters, and every rule's layer's output in their graph."""
+def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, dict[Rule, Tensor], dict[Rule, int]]:
+    """The outputs in evaluation mode at constant parameters, every rule's layer's output in their graph, and the axis of the batch in it."""
     tapped: dict[Rule, Tensor] = {}
     parameters = [p for p in model.parameters() if p.requires_grad]
     anchor = torch.zeros((), dtype=parameters[0].dtype, device=x.device, requires_grad=True)
+    axes: dict[Rule, int] = {}
 
     def tap(rule: Rule) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if rule in tapped:
                 raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
-            rule.inputs(*args, *kwargs.values())
+            arguments = (*args, *kwargs.values())
+            rule.inputs(*(a.transpose(0, 1) if axes.get(rule) and isinstance(a, Tensor) else a for a in arguments))
             tapped[rule] = out + anchor  # every output has a graph, the first layers' too
             return tapped[rule].clone()  # which the next layer may change in place
 
         return hook
 
-    with hooked(model, {rule: tap(rule) for rule in rules}, parameters), torch.enable_grad():
-        try:
-            return model(x), tapped
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, IndexError) as error:  # torch's own words, which name no argument
-            raise ValueError(
-                f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
-                f"model takes, all data along the first axis (the parameters are {parameters[0].dtype}). It failed with: {error}"
-            ) from error
+    try:
+        with evaluation_mode(model), run_as_written():
+            axes.update(probe(model, rules, x, several=False).axes)
+        with hooked(model, {rule: tap(rule) for rule in rules}, parameters), torch.enable_grad():
+            return checked_outputs(model(x)), tapped, axes
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:  # torch's own words, which name no argument
+        raise ValueError(
+            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
+            f"model takes, all data along the first axis (the parameters are {parameters[0].dtype}). It failed with: {error}"
+        ) from error

@@ -263,6 +263,8 @@ class KronLaplace:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):
+                    if x.shape[0] and not seen:
+                        run.try_out(x, several=self.fisher == "exact")
                     statistic = statistic + self._add(run, data_fit, x, y, generator)
                 seen += x.shape[0]
         if not seen:

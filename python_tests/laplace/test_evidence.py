@@ -74,7 +74,7 @@ def test_evidence_at_logarithms_is_the_same_function(fitted):
         *(torch.autograd.grad(v, log_precision)[0] for v in (found, expected)), rtol=1e-11, atol=0
     )
     x, y = torch.randn(7, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
-    la = KronLaplace(nn.Linear(3, 2).double(), "regression", 0.8, 0.5).fit([(x, y)])
+    la = KronLaplace(nn.Linear(3, 2).double(), "regression", prior_precision=0.8, sigma_noise=0.5).fit([(x, y)])
     logs = torch.tensor([0.3, -0.4], dtype=torch.float64), torch.tensor(0.7, dtype=torch.float64)
     logs = tuple(t.requires_grad_() for t in logs)
     expected = la.log_marginal_likelihood(*(t.exp() for t in logs))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
-from ella_cuda.laplace.likelihoods import Classification, Regression
+from ella_cuda.laplace.likelihoods import Classification, Regression, checked_outputs
 
 
 def hessian_of(columns):
@@ -16,7 +18,7 @@ def hessian_of(columns):
 def test_softmax_columns_are_a_square_root_of_rank_k_minus_one(k):
     f = 2 * torch.randn(7, k, dtype=torch.float64)
     p = f.softmax(1)
-    columns = Classification().columns(f)
+    columns = Classification().columns(f)[:]
     assert columns.shape == (k - 1, 7, k)
     expected = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     torch.testing.assert_close(hessian_of(columns), expected, rtol=1e-12, atol=1e-14)
@@ -29,7 +31,7 @@ def test_columns_left_out_are_within_the_tolerance_and_no_fewer_than_possible(to
     f = 4 * torch.randn(50, 20, dtype=torch.float64)
     p = f.softmax(1)
     trace = (1 - p.square().sum(1)).sum()
-    columns = Classification().columns(f, tolerance)
+    columns = Classification().columns(f, tolerance)[:]
     assert len(columns) < 19
     assert trace - columns.square().sum() <= tolerance * trace
     assert trace - columns[:-1].square().sum() > tolerance * trace
@@ -40,7 +42,7 @@ def test_columns_left_out_are_within_the_tolerance_and_no_fewer_than_possible(to
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_softmax_columns_stay_accurate_for_certain_predictions(dtype):
     f = torch.tensor([[0.0, 200.0, -300.0], [800.0, 0.0, 0.0], [0.0, 0.0, 1e4], [60.0, 0.0, 59.0]], dtype=dtype)
-    actual = hessian_of(Classification().columns(f).double())
+    actual = hessian_of(Classification().columns(f)[:].double())
     p = f.double().softmax(1)
     log_p = f.double().log_softmax(1)
     q = -torch.expm1(log_p)  # 1 - p without cancellation
@@ -53,12 +55,12 @@ def test_softmax_columns_stay_accurate_for_certain_predictions(dtype):
 def test_softmax_columns_of_classes_that_cannot_be():
     """Logits of -inf, as masks give: the other classes' Hessian, bordered by zeros."""
     logits = torch.tensor([[0.0, 0.5, 0.3, -torch.inf, -torch.inf], [-torch.inf, 2.0, -1.0, -torch.inf, 0.1]]).double()
-    columns = Classification().columns(logits)
+    columns = Classification().columns(logits)[:]
     p = torch.softmax(logits, 1)
     torch.testing.assert_close(hessian_of(columns), torch.diag_embed(p) - p[:, :, None] * p[:, None, :])
     broken = logits.clone()
     broken[0, 0] = torch.nan
-    assert Classification().columns(broken).isnan().any()
+    assert Classification().columns(broken)[:].isnan().any()
 
 
 @pytest.mark.parametrize("likelihood", [Classification(), Regression()])
@@ -66,10 +68,10 @@ def test_sampled_columns_average_to_the_hessian(likelihood):
     f = torch.tensor([[0.3, -1.0, 1.2], [2.0, 0.0, -2.0]], dtype=torch.float64)
     draws = 20_000
     generator = torch.Generator().manual_seed(5)
-    columns = likelihood.sampled_column(f.repeat(draws, 1), generator)
+    columns = likelihood.sampled_column(f.repeat(draws, 1), generator)[:]
     assert columns.shape == (1, 2 * draws, 3)
     products = (columns[0, :, :, None] * columns[0, :, None, :]).view(draws, 2, 3, 3)
-    expected = hessian_of(likelihood.columns(f))
+    expected = hessian_of(likelihood.columns(f)[:])
     error = (products.mean(0) - expected).abs()
     standard_error = products.std(0) / draws**0.5
     assert (error <= 4 * standard_error + 1e-12).all()
@@ -103,8 +105,12 @@ def test_targets_that_do_not_fit_are_refused(likelihood, y, error, message):
 
 
 def test_outputs_that_are_no_matrix_are_refused():
-    with pytest.raises(ValueError, match=r"\(N, K\), got \(2, 3, 4\)"):
-        Regression().check(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match=r"must return a tensor \(N, K\), got shape \(2, 3, 4\)"):
+        checked_outputs(torch.zeros(2, 3, 4))
+    with pytest.raises(TypeError, match=r"must return a tensor \(N, K\), got tuple of 2; wrap"):
+        checked_outputs((torch.zeros(2, 3), None))
+    with pytest.raises(TypeError, match=r"got OrderedDict with the keys 'logits'; wrap"):
+        checked_outputs(OrderedDict(logits=torch.zeros(2, 3)))
     with pytest.raises(ValueError, match="at least 2 outputs"):
         Classification().check(torch.zeros(2, 1), torch.zeros(2, dtype=torch.long))
 

@@ -185,9 +185,24 @@ def test_tied_parameters_are_refused():
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are one tied parameter"):
         KronLaplace(model)
-    module = nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="tied"):
-        KronLaplace(nn.Sequential(module, module))
+    model = nn.Linear(3, 3)
+    model.again = model.weight
+    with pytest.raises(ValueError, match=r"'again' and 'weight' are one tied parameter"):
+        KronLaplace(model)
+
+
+def test_a_module_of_two_names_is_one_layer():
+    parts = nn.ModuleList([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)])
+    model = nn.ModuleDict({"parts": parts, "network": nn.Sequential(*parts), "last": parts[2]}).double()
+    model.forward = lambda x: model["network"](x)
+    batch = labelled(3)
+    la, expected = KronLaplace(model).fit([batch]), KronLaplace(model["network"]).fit([batch])
+    assert la.parameter_names == ["parts.0.weight", "parts.0.bias", "parts.2.weight", "parts.2.bias"]
+    assert la.parameter_names == [name for name, _ in model.named_parameters()]
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=0, atol=0)
+    module = nn.Linear(3, 3).double()
+    with pytest.raises(ValueError, match="called twice"):
+        KronLaplace(nn.Sequential(module, module)).fit([batch])
 
 
 def test_a_layer_that_is_never_called_is_refused():
@@ -222,7 +237,9 @@ def test_positions_folded_into_the_batch_are_refused():
     model = nn.Sequential(
         nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(6, 3)
     ).double()
-    with pytest.raises(ValueError, match=r"layer '1' .*batch in front, \(4, ...\), got \(8, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"layer '1' .*batch in front, \(N, ...\), got \(4, 3\) for N = 2 and \(6, 3\) for N = 3"
+    ):
         KronLaplace(model).fit([labelled(2, 3)])
 
 

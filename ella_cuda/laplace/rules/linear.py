@@ -13,7 +13,7 @@ from ella_cuda.laplace.rules.base import Rule, register
 
 @register(nn.Linear)
 class LinearRule(Rule):
-    """:class:`torch.nn.Linear` on ``(N, in)``, or on ``(N, ..., in)`` with T shared positions in between (KFAC-expand).
+    """:class:`torch.nn.Linear` on ``(N, in)``, or on ``(N, ..., in)`` or ``(T, N, ..., in)`` with T shared positions (KFAC-expand).
 
     ``weight``: A = mean over data of the sum over positions of x xᵀ, B = sum over data, 1/T of the sum over positions
         of g gᵀ; a block
@@ -23,6 +23,7 @@ class LinearRule(Rule):
 
     differentiates = True
     pulls_afresh = True
+    batch_second = True
 
     def shapes(self) -> dict[str, FactorShape]:
         a, b = self.module.in_features, self.module.out_features

@@ -1,0 +1,256 @@
+"""What a fit takes for granted of a network, tried on two and on three images before the first batch."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from ella_cuda.laplace.likelihoods import checked_outputs
+from ella_cuda.laplace.rules import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What a network turned out to be.
+
+    Attributes:
+        axes: the axis of a layer's input and output that the images are along, 0 or 1, of every rule whose layer was called.
+        batched: whether several columns may go back at once, by ``torch.func.vmap``.
+    """
+
+    axes: dict[Rule, int]
+    batched: bool
+
+
+@dataclasses.dataclass
+class _Call:
+    """A module's call, as a forward hook saw it."""
+
+    module: nn.Module
+    inside: tuple[nn.Module, ...]  # the watched modules whose forward ran, the outermost first
+    inputs: list[Tensor]
+    out: Any
+    nodes: list[Node | None]  # of the inputs, as they were then: what follows may work in place
+    node: Node | None  # of the output
+    shape: torch.Size | None
+
+
+def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = True) -> Findings:
+    """Run the network on two and on three of the images, and take the outputs of two back to its layers.
+
+    Args:
+        model: in evaluation mode, without hooks of a fit; parameters require a gradient as they do in training.
+        rules: of its layers.
+        x: a batch of at least one image.
+        several: whether several columns are to go back at once, if that is possible.
+
+    Raises:
+        TypeError: the model returns no tensor.
+        ValueError: the images are not along the first axis of a layer's output, nor along the second of a layer whose rule allows for
+            that; a parameter is used outside of its layer's call too; an image's outputs depend on other images of the batch; or the
+            model takes no batch of another size. The message names the layer.
+
+    Warns:
+        UserWarning: gradients of several columns at once are wrong or impossible; names the module.
+    """
+    known = {rule.module: rule for rule in rules}
+    with torch.enable_grad():  # for both: a forward may put hooks on its tensors
+        calls, outputs = _run(model, known, x, 2)
+        axes = _axes(known, calls, _run(model, known, x, 3)[0])
+    if not outputs.requires_grad:  # the fit has words for that
+        return Findings(axes, True)
+    _require_own_parameters(known, calls, outputs)
+    generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
+    directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+    found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
+    _require_independence(known, axes, found, outputs, directions[0])
+    reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
+    if reason is None:
+        return Findings(axes, True)
+    warnings.warn(
+        f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
+        UserWarning,
+        stacklevel=5,
+    )
+    return Findings(axes, False)
+
+
+@contextmanager
+def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]:
+    """For the duration of the context, note the calls of the modules in the order in which they end."""
+    running: list[nn.Module] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(module)
+
+    def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        running.pop()
+        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        node, shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
+        calls.append(_Call(module, tuple(running), inputs, out, [a.grad_fn for a in inputs], node, shape))
+
+    handles = []
+    try:
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _run(model: nn.Module, modules: Iterable[nn.Module], x: Tensor, count: int) -> tuple[list[_Call], Tensor]:
+    """The calls of the modules on so many images, and the outputs."""
+    calls: list[_Call] = []
+    few = x[torch.arange(count, device=x.device) % x.shape[0]]
+    try:
+        with _watched(modules, calls):
+            outputs = model(few)
+    except Exception as error:
+        with torch.no_grad():
+            model(x)  # if it does not take the batch either, that is the error to show
+        raise ValueError(
+            f"fit: the model takes a batch of {x.shape[0]} but not of {count} images ({type(error).__name__}: {error}). Images must be "
+            "independent of each other, and their number free: take it from the input's shape."
+        ) from error
+    return calls, checked_outputs(outputs)
+
+
+def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, int]:
+    """Where the images are in the layers' outputs: the axis that is 2 in the one and 3 in the other."""
+    axes: dict[Rule, int] = {}
+    shapes = {call.module: call.shape for call in three}
+    for call in two:
+        rule, shape, other = known[call.module], call.shape, shapes.get(call.module)
+        if shape is None or other is None or len(shape) != len(other):
+            continue  # what is no tensor is refused when the layer is called
+        along = [axis for axis, sizes in enumerate(zip(shape, other, strict=True)) if sizes == (2, 3)]
+        allowed = (0, 1) if rule.batch_second and len(shape) > 2 else (0,)
+        axis = next((a for a in along if a in allowed), None)
+        if axis is None:
+            raise ValueError(
+                f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other)} for "
+                "N = 3. Positions that share weights must be dimensions of their own, not folded into the batch"
+                + (", and the batch the first or the second axis." if rule.batch_second else ".")
+            )
+        axes[rule] = axis
+    return axes
+
+
+def _require_own_parameters(known: dict[nn.Module, Rule], calls: Sequence[_Call], outputs: Tensor) -> None:
+    """ValueError where the graph reaches a layer's parameter by another way than through the layer's call."""
+    everywhere = _uses(outputs.grad_fn, ())
+    times = collections.Counter(call.module for call in calls)
+    for call in calls:
+        if times[call.module] > 1:  # which the fit refuses
+            continue
+        own = _uses(call.node, call.nodes)
+        for name, parameter in call.module.named_parameters(recurse=False):
+            if everywhere[id(parameter)] > own[id(parameter)]:
+                raise ValueError(
+                    f"{known[call.module].label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
+                    "torch.nn.functional.linear: the curvature of weights used twice is no Kronecker product. Give the other use a "
+                    "parameter of its own in a layer of its own, or freeze this one."
+                )
+
+
+def _uses(end: Node | None, beginnings: Iterable[Node | None]) -> collections.Counter[int]:
+    """By the id of a leaf, how many edges lead to it in the graph behind ``end``, up to ``beginnings``."""
+    uses: collections.Counter[int] = collections.Counter()
+    seen = {node for node in beginnings if node is not None}
+    waiting = [end] if end is not None and end not in seen else []
+    seen.update(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                uses[id(leaf)] += 1
+            elif node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return uses
+
+
+def _require_independence(
+    known: dict[nn.Module, Rule], axes: dict[Rule, int], calls: Sequence[_Call], outputs: Tensor, direction: Tensor
+) -> None:
+    """ValueError where the first image's outputs depend on another image's part of a layer's output."""
+    calls = [call for call in calls if known[call.module] in axes]
+    first = torch.zeros_like(outputs)
+    first[0] = direction[0]
+    gradients = torch.autograd.grad(outputs, [call.out for call in calls], first, retain_graph=True, allow_unused=True)
+    reached = [
+        (call, gradient.narrow(axes[known[call.module]], 1, 1))
+        for call, gradient in zip(calls, gradients, strict=True)
+        if gradient is not None and gradient.shape == call.shape
+    ]
+    if not reached:
+        return
+    others = torch.stack(
+        [(part.isfinite() & (part != 0)).any() for _, part in reached]
+    ).tolist()  # one wait for the device
+    for (call, _), other in zip(reached, others, strict=True):
+        if other:
+            raise ValueError(
+                f"{known[call.module].label}: an image's outputs depend on what this layer returns for other images of the batch, so the "
+                "curvature is no sum over images. Take the images apart: batch statistics (a normalisation without running statistics) "
+                "and functions along the batch's axis mix them."
+            )
+
+
+def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> str | None:
+    """None where gradients under vmap are those of plain backward passes; else why not, "" where they differ."""
+    try:
+        differ = _differ(outputs, tensors, directions)
+    except RuntimeError as error:
+        return f"gradients of this model cannot be taken by torch.func.vmap ({' '.join(str(error).split())[:300]})"
+    return "" if any(differ) else None
+
+
+def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> list[bool]:
+    """Of which tensors the gradients along two directions at once are not those along one after the other, beyond rounding."""
+
+    def pull(direction: Tensor) -> tuple[Tensor | None, ...]:
+        found = torch.autograd.grad(outputs, tensors, direction, retain_graph=True, allow_unused=True)
+        return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True))
+
+    together = torch.func.vmap(pull)(directions)
+    apart = [torch.stack(parts) for parts in zip(*(pull(d) for d in directions), strict=True)]
+    differ = []
+    for one, other in zip(together, apart, strict=True):
+        size = other.abs().amax() if other.numel() else other.new_zeros(())
+        bound = torch.finfo(other.dtype).eps ** 0.5 * size
+        # What is not finite is found in the factors.
+        differ.append(((one - other).abs().amax() > bound) & size.isfinite() if other.numel() else size > 0)
+    return torch.stack(differ).tolist()  # one wait for the device
+
+
+def _culprit(model: nn.Module, x: Tensor) -> str:
+    """Words for the module in whose forward the gradients of several columns at once go wrong."""
+    names = {module: name for name, module in model.named_modules()}
+    with torch.enable_grad():
+        calls, outputs = _run(model, names, x.detach().requires_grad_(x.is_floating_point()), 2)
+    tensors: list[Tensor] = []
+    for call in calls:
+        tensors += [t for t in (*call.inputs, call.out) if isinstance(t, Tensor) and t.requires_grad]
+    tensors = list({id(t): t for t in tensors}.values())
+    directions = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+        outputs
+    )
+    wrong = {id(t) for t, differs in zip(tensors, _differ(outputs, tensors, directions), strict=True) if differs}
+    # In the order in which calls end: the last whose output has a wrong gradient, and after it the first that took a tensor with one,
+    # or whose forward contains that last call.
+    last = max((i for i, call in enumerate(calls) if id(call.out) in wrong), default=-1)
+    inside = calls[last].inside if last >= 0 else ()
+    through = (c.module for c in calls[last + 1 :] if c.module in inside or any(id(t) in wrong for t in c.inputs))
+    module = next(through, model)
+    return f"torch.func.vmap takes wrong gradients through {names[module] or '(the model itself)'!r} ({type(module).__name__})"

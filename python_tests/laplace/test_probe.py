@@ -1,0 +1,303 @@
+"""What a fit takes for granted of a network is tried before the first batch: served, or refused by name."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ella_cuda.laplace import FactorShape, KronLaplace, Rule, exact_log_marginal_likelihood, register
+
+
+def labelled(*shape, images=4):
+    x = torch.randn(images, *shape, dtype=torch.float64)
+    return x, torch.randint(3, (images,))
+
+
+# ---- parameters used outside of their layer ----
+
+
+class Tied(nn.Module):
+    """The weight of ``layer`` once more, in a function of the way that ``how`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 3), how
+
+    def forward(self, x):
+        weight = self.layer.weight
+        if self.how == "before":
+            x = F.linear(x, weight)
+        h = torch.tanh(self.layer(x))
+        if self.how == "after":
+            h = h @ weight
+        if self.how == "bias":
+            h = h + self.layer.bias
+        if self.how == "added":
+            h = h + weight.square().sum()
+        if self.how == "in place":
+            h.mul_(weight[0, 0])
+        if self.how == "constant":
+            h = h @ weight.detach()
+        if self.how == "aside":
+            F.linear(h, weight)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "bias", "added", "in place"])
+def test_a_parameter_used_outside_of_its_layer_is_refused(how):
+    name = "bias" if how == "bias" else "weight"
+    with pytest.raises(ValueError, match=rf"layer 'layer' \(Linear\): its parameter '{name}' is used outside"):
+        KronLaplace(Tied(how).double()).fit([labelled(3)])
+
+
+@pytest.mark.parametrize("how", ["none", "constant", "aside"])
+def test_uses_that_the_outputs_do_not_differentiate_are_none(how, dense_ggn):
+    model, (x, y) = Tied(how).double(), labelled(3)
+    la = KronLaplace(model).fit([(x, y)])
+    if how != "constant":  # where the oracle differentiates in it too
+        torch.testing.assert_close(la.factors["layer.bias"].outputs[0], dense_ggn(model, x, y)["layer.bias"])
+
+
+def test_a_parameter_that_is_frozen_may_be_used_anywhere():
+    model = Tied("after").double()
+    model.layer.weight.requires_grad_(False)
+    assert list(KronLaplace(model).fit([labelled(3)]).factors) == ["layer.bias", "last.weight", "last.bias"]
+
+
+def test_recomputed_layers_use_their_parameters_once():
+    class Recomputed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.last(checkpoint(lambda v: torch.tanh(self.first(v)).relu_(), x, use_reentrant=False))
+
+    from ella_cuda.laplace.probe import probe
+    from ella_cuda.laplace.rules import rules_for
+
+    model = Recomputed().double().eval()
+    assert probe(model, rules_for(model, "shared"), labelled(3)[0]).batched
+
+
+# ---- where the batch is ----
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self, layer=None):
+        super().__init__()
+        self.embed, self.layer = nn.Linear(2, 4), layer or nn.Linear(4, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):  # (N, T, 2)
+        h = torch.relu(self.embed(x.transpose(0, 1)))  # (T, N, 4)
+        return self.last(torch.tanh(self.layer(h)).mean(0))
+
+
+@pytest.mark.parametrize("images", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_sequence_first_layers_have_the_factors_of_batch_first_ones(images, length, dense_ggn):
+    """Biases against the dense matrix; weights against the same network with the batch in front."""
+    model = SequenceFirst().double()
+    batch_first = nn.Sequential(model.embed, nn.ReLU(), model.layer, nn.Tanh(), Mean(1), model.last)
+    x, y = labelled(length, 2, images=images)
+    la = KronLaplace(model).fit([(x, y)])
+    other = KronLaplace(batch_first).fit([(x, y)])
+    for (name, ours), theirs in zip(la.factors.items(), other.factors.values(), strict=True):
+        torch.testing.assert_close(ours.outputs, theirs.outputs, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours.inputs, theirs.inputs, msg=lambda m, n=name: f"{n}: {m}")
+    for name, block in dense_ggn(model, x, y).items():
+        if name.endswith("bias"):
+            torch.testing.assert_close(la.factors[name].outputs[0], block)
+    torch.testing.assert_close(exact_log_marginal_likelihood(la, x, y), la.log_marginal_likelihood())
+
+
+class Mean(nn.Module):
+    def __init__(self, axis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x):
+        return x.mean(self.axis)
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+def test_a_layer_whose_rule_wants_the_batch_in_front_is_refused_sequence_first():
+    @register(Shift)
+    class ShiftRule(Rule):
+        def shapes(self):
+            return {"shift": FactorShape.bias(4)}
+
+        def inputs(self, x):
+            pass
+
+        def outputs(self, gradient):
+            self.factors["shift"].output_moment.add(gradient.sum(2).flatten(0, 1)[:, None])
+
+    x, y = labelled(4, 2, images=4)  # as many positions as images
+    with pytest.raises(
+        ValueError, match=r"layer 'layer' \(Shift\): .*got \(4, 2, 4\) for N = 2 and \(4, 3, 4\) for N = 3"
+    ):
+        KronLaplace(SequenceFirst(Shift()).double()).fit([(x, y)])
+
+
+# ---- images that are not independent ----
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.first, self.last, self.mix = nn.Linear(3, 3), nn.Linear(3, 3), mix
+
+    def forward(self, x):
+        return self.last(self.mix(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+        lambda h: h - h.mean(0),
+        lambda h: h.softmax(0),
+        lambda h: h.roll(1, 0),
+    ],
+    ids=["batch statistics", "mean", "softmax", "roll"],
+)
+def test_outputs_that_depend_on_other_images_are_refused(mix):
+    with pytest.raises(ValueError, match=r"layer 'first' \(Linear\): an image's outputs depend on .* other images"):
+        KronLaplace(Mixing(mix).double()).fit([labelled(3)])
+
+
+def test_a_network_for_one_batch_size_is_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Unflatten(1, (3, 1)), nn.Flatten()).double()
+    model[2].forward = lambda h: h.reshape(4, 3)
+    with pytest.raises(ValueError, match=r"takes a batch of 4 but not of 2 images \(RuntimeError"):
+        KronLaplace(model).fit([labelled(3)])
+
+
+def test_an_input_that_no_batch_size_would_help_is_torchs_own_error():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        KronLaplace(nn.Linear(3, 3).double()).fit([labelled(5)])
+
+
+# ---- several columns at once ----
+
+
+class Distances(nn.Module):
+    """Torch's gradient of cdist is wrong under vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("prototypes", torch.randn(3, 4))
+
+    def forward(self, h):
+        return -torch.cdist(h, self.prototypes)
+
+
+class _Cube(torch.autograd.Function):
+    """Whose gradient leaves torch."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * torch.from_numpy(gradient.numpy())
+
+
+class Cube(nn.Module):
+    def forward(self, x):
+        return _Cube.apply(x)
+
+
+def bias_block(model, x, likelihood):
+    """Of the first layer's bias, by plain backward passes."""
+    f = model(x)
+    rows = [
+        [torch.autograd.grad(f[n, k], model[0].bias, retain_graph=True)[0] for k in range(3)] for n in range(len(x))
+    ]
+    jacobian, p = torch.stack([torch.stack(row) for row in rows]), f.detach().softmax(1)
+    softmax = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    hessian = softmax if likelihood == "classification" else torch.eye(3).double().expand(len(x), 3, 3)
+    return torch.einsum("nkp,nkl,nlq->pq", jacobian, hessian, jacobian)
+
+
+@pytest.mark.parametrize(
+    ("middle", "words"),
+    [
+        (Distances(), r"takes wrong gradients through '1\.0' \(Distances\); columns go back one at a time"),
+        (Cube(), r"cannot be taken by torch\.func\.vmap \(.*\); columns go back one at a time"),
+    ],
+    ids=["wrong", "impossible"],
+)
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_columns_that_vmap_has_wrong_go_back_one_at_a_time(middle, words, likelihood):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(middle), nn.Tanh()).double()
+    if isinstance(middle, Cube):
+        model.append(nn.Linear(4, 3).double())
+    x, y = labelled(3)
+    y = y if likelihood == "classification" else torch.randn(4, 3).double()
+    with pytest.warns(UserWarning, match=words):
+        la = KronLaplace(model, likelihood).fit([(x, y)])
+    torch.testing.assert_close(la.factors["0.bias"].outputs[0], bias_block(model, x, likelihood))
+
+
+def test_one_column_needs_no_vmap():
+    model = nn.Sequential(nn.Linear(3, 4), Distances()).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KronLaplace(model, fisher="mc").fit([labelled(3)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_ordinary_network_has_its_columns_at_once(dtype):
+    layers = (
+        nn.Conv2d(2, 4, 3, stride=2),
+        nn.LeakyReLU(inplace=True),
+        nn.Dropout(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+    model = nn.Sequential(*layers).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KronLaplace(model).fit([(torch.randn(5, 2, 6, 6, dtype=dtype), torch.randint(3, (5,)))])
+
+
+# ---- what it leaves as it was ----
+
+
+def test_it_moves_no_random_state_and_leaves_no_gradient():
+    model = Tied("none").double()
+    batch = labelled(3)
+    before = torch.get_rng_state()
+    KronLaplace(model).fit([batch])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_what_was_frozen_stays_frozen_after_a_refusal():
+    model = Tied("after").double()
+    model.last.requires_grad_(False)
+    with pytest.raises(ValueError, match="outside"):
+        KronLaplace(model).fit([labelled(3)])
+    assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

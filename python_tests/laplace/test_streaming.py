@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import KronLaplace, SecondMoment, eigenvalues
+from ella_cuda.laplace.likelihoods import Classification, Columns
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
 
@@ -77,6 +78,26 @@ def test_memory_budget_splits_the_columns(model, data, columns, monkeypatch):
     chunked = KronLaplace(model, memory_budget=columns * per_column).fit([data])
     assert max(sizes, default=1) == columns
     assert_same(chunked, whole)
+
+
+def test_columns_of_many_classes_are_built_within_the_budget(monkeypatch):
+    """Slices of them, never all; the factors are those of all at once."""
+    sizes = []
+    original = Columns.__getitem__
+    monkeypatch.setattr(
+        Columns, "__getitem__", lambda self, part: (out := original(self, part), sizes.append(out.numel()))[0]
+    )
+    model = nn.Linear(3, 200).double()
+    x, y = torch.randn(6, 3).double(), torch.randint(200, (6,))
+    whole = KronLaplace(model).fit([(x, y)])
+    assert sizes == [199 * 6 * 200]
+    sizes.clear()
+    parts = KronLaplace(model, memory_budget=1 << 20).fit([(x, y)])
+    assert sum(sizes) == 199 * 6 * 200 and max(sizes) * 8 < 1 << 20
+    for ours, theirs in zip(parts.factors.values(), whole.factors.values(), strict=True):
+        torch.testing.assert_close(ours.outputs, theirs.outputs)
+    columns = Classification().columns(model(x).detach())
+    torch.testing.assert_close(torch.cat([columns[:7], columns[7:60], columns[60:]]), columns[:], rtol=0, atol=0)
 
 
 def test_monte_carlo_factors_average_to_the_exact_ones(model, data):

@@ -31,11 +31,13 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "factored_linear_pull_back(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_middle) "
       "-> (Tensor, Tensor)");
 
-  // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric.
+  // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
+  // float64 factor takes float32 rows too: short sums of products in float32, summed in float64.
   m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha) -> ()");
 
   // factor += alpha sum a a^T over the patches a of x (N,C,H,W) at every output position of a convolution; factor contiguous
-  // (C kh kw, C kh kw) in the order of torch.nn.functional.unfold. Outside the image: wrapped if circular, else zeros.
+  // (C kh kw, C kh kw) in the order of torch.nn.functional.unfold. Outside the image: wrapped if circular, else zeros. Types as
+  // for kron_accumulate_.
   m.def(
       "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, bool circular, float alpha) -> ()");

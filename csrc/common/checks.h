@@ -29,6 +29,16 @@ class ArgumentCheck {
                dtype_name(type));
   }
 
+  // As tensor(), but float32 also where the reference, a sum of products of these numbers, is float64.
+  void summand(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    dimensions(name, value, shape, meaning);
+    const ScalarType type = value.scalar_type(), sum = reference_.scalar_type();
+    const bool widens = sum == ScalarType::Double && type == ScalarType::Float;
+    ELLA_CHECK(type == sum || widens, op_, ": ", name, " must have the dtype of ", name_, " (", dtype_name(sum), ")",
+               sum == ScalarType::Double ? " or be float32" : "", ", got ", dtype_name(type));
+    device(name, value);
+  }
+
   // Shape, dtype and device; -1 in `shape` accepts any size. `meaning` names the axes in the message.
   void tensor(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);
@@ -184,7 +194,7 @@ inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Ten
   check.tensor("factor", factor, {-1, -1, -1}, "(G, d, d)");
   const int64_t G = factor.size(0), d = factor.size(1);
   check.tensor("factor", factor, {G, d, d}, "(G, d, d)");
-  check.tensor("rows", rows, {-1, G, d}, "(N, G, d)");
+  check.summand("rows", rows, {-1, G, d}, "(N, G, d)");
   ELLA_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
   check.number("alpha", alpha);
   return {rows.size(0), G, d};
@@ -208,7 +218,7 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
                                                const std::vector<int64_t>& dilation, bool circular, double alpha) {
   const char* op = "conv_kron_accumulate_";
   const ArgumentCheck check(op, "factor", factor);
-  check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
+  check.summand("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.number("alpha", alpha);
   const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t least) {
     ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());

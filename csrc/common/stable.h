@@ -44,6 +44,19 @@ namespace ella {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// Calls f with a number of the type of `rows`, float or double, and one of the type of the factor that their products are added
+// to, which is the same or double.
+template <class F>
+void with_factor_types(const Tensor& factor, const Tensor& rows, const F& f) {
+  if (rows.scalar_type() == ScalarType::Double) {
+    f(double(), double());
+  } else if (factor.scalar_type() == ScalarType::Double) {
+    f(float(), double());
+  } else {
+    f(float(), float());
+  }
+}
+
 // Uninitialised, contiguous, on like's device and (unless told otherwise) of its dtype.
 inline Tensor empty_of(const Tensor& like, std::initializer_list<int64_t> shape,
                        std::optional<ScalarType> dtype = std::nullopt) {

@@ -78,8 +78,8 @@ class Patches {
 };
 
 // Rows of the numbers that the channels have at one position each: patches of a kernel of one pixel.
-template <class T>
-void accumulate_pixels(const Tensor& x, T alpha, T* factor) {
+template <class T, class Total>
+void accumulate_pixels(const Tensor& x, double alpha, Total* factor) {
   const int64_t C = x.size(1), width = x.size(3), positions = x.size(2) * width, count = x.size(0) * positions;
   const T* data = x.const_data_ptr<T>();
   const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
@@ -155,20 +155,22 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
                            std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (g.patch() == 0 || g.positions() == 0) return;
-  ELLA_DISPATCH_FLOATING(factor.scalar_type(), "conv_kron_accumulate_", [&] {
+  with_factor_types(factor, x, [&](auto number, auto total) {
+    using T = decltype(number);
+    auto* const target = factor.mutable_data_ptr<decltype(total)>();
     if (same_on_torus(g)) {
-      if (g.patch() == g.C && g.H * g.W < kernels<scalar_t>().vector) {  // too few to fill a vector with positions
-        accumulate_pixels(x, static_cast<scalar_t>(alpha), factor.mutable_data_ptr<scalar_t>());
+      if (g.patch() == g.C && g.H * g.W < kernels<T>().vector) {  // too few to fill a vector with positions
+        accumulate_pixels<T>(x, alpha, target);
         return;
       }
       const Lags lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
-      add_lags(g, lags, alpha, factor.mutable_data_ptr<scalar_t>());
+      add_lags(g, lags, alpha, target);
       return;
     }
-    const Patches<scalar_t> patches(x, g);
-    Gram<scalar_t>(g.patch(), g.positions())
-        .accumulate(factor.mutable_data_ptr<scalar_t>(), 1, g.positions(), static_cast<scalar_t>(alpha),
-                    [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, scalar_t* panel) {
+    const Patches<T> patches(x, g);
+    Gram<T>(g.patch(), g.positions())
+        .accumulate(target, 1, g.positions(), alpha,
+                    [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
                       patches.pack(first, n, k0, count, panel);
                     });
   });

@@ -314,7 +314,7 @@ class FactoredBackward {
       }
     }
     if (!direct && (block % kBlocks == kBlocks - 1 || block == blocks_ - 1)) {
-      k_.add_rows(rows, columns, 1, sums, columns, out, out_row);
+      adders<T, T>().rows(rows, columns, 1, sums, columns, out, out_row);
     }
   }
 

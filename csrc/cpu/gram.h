@@ -53,18 +53,25 @@ class Tiles {
   // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows. Panels lie `panel` numbers
   // apart.
   void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* sums) const {
-    const int64_t W = k_.width;
     for (int64_t k0 = 0; k0 < rows; k0 += kRows) {
       const int64_t count = std::min(kRows, rows - k0);
       for (int64_t tile = begin; tile < end; ++tile) {
-        const auto [left, right] = tiles_[tile];
-        const T *a = packed + left * panel + k0 * W, *b = packed + right * panel + k0 * W;
-        T* sum = sums + (tile - begin) * tile_size();
-        if (left == right) {
-          triangle(columns(left), count, a, sum, k0 > 0);
-        } else {
-          k_.product(columns(left), columns(right), count, a, 1, W, b, W, nullptr, 0, 0, sum, W, k0 > 0, false);
-        }
+        some_products(tile, count, packed + k0 * k_.width, panel, sums + (tile - begin) * tile_size(), k0 > 0);
+      }
+    }
+  }
+
+  // The same with sums of kRows rows in T, `once` being a tile of them, which is zero, and the rest in a wider type.
+  template <class Wide>
+  void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* once, Wide* sums) const {
+    const int64_t W = k_.width;
+    std::fill_n(sums, (end - begin) * tile_size(), Wide(0));
+    for (int64_t k0 = 0; k0 < rows; k0 += kRows) {
+      const int64_t count = std::min(kRows, rows - k0);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        some_products(tile, count, packed + k0 * W, panel, once, false);
+        adders<T, Wide>().rows(columns(tiles_[tile].left), columns(tiles_[tile].right), 1, once, W,
+                               sums + (tile - begin) * tile_size(), W);
       }
     }
   }
@@ -76,12 +83,13 @@ class Tiles {
 
   // Asks for what `add` will change, a tile's products before it is wanted: rows of a target lie too far apart for the hardware
   // to foresee them.
-  void prefetch(int64_t tile, const T* target) const {
-    constexpr int64_t kLine = 64 / sizeof(T);
+  template <class Total>
+  void prefetch(int64_t tile, const Total* target) const {
+    constexpr int64_t kLine = 64 / sizeof(Total);
     const int64_t W = k_.width;
     const auto [left, right] = tiles_[tile];
     for (const auto& [down, across] : {std::pair(left, right), std::pair(right, left)}) {
-      const T* corner = target + down * W * d_ + across * W;
+      const Total* corner = target + down * W * d_ + across * W;
       for (int64_t i = 0; i < columns(down); ++i) {
         for (int64_t j = 0; j < columns(across); j += kLine) __builtin_prefetch(corner + i * d_ + j, 1, 2);
       }
@@ -90,15 +98,17 @@ class Tiles {
   }
 
   // Adds alpha times the sums of tiles begin..end to the target and, transposed, to their mirror images.
-  void add(int64_t begin, int64_t end, T alpha, const T* sums, T* target) const {
+  template <class Sum, class Total>
+  void add(int64_t begin, int64_t end, Total alpha, const Sum* sums, Total* target) const {
     const int64_t W = k_.width;
+    const Adders<Sum, Total>& adder = adders<Sum, Total>();
     for (int64_t tile = begin; tile < end; ++tile, sums += tile_size()) {
       const auto [left, right] = tiles_[tile];
-      T* upper = target + left * W * d_ + right * W;
+      Total* upper = target + left * W * d_ + right * W;
       if (left == right) {
-        k_.add_mirrored(columns(left), alpha, sums, W, upper, d_);
+        adder.mirrored(columns(left), alpha, sums, W, upper, d_);
       } else {
-        k_.add_both(columns(left), columns(right), alpha, sums, W, upper, target + right * W * d_ + left * W, d_);
+        adder.both(columns(left), columns(right), alpha, sums, W, upper, target + right * W * d_ + left * W, d_);
       }
     }
   }
@@ -109,6 +119,18 @@ class Tiles {
   struct Tile {
     int64_t left, right;
   };
+
+  // A tile's products of up to kRows rows.
+  void some_products(int64_t tile, int64_t count, const T* packed, int64_t panel, T* sum, bool add) const {
+    const int64_t W = k_.width;
+    const auto [left, right] = tiles_[tile];
+    const T *a = packed + left * panel, *b = packed + right * panel;
+    if (left == right) {
+      triangle(columns(left), count, a, sum, add);
+    } else {
+      k_.product(columns(left), columns(right), count, a, 1, W, b, W, nullptr, 0, 0, sum, W, add, false);
+    }
+  }
 
   // Vectors left of the diagonal are skipped.
   void triangle(int64_t m, int64_t rows, const T* panel, T* sum, bool add) const {
@@ -143,23 +165,24 @@ class Gram {
         packed_(factors_ * tiles_.panels() * k_.width * rows_) {}
 
   // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
-  template <class Pack>
-  void accumulate(T* target, int64_t factors, int64_t count, T alpha, const Pack& pack) const {
-    for_sums(
+  // A target wider than T gets sums of Tiles::kRows rows in T, added up in its own type.
+  template <class Total, class Pack>
+  void accumulate(Total* target, int64_t factors, int64_t count, double alpha, const Pack& pack) const {
+    for_sums<Total>(
         factors, count, pack, [&](int64_t factor, int64_t tile) { tiles_.prefetch(tile, target + factor * d_ * d_); },
-        [&](int64_t factor, int64_t begin, int64_t end, const T* sums) {
-          tiles_.add(begin, end, alpha, sums, target + factor * d_ * d_);
+        [&](int64_t factor, int64_t begin, int64_t end, const auto* sums) {
+          tiles_.add(begin, end, static_cast<Total>(alpha), sums, target + factor * d_ * d_);
         });
   }
 
   // `take(factor, begin, end, sums)` gets the sums of tiles begin..end, one after the other, as Tiles::products writes them,
-  // once for some rows of each; before it, `expect(factor, tile)` is called where that is worth it. Called from several
-  // threads, for a tile from one at a time.
-  template <class Pack, class Expect, class Take>
+  // once for some rows of each: in Sum, or in T where they are of no more than Tiles::kRows rows. Before it, `expect(factor,
+  // tile)` is called where that is worth it. Called from several threads, for a tile from one at a time.
+  template <class Sum, class Pack, class Expect, class Take>
   void for_sums(int64_t factors, int64_t count, const Pack& pack, const Expect& expect, const Take& take) const {
     for (int64_t f0 = 0; f0 < factors; f0 += factors_) {
       for (int64_t k0 = 0; k0 < count; k0 += rows_) {
-        some_rows(f0, std::min(factors_, factors - f0), k0, std::min(rows_, count - k0), pack, expect, take);
+        some_rows<Sum>(f0, std::min(factors_, factors - f0), k0, std::min(rows_, count - k0), pack, expect, take);
       }
     }
   }
@@ -172,7 +195,7 @@ class Gram {
   static constexpr int64_t kStep = Tiles<T>::kRows;
   static constexpr int64_t kLongest = 4096;  // rows summed before the target is touched, by 64: to bound rounding
 
-  template <class Pack, class Expect, class Take>
+  template <class Sum, class Pack, class Expect, class Take>
   void some_rows(int64_t f0, int64_t factors, int64_t k0, int64_t rows, const Pack& pack, const Expect& expect,
                  const Take& take) const {
     const int64_t W = k_.width, panels = tiles_.panels(), panel = W * rows_, size = tiles_.tile_size(), count = tiles_.count();
@@ -185,13 +208,22 @@ class Gram {
       // Few rows: the target is most of the traffic, and a tile is added right after its products, for which it was fetched.
       const bool few = rows <= Tiles<T>::kRows;
       const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
-      const Buffer<T> sums(most * size);
+      const bool widens = sizeof(Sum) > sizeof(T) && !few;
+      const Buffer<T> sums((widens ? 1 : most) * size);
+      const Buffer<Sum> wide(widens ? most * size : 0);
+      if (widens) sums.zero(0, size);
       while (begin < end) {
         const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;
         const int64_t stop = few ? first + 1 : tiles_.group_end(first, std::min(left, count));
         if (few) expect(f0 + factor, first);
-        tiles_.products(first, stop, rows, packed_.data() + factor * panels * panel, panel, sums.data());
-        take(f0 + factor, first, stop, sums.data());
+        const T* const packed = packed_.data() + factor * panels * panel;
+        if (widens) {
+          tiles_.products(first, stop, rows, packed, panel, sums.data(), wide.data());
+          take(f0 + factor, first, stop, static_cast<const Sum*>(wide.data()));
+        } else {
+          tiles_.products(first, stop, rows, packed, panel, sums.data());
+          take(f0 + factor, first, stop, static_cast<const T*>(sums.data()));
+        }
         begin += stop - first;
       }
     });

@@ -56,6 +56,18 @@ template <>
 const Kernels<double>& kernels<double>() {
   ELLA_CHOOSE(doubles);
 }
+template <>
+const Adders<float, float>& adders<float, float>() {
+  ELLA_CHOOSE(add_floats);
+}
+template <>
+const Adders<float, double>& adders<float, double>() {
+  ELLA_CHOOSE(widen_floats);
+}
+template <>
+const Adders<double, double>& adders<double, double>() {
+  ELLA_CHOOSE(add_doubles);
+}
 const LogdetKernels& logdet_kernels() { ELLA_CHOOSE(logdet); }
 const EvidenceKernels& evidence_kernels() { ELLA_CHOOSE(evidence); }
 

@@ -113,16 +113,6 @@ struct Kernels {
   // target[j * target_row + i] = source[i * source_row + j], i < rows, j < columns.
   void (*transpose)(int64_t rows, int64_t columns, const T* source, int64_t source_row, T* target, int64_t target_row);
 
-  // target[i * target_row + j] += alpha source[i * source_row + j], i < m, j < n.
-  void (*add_rows)(int64_t m, int64_t n, T alpha, const T* source, int64_t source_row, T* target, int64_t target_row);
-
-  // upper[i * target_row + j] += alpha sums[i * sums_row + j], and the same to lower[j * target_row + i], i < m, j < n. Fastest
-  // where m is a multiple of `vector` and n not below it.
-  void (*add_both)(int64_t m, int64_t n, T alpha, const T* sums, int64_t sums_row, T* upper, T* lower, int64_t target_row);
-
-  // The same with upper = lower = target and m = n = size, for i <= j; sums below the diagonal are not looked at.
-  void (*add_mirrored)(int64_t size, T alpha, const T* sums, int64_t sums_row, T* target, int64_t target_row);
-
   // target[before + i] = source[i], i < size, continued periodically by `before` and `after` numbers; size >= vector. The same
   // for `rows` rows, those of the target one after the other.
   void (*wrap_rows)(int64_t rows, const T* source, int64_t source_row, int64_t size, int64_t before, int64_t after, T* target);
@@ -159,6 +149,20 @@ struct Kernels {
                                int64_t dv_row, const T* shift, bool add);
 };
 
+// How sums in S join a total in T, which is S or wider; products with alpha are in T.
+template <class S, class T>
+struct Adders {
+  // target[i * target_row + j] += alpha source[i * source_row + j], i < m, j < n.
+  void (*rows)(int64_t m, int64_t n, T alpha, const S* source, int64_t source_row, T* target, int64_t target_row);
+
+  // upper[i * target_row + j] += alpha sums[i * sums_row + j], and the same to lower[j * target_row + i], i < m, j < n. Fastest
+  // where m is a multiple of Kernels<S>::vector and n not below it.
+  void (*both)(int64_t m, int64_t n, T alpha, const S* sums, int64_t sums_row, T* upper, T* lower, int64_t target_row);
+
+  // The same with upper = lower = target and m = n = size, for i <= j; sums below the diagonal are not looked at.
+  void (*mirrored)(int64_t size, T alpha, const S* sums, int64_t sums_row, T* target, int64_t target_row);
+};
+
 // Rows of the sums in kron_logdet; always in double. t_j = l m_j + p, r_j = 1 / t_j.
 struct LogdetKernels {
   // sum_j log t_j, for t_j > 0 between 2^-100 and 2^100: factors are multiplied before one logarithm is taken.
@@ -184,16 +188,27 @@ template <>
 const Kernels<float>& kernels<float>();
 template <>
 const Kernels<double>& kernels<double>();
+template <class S, class T>
+const Adders<S, T>& adders();
+template <>
+const Adders<float, float>& adders<float, float>();
+template <>
+const Adders<float, double>& adders<float, double>();
+template <>
+const Adders<double, double>& adders<double, double>();
 const LogdetKernels& logdet_kernels();
 const EvidenceKernels& evidence_kernels();
 
 // One table for each instruction set that the compiler can produce; see kernels_<set>.cpp.
-#define ELLA_DECLARE_KERNELS(SET)        \
-  namespace SET {                        \
-  extern const Kernels<float> floats;    \
-  extern const Kernels<double> doubles;  \
-  extern const LogdetKernels logdet;     \
-  extern const EvidenceKernels evidence; \
+#define ELLA_DECLARE_KERNELS(SET)                    \
+  namespace SET {                                    \
+  extern const Kernels<float> floats;                \
+  extern const Kernels<double> doubles;              \
+  extern const Adders<float, float> add_floats;      \
+  extern const Adders<float, double> widen_floats;   \
+  extern const Adders<double, double> add_doubles;   \
+  extern const LogdetKernels logdet;                 \
+  extern const EvidenceKernels evidence;             \
   }
 #if defined(__aarch64__)
 #define ELLA_NEON_KERNELS 1

@@ -7,21 +7,21 @@
 namespace ella {
 namespace {
 
-template <class T>
-void add_large_blocks(const KronRows<T>& r) {
+template <class T, class Total>
+void add_large_blocks(const KronRows<T, Total>& r) {
   const Kernels<T>& k = kernels<T>();
   Gram<T>(r.d, r.N, r.G)
-      .accumulate(r.factor, r.G, r.N, static_cast<T>(r.alpha),
+      .accumulate(r.factor, r.G, r.N, r.alpha,
                   [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
                     k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
                   });
 }
 
-template <class T>
-void add_blocks(const KronRows<T>& r) {
+template <class T, class Total>
+void add_blocks(const KronRows<T, Total>& r) {
   constexpr int64_t kAlone = 64;  // the largest block that is one thread's where it is the only one: a single tile
-  if (r.d <= (r.G > 1 ? SmallBlocks<T>::largest() : kAlone)) {
-    SmallBlocks<T>(r).add();
+  if (r.d <= (r.G > 1 ? SmallBlocks<T, Total>::largest() : kAlone)) {
+    SmallBlocks<T, Total>(r).add();
   } else {
     add_large_blocks(r);
   }
@@ -35,28 +35,32 @@ int64_t row_parts(const KronAccumulateSizes& s) {
   return s.G == 1 && s.d <= kSide ? std::clamp(s.N * s.d * s.d / kLeast, int64_t(1), kParts) : 1;
 }
 
+template <class T, class Total>
+void accumulate(const KronAccumulateSizes& s, const Tensor& rows, double alpha, Total* total) {
+  const T* data = rows.const_data_ptr<T>();
+  const int64_t row = rows.stride(0), block = rows.stride(1), value = rows.stride(2), parts = row_parts(s), each = s.N / parts;
+  int64_t rest = s.N;
+  if (parts > 1) {
+    // Every `parts`-th row, so that rows side by side become blocks side by side; but not of rows that are transposed.
+    const bool whole = value != 1;
+    const int64_t size = s.d * s.d;
+    const Buffer<Total> sums(parts * size);
+    sums.zero(0, parts * size);
+    add_blocks(KronRows<T, Total>{data, each, parts, s.d, whole ? row : parts * row, whole ? each * row : row, value,
+                                  sums.data(), alpha});
+    for (int64_t i = 0; i < parts; ++i) adders<Total, Total>().rows(1, size, 1, sums.data() + i * size, size, total, size);
+    data += parts * each * row;
+    rest -= parts * each;
+  }
+  if (rest > 0) add_blocks(KronRows<T, Total>{data, rest, s.G, s.d, row, block, value, total, alpha});
+}
+
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
   const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (factor.numel() == 0 || s.N == 0) return;
-  ELLA_DISPATCH_FLOATING(factor.scalar_type(), "kron_accumulate_", [&] {
-    const scalar_t* data = rows.const_data_ptr<scalar_t>();
-    scalar_t* const total = factor.mutable_data_ptr<scalar_t>();
-    const int64_t row = rows.stride(0), block = rows.stride(1), value = rows.stride(2), parts = row_parts(s),
-                  each = s.N / parts;
-    int64_t rest = s.N;
-    if (parts > 1) {
-      // Every `parts`-th row, so that rows side by side become blocks side by side; but not of rows that are transposed.
-      const bool whole = value != 1;
-      const int64_t size = s.d * s.d;
-      const Buffer<scalar_t> sums(parts * size);
-      sums.zero(0, parts * size);
-      add_blocks(KronRows<scalar_t>{data, each, parts, s.d, whole ? row : parts * row, whole ? each * row : row, value,
-                                    sums.data(), alpha});
-      for (int64_t i = 0; i < parts; ++i) kernels<scalar_t>().add_rows(1, size, 1, sums.data() + i * size, size, total, size);
-      data += parts * each * row;
-      rest -= parts * each;
-    }
-    if (rest > 0) add_blocks(KronRows<scalar_t>{data, rest, s.G, s.d, row, block, value, total, alpha});
+  with_factor_types(factor, rows, [&](auto number, auto total) {
+    using Total = decltype(total);
+    accumulate<decltype(number)>(s, rows, alpha, factor.mutable_data_ptr<Total>());
   });
 }
 

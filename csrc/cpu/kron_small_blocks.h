@@ -9,28 +9,31 @@
 
 namespace ella {
 
-// Rows are summed by 64, those sums by 64, and these sums join the factor: three short sums, to bound rounding.
-constexpr int64_t kSum = 64, kSums = 64 * kSum;
+// Rows are summed by kSum, those sums until they are of kSums rows, and these join the factor: short sums, to bound rounding. A
+// wider factor adds them up without any: as few then as are worth the way through the factor.
+constexpr int64_t kSum = 64;
+template <class T, class Total>
+constexpr int64_t kSums = (sizeof(Total) > sizeof(T) ? 4 : 64) * kSum;
 
 // factor[g] += alpha sum_n rows[n, g] rows[n, g]^T, N rows of G blocks of d numbers
-template <class T>
+template <class T, class Total>
 struct KronRows {
   const T* data;
   int64_t N, G, d, row, block, value;  // sizes and strides
-  T* factor;
+  Total* factor;
   double alpha;
 };
 
 // A block whose numbers lie side by side is read where it lies, any other is gathered, as is one at the end of a row that a
 // whole vector would reach beyond. Blocks no longer than a vector share one where they lie side by side too, and so they are
 // gathered.
-template <class T>
+template <class T, class Total>
 class SmallBlocks {
  public:
   // The largest block for which this is as fast as packed panels. Vectors of 16 bytes make too few multiply-adds a load.
   static int64_t largest() { return kernels<T>().vector * static_cast<int64_t>(sizeof(T)) >= 32 ? 256 : 40; }
 
-  explicit SmallBlocks(const KronRows<T>& rows)
+  explicit SmallBlocks(const KronRows<T, Total>& rows)
       : r_(rows),
         k_(kernels<T>()),
         lanes_(ceil_divide(r_.d, k_.vector) * k_.vector),
@@ -46,6 +49,7 @@ class SmallBlocks {
  private:
   // Numbers of a row whose sums are held at once: in float they are 512 KiB at most, and stay in the second-level cache.
   static constexpr int64_t kAtOnce = 512;
+  static constexpr int64_t kLong = kSums<T, Total>;
 
   void add(int64_t begin, int64_t end) const {
     const int64_t L = k_.vector, d = r_.d, most = std::max(kAtOnce / d / group_, int64_t(1)) * group_;
@@ -62,14 +66,14 @@ class SmallBlocks {
       for (int64_t n0 = 0; n0 < r_.N; n0 += kSum) {
         const int64_t count = std::min(kSum, r_.N - n0);
         const T* source = r_.data + n0 * r_.row + g0 * r_.block;
-        if (n0 % kSums == 0) sums.zero(0, sums_size);
+        if (n0 % kLong == 0) sums.zero(0, sums_size);
         const T* after = n0 + 2 * kSum <= r_.N ? source + kSum * r_.row : source;
         products(direct, count, source, r_.row, r_.block, after, copy.data(), copy_row, sums.data());
         if (rest > 0) {
           gather(rest, count, source + direct * r_.block, room.data(), room_row);
           products(rest, count, room.data(), room_row, d, nullptr, nullptr, 0, sums.data() + direct / group_ * group_sums_);
         }
-        if ((n0 + count) % kSums == 0 || n0 + count == r_.N) add_sums(g0, here, sums.data());
+        if ((n0 + count) % kLong == 0 || n0 + count == r_.N) add_sums(g0, here, sums.data());
       }
     }
   }
@@ -126,33 +130,33 @@ class SmallBlocks {
     const int64_t d = r_.d;
     for (int64_t g = 0; g < blocks; ++g) {
       const T* own = sums + g / group_ * group_sums_;
-      T* target = r_.factor + (g0 + g) * d * d;
+      Total* target = r_.factor + (g0 + g) * d * d;
       if (turned_) {
         add_turned(own + g % group_ * d, target);
       } else {
-        k_.add_mirrored(d, static_cast<T>(r_.alpha), own, lanes_, target, d);
+        adders<T, Total>().mirrored(d, static_cast<Total>(r_.alpha), own, lanes_, target, d);
       }
     }
   }
 
   // The product of numbers i and j >= i is in the sums for j - i turns in lane i, or for d - (j - i) turns in lane j.
-  void add_turned(const T* sums, T* target) const {
+  void add_turned(const T* sums, Total* target) const {
     const int64_t d = r_.d;
-    const T alpha = static_cast<T>(r_.alpha);
+    const Total alpha = static_cast<Total>(r_.alpha);
     for (int64_t i = 0; i < d; ++i) target[i * d + i] += alpha * sums[i];
     for (int64_t turn = 1; 2 * turn <= d; ++turn) {
       const T* sum = sums + turn * lanes_;
       const int64_t count = 2 * turn == d ? turn : d;  // half a turn leads to every pair twice
       for (int64_t i = 0; i < count; ++i) {
         const int64_t j = i + turn < d ? i + turn : i + turn - d;
-        const T part = alpha * sum[i];
+        const Total part = alpha * sum[i];
         target[i * d + j] += part;
         target[j * d + i] += part;
       }
     }
   }
 
-  const KronRows<T> r_;
+  const KronRows<T, Total> r_;
   const Kernels<T>& k_;
   const int64_t lanes_;
   const bool turned_, gathered_;

@@ -36,13 +36,13 @@ class SmallTorus {
                                 [&](int64_t begin, int64_t end) { out.zero(begin * C_ * P_, end * C_ * P_); });
     const Kernels<T>& k = kernels<T>();
     const Gram<T> gram(C_ * P_, N_);
-    gram.for_sums(
+    gram.template for_sums<double>(
         1, N_,
         [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
           k.pack(n, count, x_.data + k0 * x_.image + first, 1, x_.image, panel);
         },
         [](int64_t, int64_t) {},
-        [&](int64_t, int64_t begin, int64_t end, const T* sums) {
+        [&](int64_t, int64_t begin, int64_t end, const auto* sums) {
           for (int64_t tile = begin; tile < end; ++tile, sums += gram.tiles().tile_size()) {
             const auto [row, column] = gram.tiles().corner(tile);
             fold(row / P_, column / P_, k.width, sums, out.data());
@@ -65,12 +65,13 @@ class SmallTorus {
   static constexpr int64_t kWorth = 1 << 16;  // numbers, some microseconds
 
   // Adds what a tile of `width` rows has to the lags of its pairs of channels.
-  void fold(int64_t first, int64_t second, int64_t width, const T* sums, double* lags) const {
+  template <class Sum>
+  void fold(int64_t first, int64_t second, int64_t width, const Sum* sums, double* lags) const {
     const int64_t channels = width / P_;
-    std::vector<T> turned(W_ * P_), square(P_ * P_);
+    std::vector<Sum> turned(W_ * P_), square(P_ * P_);
     for (int64_t c = first; c < std::min(first + channels, C_); ++c) {
       for (int64_t other = std::max(second, c); other < std::min(second + channels, C_); ++other) {
-        const T* pair = sums + (c - first) * P_ * width + (other - second) * P_;
+        const Sum* pair = sums + (c - first) * P_ * width + (other - second) * P_;
         double* to = lags + (c * C_ + other) * P_;
         if (c == other) {  // the products of two positions are there once, above the diagonal
           for (int64_t q = 0; q < P_; ++q) {
@@ -86,10 +87,11 @@ class SmallTorus {
 
   // Rows of positions (h, w) are turned by h lines, which keeps them whole, and added up by w; the columns' turn is for the
   // sums.
-  void fold_pair(const T* pair, int64_t row, T* turned, double* lags) const {
-    std::fill_n(turned, W_ * P_, T(0));
+  template <class Sum>
+  void fold_pair(const Sum* pair, int64_t row, Sum* turned, double* lags) const {
+    std::fill_n(turned, W_ * P_, Sum(0));
     for (int64_t q = 0; q < P_; ++q, pair += row) {
-      T* to = turned + q % W_ * P_;
+      Sum* to = turned + q % W_ * P_;
       const int64_t before = q / W_ * W_, after = P_ - before;
       for (int64_t p = 0; p < after; ++p) to[p] += pair[before + p];
       for (int64_t p = 0; p < before; ++p) to[after + p] += pair[p];

@@ -17,7 +17,7 @@ def hyperparameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 class DataFitGradient:
-    """Sum over batches of the gradient of a batch's statistic in :func:`hyperparameters`.
+    """Sum over batches, in float64, of the gradient of a batch's statistic in :func:`hyperparameters`.
 
     The matrix of a basis is as large as hundreds of images and costs more to build than a batch takes, so batches give the gradient in
     the matrix, and :meth:`total` goes through the basis once.
@@ -54,20 +54,21 @@ class DataFitGradient:
                 return
             found = torch.autograd.grad(value, wanted, allow_unused=True)
         self._sums = [
-            old if new is None else new if old is None else old + new
+            old if new is None else new.double() if old is None else old + new
             for old, new in zip(self._sums, found, strict=True)
         ]
 
     def total(self) -> dict[str, Tensor]:
-        """The gradient of the sum of all batches' statistics, by the buffers' names; zeros where nothing depends on one."""
+        """The gradient of the sum of all batches' statistics in float64, by the buffers' names; zeros where nothing depends on one."""
         gradients = {id(b): s for b, s in zip(self.others.values(), self._sums, strict=False)}
         for basis, slope in zip(self.bases, self._sums[len(self.others) :], strict=True):
             own = [b for b in basis.buffers(recurse=False) if b.requires_grad]
             if slope is not None:
                 with torch.enable_grad():
-                    found = torch.autograd.grad(basis.matrix(), own, slope)
-                gradients |= {id(b): g for b, g in zip(own, found, strict=True)}
+                    matrix = basis.matrix()
+                    found = torch.autograd.grad(matrix, own, slope.to(matrix.dtype))
+                gradients |= {id(b): g.double() for b, g in zip(own, found, strict=True)}
         return {
-            name: torch.zeros_like(b) if gradients.get(id(b)) is None else gradients[id(b)]
+            name: torch.zeros_like(b, dtype=torch.float64) if gradients.get(id(b)) is None else gradients[id(b)]
             for name, b in self.buffers.items()
         }

@@ -22,10 +22,12 @@ class _GraphMoment(SecondMoment):
     """A second moment that is differentiable in its rows."""
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        rows = rows.to(self.total.dtype)
         self.total = self.total + alpha * torch.einsum("rgi,rgj->gij", rows, rows)
         self.count(rows.shape[0])
 
     def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        rows = rows.to(self.total.dtype)
         self.total = self.total + rows.t() @ rows * weights
         self.count(rows.shape[0])
 

@@ -57,8 +57,8 @@ class KroneckerFactor:
     r"""Curvature of one parameter tensor: ``G`` blocks, block g being :math:`A_g \otimes B_g`.
 
     The sum over data is included: A averages over the data, B sums over it, so that a tensor's Hessian is the product.
-    Raw sums are kept and divided when read, so more data can be added at any time and nothing depends on the batch
-    size.
+    Raw sums are kept in float64 and divided when read, so more data can be added at any time and nothing depends on
+    the batch size beyond what single products of the parameters' dtype lose.
 
     Attributes:
         input_moment: raw sum of the input side, or None for a bias (whose input is the constant one).
@@ -77,17 +77,17 @@ class KroneckerFactor:
 
     @property
     def inputs(self) -> Tensor:
-        """A, the input side, ``(G, a, a)``: mean over the data of the sum over shared positions; ones ``(1, 1, 1)`` for
-        a bias.
+        """A, the input side, ``(G, a, a)``, float64: mean over the data of the sum over shared positions; ones ``(1, 1,
+        1)`` for a bias.
         """
         if self.input_moment is None:
             return self.output_moment.total.new_ones(1, 1, 1)
-        return self.input_moment.projected().to(self.input_moment.total.dtype) / self.n_data
+        return self.input_moment.projected() / self.n_data
 
     @property
     def outputs(self) -> Tensor:
-        """B, the output side, ``(G, b, b)`` or ``(1, b, b)``: sum over the data, mean over shared positions."""
-        return self.output_moment.projected().to(self.output_moment.total.dtype)
+        """B, the output side, ``(G, b, b)`` or ``(1, b, b)``, float64: sum over the data, mean over shared positions."""
+        return self.output_moment.projected()
 
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues of both sides, ``(G, a)`` and ``(G or 1, b)``, float64, ascending, not negative.

@@ -20,16 +20,20 @@ class SecondMoment:
     Where weights are given at the A anchors of a basis, rows are collected at its X positions, as for a layer without one, and
     ``total`` is projected when it is read: d is then a multiple of X.
 
+    ``total`` is float64 whatever the rows' dtype: products of float32 rows are summed in float32 over short runs of them, and these sums
+    in float64. A float32 total would lose the small eigenvalues of rows that are not centred, the more the more batches there are.
+
     Args:
         groups: G.
         size: d.
-        like: a tensor whose dtype (float32 or float64) and device the sum takes.
+        like: a tensor of the dtype (float32 or float64) of the rows and on their device.
         name: what it belongs to, for error messages.
         basis: of the weights, or None.
     """
 
     def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
-        self.total = torch.zeros(groups, size, size, dtype=like.dtype, device=like.device)
+        self.total = torch.zeros(groups, size, size, dtype=torch.float64, device=like.device)
+        self.dtype = like.dtype  # of the rows
         self.rows = 0
         self.name = name
         self.basis = basis
@@ -70,12 +74,12 @@ class SecondMoment:
 
     def clone(self, name: str) -> SecondMoment:
         """An independent copy under another name."""
-        other = type(self)(0, 0, self.total, name, self.basis)
+        other = type(self)(0, 0, self.total.new_empty(0, dtype=self.dtype), name, self.basis)
         other.total, other.rows = self.total.clone(), self.rows
         return other
 
     def projected(self) -> Tensor:
-        r"""``total``, or on a basis :math:`(I \otimes \Psi)\, total\, (I \otimes \Psi)^T` at its present state in float64.
+        r"""``total``, or on a basis :math:`(I \otimes \Psi)\, total\, (I \otimes \Psi)^T` at its present state.
 
         ``(G, d, d)``, or ``(G, d/X * A, d/X * A)``, differentiable in the basis' anchors and inverse lengthscale.
 
@@ -84,7 +88,7 @@ class SecondMoment:
         if self.basis is None:
             return self.total
         psi, groups = self.basis.matrix().double(), self.total.shape[0]
-        half = self.total.double().unflatten(2, (-1, psi.shape[1])) @ psi.T  # (G, d, d/X, A)
+        half = self.total.unflatten(2, (-1, psi.shape[1])) @ psi.T  # (G, d, d/X, A)
         whole = half.flatten(2).mT.unflatten(2, (-1, psi.shape[1])) @ psi.T  # (G, d/X * A, d/X, A)
         return whole.reshape(groups, half[0, 0].numel(), -1)
 
@@ -94,10 +98,10 @@ class SecondMoment:
         Computed once and kept until rows are added or the basis changes; where the basis' anchors or inverse lengthscale require a
         gradient, anew at every call and differentiable in them.
 
-        The decomposition is in float64 whatever the sum's dtype. An eigensolver's error is eps times the *largest*
-        eigenvalue, in every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs
-        of very different scales (a nearly dead channel beside a live one) give sums whose small eigenvalues float32
-        stores to full relative accuracy, and a float32 solver replaces by noise of either sign.
+        The decomposition is in float64 as the sum is. An eigensolver's error is eps times the *largest* eigenvalue, in
+        every eigenvalue; the evidence compares products of small ones with the prior precision. Inputs of very
+        different scales (a nearly dead channel beside a live one) give sums whose small eigenvalues a float32 solver
+        replaces by noise of either sign.
 
         Raises:
             FloatingPointError: the sum is not finite.
@@ -140,16 +144,17 @@ class SecondMoment:
     def _tolerance(self, values: Tensor) -> Tensor:
         """How far below zero rounding may have taken eigenvalues, ``(G,)``."""
         # A sum of R rounded terms carries an error of about sqrt(R) eps relative to the largest eigenvalue, d eps
-        # at the least. Below the smallest normal number, where the moments of a layer that was switched off end,
-        # rounding is absolute: a product can lose up to that number, in each of R terms and d entries.
-        number = torch.finfo(self.total.dtype)
+        # at the least; eps is that of the products, whose dtype is the rows'. Below the smallest normal number, where
+        # the moments of a layer that was switched off end, rounding is absolute: a product can lose up to that
+        # number, in each of R terms and d entries.
+        number = torch.finfo(self.dtype)
         size = self.total.shape[-1]
         largest, growth = values.amax(-1).clamp(min=0), 1.0
         if self.basis is not None:
             # The error is that of the sum before it was projected, times |Psi|^2 at most. Sums of rows and columns bound the norms.
             psi = self.basis.matrix().double().abs()
             growth = psi.sum(0).amax() * psi.sum(1).amax()
-            largest = self.total.double().abs().sum(-1).amax(-1) * growth
+            largest = self.total.abs().sum(-1).amax(-1) * growth
         tolerance = number.eps * (size + math.sqrt(self.rows)) * largest
         return tolerance + number.tiny * size * max(self.rows, 1) * growth
 

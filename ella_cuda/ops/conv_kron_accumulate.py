@@ -30,7 +30,8 @@ def conv_kron_accumulate_(
 
     Args:
         factor: ``(C*kh*kw, C*kh*kw)``, contiguous, symmetric, in the order of :func:`torch.nn.functional.unfold`; changed in place.
-        x: ``(N, C, H, W)``, the convolution's input.
+        x: ``(N, C, H, W)``, the convolution's input, of the factor's dtype, or float32 beside a float64 factor; see
+            :func:`ella_cuda.ops.kron_accumulate_`.
         kernel_size: ``k`` or ``(kh, kw)``.
         padding_mode: "circular" (positions wrap) or "zeros".
         alpha: weight of the sum, finite in the factor's dtype. What is not finite in ``x`` shows even at 0.
@@ -67,7 +68,8 @@ def conv_kron_accumulate_torch_(
     padding: Size | None = None,
     dilation: Size = 1,
 ) -> Tensor:
-    """Plain-torch twin of :func:`conv_kron_accumulate_`."""
+    """Plain-torch twin of :func:`conv_kron_accumulate_`; its products have the factor's dtype."""
+    x = x.to(factor.dtype)
     kernel, strides, pads, dilations, circular = _geometry(kernel_size, padding_mode, stride, padding, dilation)
     padded = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular" if circular else "constant")
     patches = F.unfold(padded, kernel, dilation=dilations, stride=strides).movedim(1, 2).flatten(0, 1)

@@ -19,7 +19,8 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
 
     Args:
         factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.
-        rows: ``(N, G, d)``, any strides.
+        rows: ``(N, G, d)``, any strides, of the factor's dtype, or float32 beside a float64 factor: products are then float32, summed in
+            float32 over at most 1,024 rows (256 on the CPU), and these sums in float64.
         alpha: weight of the sum, finite in the factor's dtype. What is not finite in the rows shows even at 0.
 
     Returns:
@@ -38,8 +39,8 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
 
 
 def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
-    """Plain-torch twin of :func:`kron_accumulate_`."""
-    blocks = rows.movedim(1, 0)
+    """Plain-torch twin of :func:`kron_accumulate_`; its products have the factor's dtype."""
+    blocks = rows.to(factor.dtype).movedim(1, 0)
     return factor.baddbmm_(blocks.transpose(1, 2), blocks, alpha=alpha)
 
 

@@ -120,14 +120,14 @@ class Rule(ABC):
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
     def bytes(self) -> int:
-        """What the factors will take."""
+        """What the factors, which are float64, will take."""
         shapes, shared = self.shapes(), self.shares_outputs()
-        total = 0
+        numbers = 0
         for parameter in self.trainable:
-            shape, size = shapes[parameter], getattr(self.module, parameter).element_size()
-            total += 0 if shape.constant_input else size * shape.groups * shape.row_inputs**2
-            total += 0 if parameter in shared else size * shape.output_groups * shape.row_outputs**2
-        return total
+            shape = shapes[parameter]
+            numbers += 0 if shape.constant_input else shape.groups * shape.row_inputs**2
+            numbers += 0 if parameter in shared else shape.output_groups * shape.row_outputs**2
+        return numbers * torch.float64.itemsize
 
     def full_name(self, parameter: str) -> str:
         """The parameter's name in the model."""

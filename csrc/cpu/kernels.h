@@ -200,15 +200,15 @@ const LogdetKernels& logdet_kernels();
 const EvidenceKernels& evidence_kernels();
 
 // One table for each instruction set that the compiler can produce; see kernels_<set>.cpp.
-#define ELLA_DECLARE_KERNELS(SET)                    \
-  namespace SET {                                    \
-  extern const Kernels<float> floats;                \
-  extern const Kernels<double> doubles;              \
-  extern const Adders<float, float> add_floats;      \
-  extern const Adders<float, double> widen_floats;   \
-  extern const Adders<double, double> add_doubles;   \
-  extern const LogdetKernels logdet;                 \
-  extern const EvidenceKernels evidence;             \
+#define ELLA_DECLARE_KERNELS(SET)                  \
+  namespace SET {                                  \
+  extern const Kernels<float> floats;              \
+  extern const Kernels<double> doubles;            \
+  extern const Adders<float, float> add_floats;    \
+  extern const Adders<float, double> widen_floats; \
+  extern const Adders<double, double> add_doubles; \
+  extern const LogdetKernels logdet;               \
+  extern const EvidenceKernels evidence;           \
   }
 #if defined(__aarch64__)
 #define ELLA_NEON_KERNELS 1

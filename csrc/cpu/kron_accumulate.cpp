@@ -11,10 +11,9 @@ template <class T, class Total>
 void add_large_blocks(const KronRows<T, Total>& r) {
   const Kernels<T>& k = kernels<T>();
   Gram<T>(r.d, r.N, r.G)
-      .accumulate(r.factor, r.G, r.N, r.alpha,
-                  [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
-                    k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
-                  });
+      .accumulate(r.factor, r.G, r.N, r.alpha, [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
+        k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
+      });
 }
 
 template <class T, class Total>

@@ -84,7 +84,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
              ": an image with its padding may have at most ", kMostNumbers, " numbers, got ", geometry.C, " x ", padded_h,
              " x ", padded_w);
   const Device device(factor);
-  ELLA_DISPATCH_FLOATING(factor.scalar_type(), name, [&] {
+  ELLA_DISPATCH_FLOATING(x.scalar_type(), name, [&] {
     const Image<scalar_t> images = image<scalar_t>(x);
     const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(images, geometry) > kMostNumbers;
     // Positions, and numbers from the first to the last.

@@ -67,7 +67,7 @@ inline int64_t syrk_products(int64_t d, int64_t BT) {
   return side * (side + 1) / 2 * BT * BT;
 }
 
-// factor (groups, d, d) += alpha * sum over `count` rows; `count` and the factor are not empty.
+// factor (groups, d, d), of T or double, += alpha * sum over `count` rows; `count` and the factor are not empty.
 template <class T, class Rows>
 void syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
           int64_t count, double alpha) {

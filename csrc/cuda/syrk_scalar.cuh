@@ -140,12 +140,13 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
 template <class T, int BT, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, SyrkScalarTile<T, BT>::kBlocks)
-    syrk_scalar_kernel(Rows rows, T* factor, T* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares, T alpha) {
+    syrk_scalar_kernel(Rows rows, SyrkFactor<T> factor, T* parts, int64_t d, int64_t first, int64_t last, int64_t share_rows,
+                       int64_t shares, double alpha) {
   using Shape = SyrkScalarTile<T, BT>;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<T> staging = memory.array<T>(Shape::kStaging);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkPlace place(BT, d, count, share_rows, shares);
+  const SyrkPlace place(BT, d, first, last, share_rows, shares);
   T sum[4][4];
   syrk_scalar_tile<T, BT>(rows, place, d, staging, columns, sum);
   const int t = threadIdx.x, tx = t % Shape::SIDE, ty = t / Shape::SIDE % Shape::SIDE;
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkScalarTile<T, BT>::kBlocks)
       if (parts != nullptr) {
         parts[place.part * (BT * BT) + (4 * ty + i) * BT + 4 * tx + j] = sum[i][j];
       } else {
-        update_factor(factor + place.g * d * d, d, place.i0 + 4 * ty + i, place.j0 + 4 * tx + j, alpha, sum[i][j]);
+        update_factor(factor, place.g, d, place.i0 + 4 * ty + i, place.j0 + 4 * tx + j, alpha, sum[i][j]);
       }
     }
   }

@@ -43,12 +43,13 @@ struct SyrkTensorTile {
   }
 };
 
-// The 4 x 4 values of rows i.. and columns j.. go to the factor; by vectors where all of them and their mirror images are
-// there.
-//   factor (d, d)
-__device__ __forceinline__ void update_factor_block(float* factor, int64_t d, int64_t i, int64_t j, float alpha,
-                                                    const float (&value)[4][4]) {
-  if (i + 4 <= j && j + 4 <= d && d % 4 == 0 && reinterpret_cast<uintptr_t>(factor) % 16 == 0) {
+// The 4 x 4 values of rows i.. and columns j.. go to block g of the factor; to one of floats by vectors where all of them and
+// their mirror images are there.
+__device__ __forceinline__ void update_factor_block(const SyrkFactor<float>& total, int64_t g, int64_t d, int64_t i, int64_t j,
+                                                    double wide_alpha, const float (&value)[4][4]) {
+  float* const factor = total.own + g * d * d;
+  const float alpha = static_cast<float>(wide_alpha);
+  if (total.wide == nullptr && i + 4 <= j && j + 4 <= d && d % 4 == 0 && reinterpret_cast<uintptr_t>(factor) % 16 == 0) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       float upper[4], lower[4];
@@ -67,7 +68,7 @@ __device__ __forceinline__ void update_factor_block(float* factor, int64_t d, in
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
 #pragma unroll
-    for (int c = 0; c < 4; ++c) update_factor(factor, d, i + r, j + c, alpha, value[r][c]);
+    for (int c = 0; c < 4; ++c) update_factor(total, g, d, i + r, j + c, wide_alpha, value[r][c]);
   }
 }
 
@@ -75,13 +76,13 @@ __device__ __forceinline__ void update_factor_block(float* factor, int64_t d, in
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
 template <int BT, SyrkCopy COPY, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
-    syrk_tensor_kernel(Rows rows, float* factor, float* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares,
-                       float alpha) {
+    syrk_tensor_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first, int64_t last,
+                       int64_t share_rows, int64_t shares, double alpha) {
   using Shape = SyrkTensorTile<BT>;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkPlace place(BT, d, count, share_rows, shares);
+  const SyrkPlace place(BT, d, first, last, share_rows, shares);
   const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
       float block[4][4];
       result_block(sum[h], half, block);
       if (parts == nullptr) {
-        update_factor_block(factor + place.g * d * d, d, place.i0 + in_i, place.j0 + in_j, alpha, block);
+        update_factor_block(factor, place.g, d, place.i0 + in_i, place.j0 + in_j, alpha, block);
       } else {
 #pragma unroll
         for (int r = 0; r < 4; ++r) store_vector(parts + place.part * (BT * BT) + (in_i + r) * BT + in_j, block[r]);

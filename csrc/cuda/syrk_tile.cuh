@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../common/device_memory.h"
 #include "reduce.cuh"
@@ -30,24 +31,50 @@ struct SyrkPlace {
   int64_t g, i0, j0, begin, end;
   int64_t part;  // its tile's place in the workspace (shares, groups, tiles)
 
-  __device__ __forceinline__ SyrkPlace(int BT, int64_t d, int64_t count, int64_t share_rows, int64_t shares) {
+  // Of the rows first..last.
+  __device__ __forceinline__ SyrkPlace(int BT, int64_t d, int64_t first, int64_t last, int64_t share_rows, int64_t shares) {
     const int64_t side = ceil_div(d, static_cast<int64_t>(BT)), tiles = side * (side + 1) / 2;
     const int64_t share = blockIdx.x % shares, tile = blockIdx.x / shares % tiles;
     g = blockIdx.x / shares / tiles;
     triangle_position(tile, side, i0, j0);
     i0 *= BT, j0 *= BT;
-    begin = share * share_rows, end = min(begin + share_rows, count);
+    begin = first + share * share_rows, end = min(begin + share_rows, last);
     part = share * (gridDim.x / shares) + g * tiles + tile;
   }
+};
+
+// What sums in T join: blocks of T, or of double where `wide` is not null. One kernel serves both, for it is the last few of
+// its instructions that differ.
+//   own, wide (groups, d, d)
+template <class T>
+struct SyrkFactor {
+  T* own;
+  double* wide;
+
+  SyrkFactor(const Tensor& factor, bool widens)
+      : own(widens ? nullptr : factor.mutable_data_ptr<T>()), wide(widens ? factor.mutable_data_ptr<double>() : nullptr) {}
 };
 
 // factor[i,j] += alpha * value and, off the diagonal, its mirror image; nothing outside the factor and below the diagonal.
 //   factor (d, d)
 template <class T>
-__device__ __forceinline__ void update_factor(T* factor, int64_t d, int64_t i, int64_t j, T alpha, T value) {
+__device__ __forceinline__ void update_block(T* factor, int64_t d, int64_t i, int64_t j, T alpha, T value) {
   if (i > j || j >= d) return;
   factor[i * d + j] = fma(alpha, value, factor[i * d + j]);
   if (i != j) factor[j * d + i] = fma(alpha, value, factor[j * d + i]);
+}
+
+// The same for block g.
+template <class T>
+__device__ __forceinline__ void update_factor(const SyrkFactor<T>& factor, int64_t g, int64_t d, int64_t i, int64_t j,
+                                              double alpha, T value) {
+  if constexpr (sizeof(T) < sizeof(double)) {
+    if (factor.wide != nullptr) {
+      update_block(factor.wide + g * d * d, d, i, j, alpha, static_cast<double>(value));
+      return;
+    }
+  }
+  update_block(factor.own + g * d * d, d, i, j, static_cast<T>(alpha), value);
 }
 
 // Squares of a tile, for which a thread block adds the shares up: a row of 32 floats is 128 bytes of a factor.
@@ -65,16 +92,16 @@ struct SyrkFinishSquare {
   }
 };
 
-// Adds the shares of every tile in order and updates the factor, its rows and those of its mirror image by whole sectors.
-// Block: (square of a tile, tile, g), square fastest; those below the diagonal have nothing to do.
+// Adds the shares of every tile in order, in the factor's type, and updates it, its rows and those of its mirror image by whole
+// sectors. Block: (square of a tile, tile, g), square fastest; those below the diagonal have nothing to do.
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT)
-template <class T, int BT>
+template <class T, class Total, int BT>
 __global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads)
-    syrk_finish_kernel(T* factor, const T* __restrict__ parts, int64_t groups, int64_t d, int64_t shares, T alpha) {
+    syrk_finish_kernel(Total* factor, const T* __restrict__ parts, int64_t groups, int64_t d, int64_t shares, Total alpha) {
   using Shape = SyrkFinishSquare<BT>;
   constexpr int kSquares = Shape::kAcross * Shape::kAcross;
   ELLA_SHARED_MEMORY(memory);
-  const SharedArray<T> square = memory.array<T>(Shape::kSide * Shape::kStride);
+  const SharedArray<Total> square = memory.array<Total>(Shape::kSide * Shape::kStride);
   const int64_t side = ceil_div(d, int64_t{BT}), tiles = side * (side + 1) / 2, count = groups * tiles * (BT * BT);
   const int in_tile = blockIdx.x % kSquares, down = in_tile / Shape::kAcross * Shape::kSide,
             across = in_tile % Shape::kAcross * Shape::kSide;
@@ -86,7 +113,7 @@ __global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads)
 
   const int column = threadIdx.x % Shape::kSide, first = threadIdx.x / Shape::kSide;
   const T* from = parts + ((g * tiles + tile) * BT + down + first) * BT + across + column;
-  T total[Shape::kEach];
+  Total total[Shape::kEach];
 #pragma unroll
   for (int e = 0; e < Shape::kEach; ++e) total[e] = from[e * Shape::kRows * BT];
 #pragma unroll 8  // reads are on their way together: where tiles are few, these waits are all that a block does
@@ -126,25 +153,46 @@ inline int64_t syrk_shares(int64_t blocks, int64_t slots, int64_t most) {
   return best;
 }
 
-// Launches `kernel`, whose tiles are Shape's, for all blocks and shares of the rows, and adds the shares up.
+// Rows of a share whose sums in float join a factor in double: 64 sums of 16 rows on tensor cores.
+constexpr int64_t kSyrkShortRows = 1024;
+
+// Launches `kernel`, whose tiles are Shape's, for all blocks and shares of the rows, and adds the shares up. A factor wider
+// than T gets shares of no more than kSyrkShortRows rows: the rest of the rows is for launches to come.
 template <class T, class Shape, class Rows>
-void launch_syrk(const Device& device, const char* name, void (*kernel)(Rows, T*, T*, int64_t, int64_t, int64_t, int64_t, T),
-                 const Rows& rows, const Tensor& factor, int64_t groups, int64_t d, int64_t count, double alpha) {
+void launch_syrk(const Device& device, const char* name,
+                 void (*kernel)(Rows, SyrkFactor<T>, T*, int64_t, int64_t, int64_t, int64_t, int64_t, double), const Rows& rows,
+                 const Tensor& factor, int64_t groups, int64_t d, int64_t count, double alpha) {
   constexpr int BT = Shape::BT;
+  constexpr int64_t kSlab = Shape::kSlabRows;
+  static_assert(kSyrkShortRows % kSlab == 0, "whole slabs");
+  const bool widens = sizeof(T) < sizeof(double) && factor.scalar_type() == ScalarType::Double;
+  const SyrkFactor<T> target(factor, widens);
   const int64_t side = ceil_div(d, int64_t{BT}), blocks = groups * side * (side + 1) / 2;
-  const int64_t slabs = ceil_div(count, static_cast<int64_t>(Shape::kSlabRows));
-  const int64_t most = ceil_div(slabs, int64_t{4});  // at least four slabs a share
+  const int64_t most = ceil_div(ceil_div(count, kSlab), int64_t{4});  // at least four slabs a share
   const int64_t wanted = syrk_shares(blocks, Shape::kBlocks * device.multiprocessors(), most);
-  const int64_t share_rows = ceil_div(slabs, wanted) * Shape::kSlabRows, shares = ceil_div(count, share_rows);
-  T* const data = factor.mutable_data_ptr<T>();
-  std::optional<Tensor> parts;
-  if (shares > 1) parts = device_empty(factor, {shares, blocks, BT * BT});
-  launch(device, name, kernel, blocks * shares, kSyrkThreads, Shape::template shared_bytes<typename Rows::Column>(), rows, data,
-         parts ? parts->mutable_data_ptr<T>() : nullptr, d, count, share_rows, shares, alpha);
-  if (parts) {
-    using Square = SyrkFinishSquare<BT>;
-    launch(device, name, syrk_finish_kernel<T, BT>, blocks * Square::kAcross * Square::kAcross, Square::kThreads,
-           Square::template shared_bytes<T>(), data, parts->const_data_ptr<T>(), groups, d, shares, alpha);
+  const int64_t launches = widens ? ceil_div(count, wanted * kSyrkShortRows) : 1;
+  const int64_t each = ceil_div(ceil_div(count, launches), kSlab), share_rows = ceil_div(each, wanted) * kSlab;
+  std::optional<Tensor> parts;  // of one launch after the other
+  for (int64_t first = 0; first < count; first += each * kSlab) {
+    const int64_t last = std::min(first + each * kSlab, count), shares = ceil_div(last - first, share_rows);
+    if (shares > 1 && !parts) {
+      parts = device_empty(factor, {shares, blocks, BT * BT}, sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float);
+    }
+    launch(device, name, kernel, blocks * shares, kSyrkThreads, Shape::template shared_bytes<typename Rows::Column>(), rows,
+           target, shares > 1 ? parts->mutable_data_ptr<T>() : nullptr, d, first, last, share_rows, shares, alpha);
+    if (shares == 1) continue;
+    const auto finish = [&](auto* total) {
+      using Square = SyrkFinishSquare<BT>;
+      using Total = std::remove_pointer_t<decltype(total)>;
+      launch(device, name, syrk_finish_kernel<T, Total, BT>, blocks * Square::kAcross * Square::kAcross, Square::kThreads,
+             Square::template shared_bytes<Total>(), total, parts->const_data_ptr<T>(), groups, d, shares,
+             static_cast<Total>(alpha));
+    };
+    if (widens) {
+      finish(target.wide);
+    } else {
+      finish(target.own);
+    }
   }
 }
 

@@ -133,8 +133,8 @@ __device__ __forceinline__ void finish_products(float (&chain)[32], float (&sum)
 //   factor (groups, d, d), parts (shares, groups, tiles, 128, 128) or null
 template <SyrkCopy COPY, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, 1)
-    syrk_warpgroup_kernel(Rows rows, float* factor, float* parts, int64_t d, int64_t count, int64_t share_rows, int64_t shares,
-                          float alpha) {
+    syrk_warpgroup_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first_row, int64_t last_row,
+                          int64_t share_rows, int64_t shares, double alpha) {
 #if defined(ELLA_SIMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Shape = SyrkWarpgroupTile;
   constexpr int BT = Shape::BT;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
   const SharedArray<float> split = memory.array<float>(2 * Shape::kSplit);  // first: it wants the alignment
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
-  const SyrkPlace place(BT, d, count, share_rows, shares);
+  const SyrkPlace place(BT, d, first_row, last_row, share_rows, shares);
   const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0), down = 16 * warp;
@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
     const int i = down + lane / 4 + v / 2 % 2 * 8, j = v / 4 * 8 + lane % 4 * 2;
     const float first = sum[v / 32][v % 32], second = sum[v / 32][v % 32 + 1];
     if (parts == nullptr) {
-      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j, alpha, first);
-      update_factor(factor + place.g * d * d, d, place.i0 + i, place.j0 + j + 1, alpha, second);
+      update_factor(factor, place.g, d, place.i0 + i, place.j0 + j, alpha, first);
+      update_factor(factor, place.g, d, place.i0 + i, place.j0 + j + 1, alpha, second);
     } else {
       store_pair(parts + place.part * (BT * BT) + i * BT + j, first, second);
     }

@@ -65,6 +65,7 @@ def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:
             unaligned = torch.randn(rows * d + 1, dtype=dtype)[1:].view(rows, 1, d)
             adjacent = torch.randn(1, d, rows, dtype=dtype).permute(2, 0, 1)
             for values in (aligned, unaligned, adjacent):
-                ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), values, 1.0)
+                for total in {dtype, torch.float64}:
+                    ops.kron_accumulate_(torch.zeros(1, d, d, dtype=total), values, 1.0)
             image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
             ops.conv_kron_accumulate_(torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0)

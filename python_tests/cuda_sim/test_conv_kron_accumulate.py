@@ -61,6 +61,15 @@ def test_accumulates(simulator: Simulator, geometry, dtype: torch.dtype, circula
     assert torch.equal(got, got.T)
 
 
+@pytest.mark.parametrize("circular", [True, False])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulator, geometry, circular: bool) -> None:
+    start, _ = problem(geometry, torch.float64)
+    start, x = start + 2.0**40, torch.randint(101, 128, geometry[0]).float()
+    got = accumulated(simulator, start, x, *geometry[1:], circular, 0.5)
+    assert torch.equal(got, exact(start, x.double(), *geometry[1:], circular, 0.5))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_layouts(simulator: Simulator, layout: str) -> None:
     start, x = problem(GEOMETRIES[2], torch.float32, layout)

@@ -123,6 +123,33 @@ def test_what_is_not_finite_shows(simulator: Simulator, value: float) -> None:
         assert not got[there].isfinite().any()
 
 
+def integers(*shape: int) -> Tensor:
+    """float32 numbers of which products are exact, and sums of up to 1,024 products, but not of twice as many."""
+    return torch.randint(101, 128, shape).float()
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (2500, 1, 5), (2500, 2, 20), (2500, 1, 32), (1100, 1, 40), (1100, 1, 130)])
+@pytest.mark.parametrize("multiprocessors", [2, 64])
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(
+    simulator: Simulator, shape: tuple[int, ...], multiprocessors: int
+) -> None:
+    """Rows shared out and not, in one launch and in several; what was in the factor before is far beyond float32."""
+    start, rows = symmetric(shape[1], shape[2], torch.float64) + 2.0**40, integers(*shape)
+    for warpgroups in (False, True):
+        with simulator.scheduled(
+            threads="random", blocks="random", multiprocessors=multiprocessors, warpgroups=warpgroups
+        ):
+            got = accumulated(simulator, start, rows, 0.5)
+        assert torch.equal(got, exact(start, rows.double(), 0.5))
+
+
+def test_a_float64_factor_is_added_to_in_float64(simulator: Simulator) -> None:
+    """The weight is not rounded either."""
+    rows = integers(40, 2, 20)
+    got = accumulated(simulator, torch.zeros(2, 20, 20, dtype=torch.float64), rows, 0.1)
+    assert torch.equal(got, 0.1 * exact(torch.zeros(1), rows.double(), 1.0))
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3), (4, 0, 3), (4, 2, 0)])
 def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
     N, G, d = shape
@@ -133,5 +160,11 @@ def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
 def test_bad_arguments_are_refused(simulator: Simulator) -> None:
     with pytest.raises(RuntimeError, match="rows must have shape"):
         simulator.ops.kron_accumulate_(torch.zeros(2, 3, 3), torch.zeros(5, 2, 4), 1.0)
+    with pytest.raises(RuntimeError, match=r"rows must have the dtype of factor \(float32\), got float64"):
+        simulator.ops.kron_accumulate_(torch.zeros(2, 3, 3), torch.zeros(5, 2, 3, dtype=torch.float64), 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"rows must have the dtype of factor \(float64\) or be float32, got float16"
+    ):
+        simulator.ops.kron_accumulate_(torch.zeros(2, 3, 3).double(), torch.zeros(5, 2, 3).half(), 1.0)
     with pytest.raises(RuntimeError, match="factor must be contiguous"):
         simulator.ops.kron_accumulate_(torch.zeros(2, 3, 6)[:, :, ::2], torch.zeros(5, 2, 3), 1.0)

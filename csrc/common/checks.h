@@ -2,6 +2,7 @@
 // the same words. Each check_<op> throws (RuntimeError in Python) with the argument's name, what was expected and what came.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <sstream>
@@ -18,6 +19,20 @@ inline std::string shape_string(const Tensor& tensor) {
   for (int64_t i = 0; i < tensor.dim(); ++i) out << (i ? ", " : "") << tensor.size(i);
   out << (tensor.dim() == 1 ? ",)" : ")");
   return out.str();
+}
+
+// Numbers that an op may be asked to count: rounded up to whole vectors, and in bytes, they are far below 2^63. Tensors that
+// are expanded reach more without any memory.
+constexpr int64_t kMostCounted = int64_t(1) << 53;
+
+// Refuses sizes whose product is more, an empty one counted as 1: others are multiplied without it.
+inline void check_countable(const char* op, const char* what, std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) {
+    const int64_t factor = std::max(size, int64_t(1));
+    ELLA_CHECK(factor <= kMostCounted / product, op, ": ", what, " would have more than 2^53 numbers; use smaller sizes");
+    product *= factor;
+  }
 }
 
 // Knows the op's name and the tensor that sets dtype and device; every other argument is held against it.
@@ -78,6 +93,25 @@ class ArgumentCheck {
       }
     }
     ELLA_CHECK(matches, op_, ": ", name, " must have shape ", meaning, expected(shape), ", got ", shape_string(value));
+    int64_t numbers = 1;
+    for (int64_t axis = 0; axis < value.dim(); ++axis) {
+      const int64_t size = std::max(value.size(axis), int64_t(1));
+      ELLA_CHECK(size <= kMostCounted / numbers, op_, ": ", name, " must have at most 2^53 numbers, got shape ",
+                 shape_string(value));
+      numbers *= size;
+    }
+  }
+
+  // That an operand lies outside the memory of the reference, which is contiguous and written.
+  void apart(const char* name, const Tensor& value) const {
+    if (value.numel() == 0 || reference_.numel() == 0) return;
+    const auto begin = [](const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()); };
+    int64_t last = 0;
+    for (int64_t axis = 0; axis < value.dim(); ++axis) last += (value.size(axis) - 1) * value.stride(axis);
+    const uintptr_t end = begin(value) + (last + 1) * value.element_size();
+    const uintptr_t written_end = begin(reference_) + reference_.numel() * reference_.element_size();
+    ELLA_CHECK(end <= begin(reference_) || written_end <= begin(value), op_, ": ", name, " must not share memory with ", name_,
+               ", which is updated in place; pass a clone");
   }
 
  private:
@@ -132,6 +166,13 @@ struct FactoredLinearSizes {
   }
 };
 
+inline FactoredLinearSizes countable(const char* op, const FactoredLinearSizes& s) {
+  check_countable(op, "x (N, C, X)", {s.N, s.C, s.X});
+  check_countable(op, "the output (N, D, Y)", {s.N, s.D, s.Y});
+  check_countable(op, "the sums over x (N, D, C)", {s.N, s.D, s.C});
+  return s;
+}
+
 inline FactoredLinearSizes check_factored_weights(const ArgumentCheck& check, const Tensor& x, const Tensor& weight_in,
                                                   const Tensor& weight_out) {
   check.tensor("x", x, {-1, -1, -1}, "(N, C, X)");
@@ -139,7 +180,7 @@ inline FactoredLinearSizes check_factored_weights(const ArgumentCheck& check, co
   check.tensor("weight_in", weight_in, {-1, C, X}, "(D, C, X)");
   const int64_t D = weight_in.size(0);
   check.tensor("weight_out", weight_out, {D, C, -1}, "(D, C, Y)");
-  return {x.size(0), C, X, D, weight_out.size(2)};
+  return countable("factored_linear", {x.size(0), C, X, D, weight_out.size(2)});
 }
 
 inline FactoredLinearSizes check_factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
@@ -168,7 +209,7 @@ inline FactoredLinearSizes check_factored_linear_pull_back(const Tensor& grad, c
   check.tensor("weight_out", weight_out, {D, -1, Y}, "(D, C, Y)");
   const int64_t C = weight_out.size(1);
   check.tensor("weight_in", weight_in, {D, C, -1}, "(D, C, X)");
-  return {N, C, weight_in.size(2), D, Y};
+  return countable("factored_linear_pull_back", {N, C, weight_in.size(2), D, Y});
 }
 
 // Which gradients are asked for.
@@ -196,6 +237,7 @@ inline KronAccumulateSizes check_kron_accumulate(const Tensor& factor, const Ten
   check.tensor("factor", factor, {G, d, d}, "(G, d, d)");
   check.summand("rows", rows, {-1, G, d}, "(N, G, d)");
   ELLA_CHECK(factor.is_contiguous(), "kron_accumulate_: factor must be contiguous, it is updated in place");
+  check.apart("rows", rows);
   check.number("alpha", alpha);
   return {rows.size(0), G, d};
 }
@@ -237,8 +279,10 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   g.padding_h = padding[0], g.padding_w = padding[1];
   g.dilation_h = dilation[0], g.dilation_w = dilation[1];
   g.circular = circular;
+  check_countable(op, "a patch (C, kh, kw)", {g.C, g.kernel_h, g.kernel_w});
   check.tensor("factor", factor, {g.patch(), g.patch()}, "(C*kh*kw, C*kh*kw)");
   ELLA_CHECK(factor.is_contiguous(), op, ": factor must be contiguous, it is updated in place");
+  check.apart("x", x);
   ELLA_CHECK(!circular || (g.padding_h <= g.H && g.padding_w <= g.W), op, ": circular padding must not exceed the image (", g.H,
              ", ", g.W, "), got (", g.padding_h, ", ", g.padding_w, ")");
   const int64_t span_h = g.H + 2 * g.padding_h - g.dilation_h * (g.kernel_h - 1) - 1;
@@ -247,6 +291,8 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
              ", ", g.dilation_w, ") does not fit the padded image (", g.H + 2 * g.padding_h, ", ", g.W + 2 * g.padding_w, ")");
   g.out_h = span_h / g.stride_h + 1;
   g.out_w = span_w / g.stride_w + 1;
+  check_countable(op, "the patches' positions", {g.N, g.out_h, g.out_w});
+  check_countable(op, "an image with its padding", {g.C, g.H + 2 * g.padding_h, g.W + 2 * g.padding_w});
   return g;
 }
 
@@ -266,6 +312,7 @@ inline KronLogdetSizes check_kron_logdet(const char* op, const Tensor& eigenvalu
   const int64_t G = eigenvalues_in.size(0), rows = eigenvalues_out.size(0);
   ELLA_CHECK(rows == G || rows == 1, op, ": eigenvalues_out must have shape (G, b) or (1, b) with G = ", G, ", got ",
              shape_string(eigenvalues_out));
+  check_countable(op, "the products (G, a, b)", {G, eigenvalues_in.size(1), eigenvalues_out.size(1)});
   return {G, eigenvalues_in.size(1), eigenvalues_out.size(1), rows == 1};
 }
 
@@ -329,6 +376,8 @@ inline GaussianSizes check_gaussian_project(const char* op, const Tensor& x, con
   check.tensor("x", x, {-1, -1}, "(M, X)");
   check.coordinates("u", u, {x.size(1), -1}, "(X, P)");
   check.coordinates("v", v, {-1, u.size(1)}, "(A, P)");
+  check_countable(op, "the output (M, A)", {x.size(0), v.size(0)});
+  check_countable(op, "the differences (A, X, P)", {v.size(0), x.size(1), u.size(1)});
   return {x.size(0), x.size(1), v.size(0), u.size(1)};
 }
 
@@ -417,6 +466,7 @@ inline CircularPadSizes check_circular_pad(const char* op, const char* name, con
              " must have a pixel in each direction that is padded, got ", shape_string(image), " with pad_h ", pad_h,
              " and pad_w ", pad_w);
   if (index) check.index("index", *index, {image.size(0)}, "(N,)");
+  check_countable(op, "the padded images", {image.size(0), image.size(1), H + 2 * pad_h, W + 2 * pad_w});
   return {image.size(0), image.size(1), H, W, pad_h, pad_w};
 }
 
@@ -436,6 +486,15 @@ struct CircularConvSizes {
   int64_t N, C, H, W, D, kernel_h, kernel_w;
 };
 
+// Also of the images with what the kernel reads around them.
+inline CircularConvSizes countable(const char* op, const CircularConvSizes& s) {
+  for (const int64_t channels : {s.C, s.D}) {
+    check_countable(op, "the images, with half a kernel on each side", {s.N, channels, s.H + s.kernel_h, s.W + s.kernel_w});
+  }
+  check_countable(op, "the weights (D, C, kh, kw)", {s.D, s.C, s.kernel_h, s.kernel_w});
+  return s;
+}
+
 inline void check_circular_kernel(const char* op, const char* name, int64_t kernel_h, int64_t kernel_w) {
   ELLA_CHECK(kernel_h > 0 && kernel_w > 0 && kernel_h % 2 == 1 && kernel_w % 2 == 1, op, ": ", name,
              " must have odd height and width, got (", kernel_h, ", ", kernel_w, ")");
@@ -448,7 +507,7 @@ inline CircularConvSizes check_circular_conv2d(const char* op, const Tensor& x, 
   check.tensor("weight", weight, {-1, x.size(1), -1, -1}, "(D, C, kh, kw)");
   check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
   if (bias) check.tensor("bias", *bias, {weight.size(0)}, "(D,)");
-  return {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)};
+  return countable(op, {x.size(0), x.size(1), x.size(2), x.size(3), weight.size(0), weight.size(2), weight.size(3)});
 }
 
 // Sizes of the convolution, before the choice.
@@ -471,7 +530,7 @@ inline CircularConvSizes check_circular_conv2d_scattered(const Tensor& x, const 
   check_circular_kernel(op, "weight", weight.size(2), weight.size(3));
   ELLA_CHECK(weight.size(2) >= 3 && weight.size(3) >= 3, op, ": weight must have height and width of at least 3, got (",
              weight.size(2), ", ", weight.size(3), ")");
-  return {x.size(0), x.size(1), 2 * x.size(2), 2 * x.size(3), weight.size(0), weight.size(2), weight.size(3)};
+  return countable(op, {x.size(0), x.size(1), 2 * x.size(2), 2 * x.size(3), weight.size(0), weight.size(2), weight.size(3)});
 }
 
 inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, const Tensor& x, int64_t kernel_h,
@@ -481,7 +540,7 @@ inline CircularConvSizes check_circular_conv2d_weight_grad(const Tensor& grad, c
   check.tensor("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.tensor("grad", grad, {x.size(0), -1, x.size(2), x.size(3)}, "(N, D, H, W)");
   check_circular_kernel(op, "the kernel", kernel_h, kernel_w);
-  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w};
+  return countable(op, {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w});
 }
 
 inline CircularConvSizes check_circular_conv2d_scattered_weight_grad(const Tensor& grad, const Tensor& index, const Tensor& x,
@@ -493,7 +552,7 @@ inline CircularConvSizes check_circular_conv2d_scattered_weight_grad(const Tenso
   check.tensor("grad", grad, {x.size(0), -1, x.size(2) / 2, x.size(3) / 2}, "(N, D, H/2, W/2)");
   check.index("index", index, {x.size(0)}, "(N,)");
   check_circular_kernel(op, "the kernel", kernel_h, kernel_w);
-  return {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w};
+  return countable(op, {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w});
 }
 
 }  // namespace ella

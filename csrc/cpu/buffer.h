@@ -1,6 +1,7 @@
 // Scratch memory of a CPU op.
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <new>
 
@@ -24,7 +25,11 @@ class Buffer {
 
  private:
   static constexpr std::align_val_t kLine{64};  // of the cache
-  static size_t bytes(int64_t count) { return static_cast<size_t>(count) * sizeof(T); }
+  static size_t bytes(int64_t count) {
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(T));
+    ELLA_CHECK(count >= 0 && count <= kMost, "ella_cuda: sizes whose scratch memory cannot be counted; use smaller ones");
+    return static_cast<size_t>(count) * sizeof(T);
+  }
   struct Free {
     void operator()(T* data) const { ::operator delete(data, kLine); }
   };

@@ -31,7 +31,7 @@ void add_blocks(const KronRows<T, Total>& r) {
 int64_t row_parts(const KronAccumulateSizes& s) {
   constexpr int64_t kParts = 8, kSide = 192;  // 192: six tiles of 64 columns
   constexpr int64_t kLeast = 1 << 21;         // multiply-adds of a part, as if both triangles were computed: some 30 us
-  return s.G == 1 && s.d <= kSide ? std::clamp(s.N * s.d * s.d / kLeast, int64_t(1), kParts) : 1;
+  return s.G == 1 && s.d <= kSide ? std::clamp(std::min(s.N, kParts * kLeast) * s.d * s.d / kLeast, int64_t(1), kParts) : 1;
 }
 
 template <class T, class Total>

@@ -23,7 +23,7 @@ from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no
 from ella_cuda.laplace.rules import rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
-from ella_cuda.laplace.state import load_factors, save_factors
+from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
@@ -600,28 +600,58 @@ class KronLaplace:
         it.
 
         Raises:
-            ValueError: an entry is missing or does not fit this object; nothing is changed then.
+            TypeError: state is no mapping.
+            ValueError: an entry is missing, unknown or does not fit this object, or its values are out of range; nothing is changed then.
         """
-        missing = sorted(self.state_dict().keys() - state.keys())
-        if missing:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
+        own = self.state_dict().keys()
+        if missing := sorted(own - state.keys()):
             raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
+        if unknown := sorted(map(repr, state.keys() - own)):
+            raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
         for key in ("likelihood", "fisher", "resolution", "parameter_names"):
-            if state[key] != getattr(self, key):
-                raise ValueError(
-                    f"load_state_dict: {key} is {state[key]!r} in the state, but {getattr(self, key)!r} here."
-                )
-        precision, sigma = self._precisions(state["prior_precision"]), self._sigma(state["sigma_noise"])
-        if state["n_data"]:
-            load_factors(self._rules, state["factors"], state["n_data"])
-        self._prior_precision, self._sigma_noise = precision, sigma
-        self._statistic_gradients = {n: g.to(self._device, copy=True) for n, g in state["statistic_gradients"].items()}
+            given, here = state[key], getattr(self, key)
+            if type(given) is not type(here) or given != here:
+                raise ValueError(f"load_state_dict: {key} is {given!r} in the state, but {here!r} here.")
+        n_data, n_outputs = (checked_count(key, state[key]) for key in ("n_data", "n_outputs"))
+        if n_data and not n_outputs:
+            raise ValueError(f"load_state_dict: n_outputs must be positive with n_data = {n_data}, got 0.")
+        count = len(self.parameter_names)
+        precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
+        sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
+        square_norms = checked_tensor("square_norms", state["square_norms"], (count,))
+        if (square_norms < 0).any():
+            raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
+        statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
+        gradients = self._checked_gradients(state["statistic_gradients"])
+        if not n_data and state["factors"] != {}:
+            raise ValueError("load_state_dict: factors must be empty with n_data = 0.")
+        factors = read_factors(self._rules, state["factors"], n_data) if n_data else {}
+        # All of it fits: from here on nothing fails.
+        for rule in self._rules if n_data else ():
+            rule.factors = {parameter: factors[rule.full_name(parameter)] for parameter in rule.trainable}
+        self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
+        self._statistic_gradients = gradients
         self._bases = FittedBases(self.model)
-        factors = {rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()}
-        self._hold(factors if state["n_data"] else {})
-        self.n_data, self.n_outputs = state["n_data"], state["n_outputs"]
+        self._hold(factors)
+        self.n_data, self.n_outputs = n_data, n_outputs
         self._statistic, self._square_norms, self._fingerprint = (
-            state[key].to(self._device) for key in ("statistic", "square_norms", "fingerprint")
+            tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
         )
+
+    def _checked_gradients(self, gradients: Any) -> dict[str, Tensor]:
+        """A state's gradients of the statistic, copied to the model's device; ValueError where they are not those of its buffers."""
+        buffers = dict(self.model.named_buffers())
+        if not isinstance(gradients, Mapping) or not gradients.keys() <= buffers.keys():
+            got = ", ".join(map(repr, gradients)) if isinstance(gradients, Mapping) else type(gradients).__name__
+            raise ValueError(
+                f"load_state_dict: statistic_gradients must be a mapping whose keys are buffers of the model, got {got}."
+            )
+        return {
+            name: checked_tensor(f"statistic_gradients[{name!r}]", g, buffers[name].shape).to(self._device, copy=True)
+            for name, g in gradients.items()
+        }
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:

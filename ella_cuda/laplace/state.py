@@ -31,58 +31,105 @@ def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, 
     return saved
 
 
-def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int) -> None:
-    """Give the rules the factors that :func:`save_factors` saved; ValueError, before anything is changed, where they do
-    not fit.
+def read_factors(
+    rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int
+) -> dict[str, KroneckerFactor]:
+    """The factors that :func:`save_factors` saved, by the parameters' names; they are copies.
+
+    Raises:
+        ValueError: an entry is missing, unknown or does not fit the rules' shapes, or its values are no sum of outer products.
     """
+    names = {rule.full_name(parameter) for rule in rules for parameter in rule.trainable}
+    if not isinstance(saved, Mapping) or saved.keys() != names:
+        given = set(saved) if isinstance(saved, Mapping) else set()
+        lacking, unknown = sorted(names - given), sorted(map(repr, given - names))
+        raise ValueError(
+            f"load_state_dict: factors must have one entry per parameter; no factor for {', '.join(map(repr, lacking)) or 'none'}, unknown: "
+            f"{', '.join(unknown) or 'none'}."
+        )
     loaded: dict[str, KroneckerFactor] = {}
     for rule in rules:
+        shapes, shared = rule.shapes(), rule.shares_outputs()
         for parameter in rule.trainable:
-            name, shape, like = rule.full_name(parameter), rule.shapes()[parameter], getattr(rule.module, parameter)
-            if name not in saved:
-                raise ValueError(f"load_state_dict: the state has no factor for {name!r}.")
-            loaded[name] = _load(name, shape, like, saved, loaded, n_data)
-    for rule in rules:
-        rule.factors = {parameter: loaded[rule.full_name(parameter)] for parameter in rule.trainable}
+            name, like = rule.full_name(parameter), getattr(rule.module, parameter)
+            owner = rule.full_name(shared[parameter]) if parameter in shared else ""
+            loaded[name] = _read(name, shapes[parameter], like, saved[name], loaded, owner)
+            loaded[name].n_data = n_data
+    return loaded
 
 
-def _load(
+_ENTRIES = ("inputs", "input_rows", "outputs", "output_rows", "outputs_of")
+
+
+def _read(
     name: str,
     shape: FactorShape,
     like: torch.Tensor,
-    saved: Mapping[str, Mapping[str, Any]],
-    loaded: dict[str, KroneckerFactor],
-    n_data: int,
+    entry: Mapping[str, Any],
+    loaded: Mapping[str, KroneckerFactor],
+    owner: str,
 ) -> KroneckerFactor:
-    entry = saved[name]
+    """One factor; ``owner`` is the parameter whose output side it may share, "" if none."""
+    if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
+        got = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else repr(entry)
+        raise ValueError(
+            f"load_state_dict: the factor of {name!r} must have the entries {', '.join(_ENTRIES)}, got {got}."
+        )
+    sharing = entry["outputs_of"]
+    if sharing not in ("", owner):
+        allowed = f"'' or {owner!r}" if owner else "''"
+        raise ValueError(f"load_state_dict: outputs_of of {name!r} must be {allowed}, got {sharing!r}.")
+    for absent, key in ((shape.constant_input, "inputs"), (bool(sharing), "outputs")):
+        if absent and entry[key] is not None:
+            raise ValueError(f"load_state_dict: {key} of {name!r} must be None, got {_described(entry[key])}.")
     inputs = None
     if not shape.constant_input:
         inputs = SecondMoment(shape.groups, shape.row_inputs, like, f"{name} (input side)", shape.input_basis)
-        _fill(inputs, entry["inputs"], entry["input_rows"])
-    owner = entry["outputs_of"]
-    if owner:
-        if owner not in loaded:
-            raise ValueError(
-                f"load_state_dict: {name!r} shares the output side of {owner!r}, which the state does not give before "
-                "it."
-            )
+        _fill(inputs, entry["inputs"])
+    input_rows = checked_count(f"input_rows of {name!r}", entry["input_rows"])
+    output_rows = checked_count(f"output_rows of {name!r}", entry["output_rows"])
+    if sharing:
         outputs = loaded[owner].output_moment
     else:
         outputs = SecondMoment(
             shape.output_groups, shape.row_outputs, like, f"{name} (output side)", shape.output_basis
         )
-        _fill(outputs, entry["outputs"], entry["output_rows"])
-    factor = KroneckerFactor(shape, inputs, outputs)
-    factor.n_data = n_data
-    return factor
+        _fill(outputs, entry["outputs"])
+        outputs.count(output_rows)
+    if inputs is not None:
+        inputs.count(input_rows)
+    return KroneckerFactor(shape, inputs, outputs)
 
 
-def _fill(moment: SecondMoment, total: torch.Tensor | None, rows: int) -> None:
-    like = moment.total
-    if not isinstance(total, torch.Tensor) or total.shape != like.shape or total.dtype != like.dtype:
-        got = f"{tuple(total.shape)} {total.dtype}" if isinstance(total, torch.Tensor) else repr(total)
+def _fill(moment: SecondMoment, total: Any) -> None:
+    given = checked_tensor(moment.name, total, moment.total.shape)
+    if (given.diagonal(dim1=1, dim2=2) < 0).any():
         raise ValueError(
-            f"load_state_dict: {moment.name}: expected a tensor {tuple(like.shape)} {like.dtype}, got {got}."
+            f"load_state_dict: {moment.name}: expected a sum of outer products, got negative numbers on its diagonal."
         )
-    like.copy_(total)
-    moment.count(rows)
+    moment.total.copy_(given)
+
+
+def checked_tensor(name: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
+    """A state's float64 tensor, detached; ValueError where it is none of that shape, or not finite."""
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
+    if not plain or value.shape != torch.Size(shape) or value.dtype != torch.float64:
+        raise ValueError(
+            f"load_state_dict: {name}: expected a tensor {tuple(shape)} torch.float64, got {_described(value)}."
+        )
+    if not value.isfinite().all():
+        raise ValueError(f"load_state_dict: {name}: expected finite numbers, got inf or nan.")
+    return value.detach()
+
+
+def checked_count(name: str, value: Any) -> int:
+    """A state's number of things; ValueError where it is no integer from 0 to 2^63 - 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"load_state_dict: {name} must be an integer from 0 to 2^63 - 1, got {_described(value)}.")
+    return value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}" + (" without memory" if value.is_meta else "")
+    return repr(value)[:100]

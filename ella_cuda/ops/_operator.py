@@ -37,6 +37,60 @@ def require_backend(name: str, tensor: Tensor) -> None:
     )
 
 
+def operand_sizes(op: str, **operands: tuple[Any, ...]) -> dict[str, int]:
+    """Check tensors that have no memory as the kernels check theirs, for an op's fake.
+
+    Args:
+        op: its name, for the messages.
+        operands: by name ``(tensor or None, axes)`` or ``(tensor, axes, dtypes)``: axes are letters in the order of the axes, of which
+            equal ones stand for equal sizes, or numbers; dtypes are those allowed, by default that of the first tensor, which is float32
+            or float64. All are on the first's device.
+
+    Returns:
+        The axes' sizes by their letters.
+
+    Raises:
+        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+    """
+    sizes: dict[str, int] = {}
+    (reference_name, (reference, *_)), *_ = operands.items()
+    if reference.dtype not in (torch.float32, torch.float64):
+        raise RuntimeError(f"{op}: {reference_name} must be float32 or float64, got {_short(reference.dtype)}")
+    for name, (tensor, axes, *rest) in operands.items():
+        if tensor is None:
+            continue
+        letters = axes.split()
+        fits = tensor.dim() == len(letters)
+        for letter, size in zip(letters, tensor.shape, strict=False):
+            fits = fits and size == (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
+        if not fits:
+            expected = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in letters)
+            raise RuntimeError(f"{op}: {name} must have shape ({expected}), got {tuple(tensor.shape)}")
+        allowed = rest[0] if rest else (reference.dtype,)
+        if tensor.dtype not in allowed:
+            raise RuntimeError(
+                f"{op}: {name} must be {' or '.join(map(_short, allowed))} beside {_short(reference.dtype)} {reference_name}, got "
+                f"{_short(tensor.dtype)}"
+            )
+        if tensor.device != reference.device:
+            raise RuntimeError(
+                f"{op}: {name} must be on the device of {reference_name} ({reference.device}), got {tensor.device}"
+            )
+    return sizes
+
+
+INDEX, COORDINATES = (torch.int64,), (torch.float64,)
+
+
+def summands(factor: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes of what may be added to a factor."""
+    return (torch.float64, torch.float32) if factor.dtype == torch.float64 else (factor.dtype,)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _transforms_active() -> bool:
     """Whether a ``torch.func`` transform or forward-mode AD is on."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.ops._autocast import without_autocast
-from ella_cuda.ops._operator import batched_first, differentiable, keep, map_over_batch, nested_forward_mode
+from ella_cuda.ops._operator import (
+    batched_first,
+    differentiable,
+    keep,
+    map_over_batch,
+    nested_forward_mode,
+    operand_sizes,
+)
 from ella_cuda.ops.circular_pad2d import circular_pad2d
 
 
@@ -117,7 +124,8 @@ def sum_of_parts(*parts: Tensor | None) -> Tensor | None:
 
 
 def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0], *x.shape[2:])
+    s = operand_sizes("circular_conv2d", x=(x, "N C H W"), weight=(weight, "D C h w"), bias=(bias, "D"))
+    return x.new_empty(s["N"], s["D"], s["H"], s["W"])
 
 
 def _forward_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -170,7 +178,8 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | No
 
 
 def _weight_grad_fake(grad: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
-    return x.new_empty(grad.shape[1], x.shape[1], kernel_h, kernel_w)
+    s = operand_sizes("circular_conv2d_weight_grad", x=(x, "N C H W"), grad=(grad, "N D H W"))
+    return x.new_empty(s["D"], s["C"], kernel_h, kernel_w)
 
 
 def _weight_grad_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

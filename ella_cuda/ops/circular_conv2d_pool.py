@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.ops._autocast import without_autocast
-from ella_cuda.ops._operator import batched_first, differentiable, keep, loop, nested_forward_mode
+from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, loop, nested_forward_mode, operand_sizes
 from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
     circular_conv2d_torch,
@@ -145,8 +145,8 @@ def _nothing(x: Tensor, weight: Tensor) -> bool:
 
 
 def _pool_fake(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
-    n, _, h, w = x.shape
-    return x.new_empty(n, weight.shape[0], h // 2, w // 2), x.new_empty(n, dtype=torch.int64)
+    s = operand_sizes("circular_conv2d_pool", x=(x, "N C H W"), weight=(weight, "D C h w"), bias=(bias, "D"))
+    return x.new_empty(s["N"], s["D"], s["H"] // 2, s["W"] // 2), x.new_empty(s["N"], dtype=torch.int64)
 
 
 def _pool_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -196,8 +196,9 @@ _pool_loop = loop("circular_conv2d_pool")
 
 
 def _scattered_fake(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    n, _, h, w = x.shape
-    return x.new_empty(n, weight.shape[0], 2 * h, 2 * w)
+    operands = {"x": (x, "N C H W"), "index": (index, "N", INDEX), "weight": (weight, "D C h w")}
+    s = operand_sizes("circular_conv2d_scattered", **operands)
+    return x.new_empty(s["N"], s["D"], 2 * s["H"], 2 * s["W"])
 
 
 def _scattered_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -230,7 +231,13 @@ def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None
 
 
 def _scattered_weight_grad_fake(grad: Tensor, index: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
-    return x.new_empty(grad.shape[1], x.shape[1], kernel_h, kernel_w)
+    operands = {"x": (x, "N C H W"), "grad": (grad, "N D h w"), "index": (index, "N", INDEX)}
+    s = operand_sizes("circular_conv2d_scattered_weight_grad", **operands)
+    if (s["H"], s["W"]) != (2 * s["h"], 2 * s["w"]):
+        raise RuntimeError(
+            f"circular_conv2d_scattered_weight_grad: grad must have shape (N, D, H/2, W/2) for x {tuple(x.shape)}, got {tuple(grad.shape)}"
+        )
+    return x.new_empty(s["D"], s["C"], kernel_h, kernel_w)
 
 
 def _scattered_weight_grad_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import differentiable, keep, nested_forward_mode
+from ella_cuda.ops._operator import INDEX, differentiable, keep, nested_forward_mode, operand_sizes
 
 
 def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
@@ -59,12 +59,12 @@ def circular_pad2d_torch(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None
 
 
 def _pad_fake(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
-    n, c, h, w = x.shape
+    n, c, h, w = operand_sizes("circular_pad2d", x=(x, "N C H W"), index=(index, "N", INDEX)).values()
     return x.new_empty(n, c, h + 2 * pad_h, w + 2 * pad_w)
 
 
 def _fold_fake(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
-    n, c, h, w = grad.shape
+    n, c, h, w = operand_sizes("circular_fold2d", grad=(grad, "N C H W"), index=(index, "N", INDEX)).values()
     return grad.new_empty(n, c, h - 2 * pad_h, w - 2 * pad_w)
 
 

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.ops._operator import map_in_place_over_batch, refuse_graph, register_in_place, require_backend
+from ella_cuda.ops._operator import (
+    map_in_place_over_batch,
+    operand_sizes,
+    refuse_graph,
+    register_in_place,
+    require_backend,
+    summands,
+)
 
 Size = int | tuple[int, int]
 
@@ -96,8 +103,14 @@ def _geometry(
     return kernel, _pair("stride", stride, 1), pads, dilations, padding_mode == "circular"
 
 
-def _fake(factor: Tensor, x: Tensor, *geometry: Any) -> None:
-    return None
+def _fake(factor: Tensor, x: Tensor, kernel_size: list[int], *geometry: Any) -> None:
+    operands = {"factor": (factor, "P P"), "x": (x, "N C H W", summands(factor))}
+    s = operand_sizes("conv_kron_accumulate_", **operands)
+    patch = s["C"] * kernel_size[0] * kernel_size[1]
+    if s["P"] != patch:
+        raise RuntimeError(
+            f"conv_kron_accumulate_: factor must have shape (C*kh*kw, C*kh*kw) = ({patch}, {patch}), got {tuple(factor.shape)}"
+        )
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:

@@ -18,6 +18,7 @@ from ella_cuda.ops._operator import (
     keep,
     map_over_batch,
     nested_forward_mode,
+    operand_sizes,
     plain_autograd,
     require_backend,
 )
@@ -245,7 +246,9 @@ def _backward_tangent(
 def _forward_fake(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight_in.shape[0], weight_out.shape[2])
+    weights = {"weight_in": (weight_in, "D C X"), "weight_out": (weight_out, "D C Y")}
+    s = operand_sizes("factored_linear", x=(x, "N C X"), **weights, bias_in=(bias_in, "D"), bias_out=(bias_out, "Y"))
+    return x.new_empty(s["N"], s["D"], s["Y"])
 
 
 def _forward_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -291,8 +294,11 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | No
 def _backward_fake(
     grad: Tensor, x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, *wanted: bool
 ) -> tuple[Tensor, ...]:
-    d, _, y = weight_out.shape
-    shapes = (x.shape, weight_in.shape, weight_out.shape, (d,), (y,))
+    weights = {"weight_in": (weight_in, "D C X"), "weight_out": (weight_out, "D C Y")}
+    s = operand_sizes(
+        "factored_linear_backward", x=(x, "N C X"), **weights, grad=(grad, "N D Y"), bias_in=(bias_in, "D")
+    )
+    shapes = (x.shape, weight_in.shape, weight_out.shape, (s["D"],), (s["Y"],))
     return tuple(x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted, strict=True))
 
 

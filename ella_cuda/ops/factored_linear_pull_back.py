@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.ops._autocast import without_autocast
-from ella_cuda.ops._operator import plain_autograd
+from ella_cuda.ops._operator import operand_sizes, plain_autograd
 
 # The gradient at the input is one product with the dense map of all pairs of positions where that has at most so many times the
 # multiplications of the two factored ones, X Y against X + Y for each pair of channels: those are many small products and copies.
@@ -90,8 +90,9 @@ def _require_maps(grad: Tensor, weight_in: Tensor, weight_out: Tensor) -> None:
 def _fake(
     grad: Tensor, weight_in: Tensor, weight_out: Tensor, grad_x: bool, grad_middle: bool
 ) -> tuple[Tensor, Tensor]:
-    (n, d, _), (_, c, x_size) = grad.shape, weight_in.shape
+    weights = {"weight_out": (weight_out, "D C Y"), "weight_in": (weight_in, "D C X")}
+    s = operand_sizes("factored_linear_pull_back", grad=(grad, "N D Y"), **weights)
     return (
-        grad.new_empty((n, c, x_size) if grad_x else (0,)),
-        grad.new_empty((d, c, n) if grad_middle else (0,)),
+        grad.new_empty((s["N"], s["C"], s["X"]) if grad_x else (0,)),
+        grad.new_empty((s["D"], s["C"], s["N"]) if grad_middle else (0,)),
     )

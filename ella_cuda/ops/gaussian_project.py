@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep, loop, map_over_batch, nested_forward_mode
+from ella_cuda.ops._operator import (
+    COORDINATES,
+    batched_first,
+    differentiable,
+    keep,
+    loop,
+    map_over_batch,
+    nested_forward_mode,
+    operand_sizes,
+)
 
 Pair = tuple[Tensor, Tensor]
 
@@ -226,12 +235,20 @@ def _rows_or_loop(name: str) -> Any:
     return vmap
 
 
-def _like_product(x: Tensor, u: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], v.shape[0])
+def _like_product(x: Tensor, u: Tensor, v: Tensor, *direction: Tensor) -> Tensor:
+    s = operand_sizes("gaussian_project", x=(x, "M X"), **_points(u, v, *direction))
+    return x.new_empty(s["M"], s["A"])
 
 
-def _like_points(grad: Tensor, x: Tensor, u: Tensor, v: Tensor, *_: Tensor) -> Pair:
+def _like_points(grad: Tensor, x: Tensor, u: Tensor, v: Tensor, *direction: Tensor) -> Pair:
+    operand_sizes("gaussian_project_gradient", x=(x, "M X"), **_points(u, v, *direction), grad=(grad, "M A"))
     return u.new_empty(u.shape), v.new_empty(v.shape)
+
+
+def _points(*tensors: Tensor) -> dict[str, tuple[Any, ...]]:
+    """u, v and perhaps the directions they move in, for :func:`operand_sizes`."""
+    places = zip(("u", "v", "du", "dv"), tensors, ("X P", "A P", "X P", "A P"), strict=False)
+    return {name: (tensor, axes, COORDINATES) for name, tensor, axes in places}
 
 
 _hvp = differentiable(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import refuse_graph, register_in_place, require_backend
+from ella_cuda.ops._operator import operand_sizes, refuse_graph, register_in_place, require_backend, summands
 
 
 def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
@@ -45,7 +45,7 @@ def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> 
 
 
 def _fake(factor: Tensor, rows: Tensor, alpha: float) -> None:
-    return None
+    operand_sizes("kron_accumulate_", factor=(factor, "G d d"), rows=(rows, "N G d", summands(factor)))
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tensor, alpha: float) -> tuple[None, None]:

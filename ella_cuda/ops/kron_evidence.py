@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import carries_tangent, differentiable, keep, loop, nested_forward_mode
+from ella_cuda.ops._operator import (
+    INDEX,
+    carries_tangent,
+    differentiable,
+    keep,
+    loop,
+    nested_forward_mode,
+    operand_sizes,
+)
 
 # One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
 TILE_PRODUCTS, TILE_COLUMNS = 16384, 1024
@@ -240,7 +248,20 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
 def _evidence_fake(
     eigenvalues: Tensor, tiles: Tensor, starts: Tensor, norms: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _spectra_sizes("kron_evidence", eigenvalues, tiles, starts, norms=(norms, "B"), u=(u, "B"), v=(v, ""))
     return v.new_empty(()), u.new_empty(u.shape), u.new_empty(u.shape)
+
+
+def _derivative_fake(eigenvalues: Tensor, tiles: Tensor, starts: Tensor, z: Tensor, order: int) -> Tensor:
+    _spectra_sizes("kron_evidence_derivative", eigenvalues, tiles, starts, log_ratio=(z, "B"))
+    return z.new_empty(z.shape)
+
+
+def _spectra_sizes(op: str, eigenvalues: Tensor, tiles: Tensor, starts: Tensor, **others: tuple[Tensor, str]) -> None:
+    spectra = {"eigenvalues": (eigenvalues, "E"), "tiles": (tiles, "T 5", INDEX), "starts": (starts, "S", INDEX)}
+    s = operand_sizes(op, **spectra, **others)
+    if s["S"] != s["B"] + 1:
+        raise RuntimeError(f"{op}: starts must have shape (B + 1,) = ({s['B'] + 1},), got {tuple(starts.shape)}")
 
 
 def _derivative_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -258,7 +279,7 @@ def _derivative_jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
 
 _derivative = differentiable(
     "kron_evidence_derivative",
-    fake=lambda eigenvalues, tiles, starts, z, order: z.new_empty(z.shape),
+    fake=_derivative_fake,
     save=_derivative_save,
     backward=_derivative_backward,
     jvp=_derivative_jvp,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode
+from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode, operand_sizes
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -135,8 +135,25 @@ def _hvp_jvp(ctx: Any, *tangents: Tensor | None) -> Triple:
     return tuple(a + b for a, b in zip(_third_derivative(point, v, point_t), _hvp(*point, *v_t), strict=True))
 
 
-def _like_inputs(l: Tensor, m: Tensor, delta: Tensor, *_: Tensor) -> Triple:
+def _like_inputs(l: Tensor, m: Tensor, delta: Tensor, *direction: Tensor) -> Triple:
+    op = "kron_logdet_hvp" if direction else "kron_logdet_gradient"
+    names = zip(("v_in", "v_out", "v_precision"), direction, ("G a", "R b", ""), strict=False)
+    _require_sizes(op, l, m, delta, **{name: (v, axes) for name, v, axes in names})
     return l.new_empty(l.shape), m.new_empty(m.shape), delta.new_empty(())
+
+
+def _like_precision(l: Tensor, m: Tensor, delta: Tensor) -> Tensor:
+    _require_sizes("kron_logdet", l, m, delta)
+    return delta.new_empty(())
+
+
+def _require_sizes(op: str, l: Tensor, m: Tensor, delta: Tensor, **direction: tuple[Tensor, str]) -> None:
+    sides = {"eigenvalues_in": (l, "G a"), "eigenvalues_out": (m, "R b")}
+    s = operand_sizes(op, **sides, precision=(delta, ""), **direction)
+    if s["R"] != s["G"] and s["R"] != 1:
+        raise RuntimeError(
+            f"{op}: eigenvalues_out must have shape (G, b) or (1, b) with G = {s['G']}, got {tuple(m.shape)}"
+        )
 
 
 _hvp = differentiable(
@@ -157,7 +174,7 @@ _gradient = differentiable(
 )
 _logdet = differentiable(
     "kron_logdet",
-    fake=lambda l, m, delta: delta.new_empty(()),
+    fake=_like_precision,
     save=_save_inputs,
     backward=_logdet_backward,
     jvp=_logdet_jvp,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import batched_first, differentiable, keep
+from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, operand_sizes
 
 
 def polyphase_pool(x: Tensor, norm: float = 2) -> Tensor:
@@ -65,13 +65,15 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> list[
     return [t.flatten(0, 1) for t in moved]
 
 
-def _halved(x: Tensor) -> Tensor:
-    n, c, h, w = x.shape
+def _halved(x: Tensor, op: str, **index: Any) -> Tensor:
+    n, c, h, w = operand_sizes(op, x=(x, "N C H W"), **index).values()
+    if h % 2 or w % 2:
+        raise RuntimeError(f"{op}: x must have even height and width, got {tuple(x.shape)}")
     return x.new_empty(n, c, h // 2, w // 2)
 
 
 def _pool_fake(x: Tensor, norm: float) -> tuple[Tensor, Tensor]:
-    return _halved(x), x.new_empty(x.shape[0], dtype=torch.int64)
+    return _halved(x, "polyphase_pool"), x.new_empty(x.shape[0], dtype=torch.int64)
 
 
 def _pool_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -110,7 +112,7 @@ def _select_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, index: T
 
 
 def _scatter_fake(grad: Tensor, index: Tensor) -> Tensor:
-    n, c, h, w = grad.shape
+    n, c, h, w = operand_sizes("polyphase_scatter", grad=(grad, "N C H W"), index=(index, "N", INDEX)).values()
     return grad.new_empty(n, c, 2 * h, 2 * w)
 
 
@@ -133,7 +135,7 @@ _pool = differentiable(
 )
 polyphase_select = differentiable(
     "polyphase_select",
-    fake=lambda x, index: _halved(x),
+    fake=lambda x, index: _halved(x, "polyphase_select", index=(index, "N", INDEX)),
     save=_index_save,
     backward=_select_backward,
     jvp=_select_jvp,

@@ -81,7 +81,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(data):
         (make("per_channel").fit([data]).state_dict(), "resolution is 'per_channel' in the state, but 'shared' here"),
         (state | {"parameter_names": ["a"]}, "parameter_names is"),
         (state | {"factors": {k: v for k, v in state["factors"].items() if k != "2.bias"}}, "no factor for '2.bias'"),
-        (state | {"prior_precision": torch.ones(2)}, "vector of 6 values"),
+        (state | {"prior_precision": torch.ones(2)}, r"prior_precision: expected a tensor \(6,\)"),
     ]
     shrunk = {k: dict(v) for k, v in state["factors"].items()}
     shrunk["2.weight"]["outputs"] = torch.zeros(1, 2, 2)
@@ -90,3 +90,107 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(data):
         with pytest.raises(ValueError, match=message):
             la.load_state_dict(bad)
         assert la.log_marginal_likelihood() == before
+
+
+def changed(state, path, value):
+    """A copy of the state with another value at the end of a path of keys; ``...`` takes the entry away."""
+    first, *rest = path
+    copy = dict(state)
+    if rest:
+        copy[first] = changed(copy[first], rest, value)
+    elif value is ...:
+        del copy[first]
+    else:
+        copy[first] = value
+    return copy
+
+
+NAN, INF = float("nan"), float("inf")
+FACTOR = ("factors", "0.weight_in")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("n_data",), 5.0, "n_data must be an integer .* got 5.0"),
+        (("n_data",), -1, "n_data must be an integer"),
+        (("n_data",), True, "n_data must be an integer"),
+        (("n_data",), 2**63, "n_data must be an integer"),
+        (("n_data",), torch.tensor(5), "n_data must be an integer"),
+        (("n_data",), 0, "factors must be empty with n_data = 0"),
+        (("n_outputs",), "3", "n_outputs must be an integer .* got '3'"),
+        (("n_outputs",), 0, "n_outputs must be positive"),
+        (("prior_precision",), -torch.ones(6).double(), "prior_precision: expected positive finite values"),
+        (
+            ("prior_precision",),
+            torch.ones(6),
+            r"prior_precision: expected a tensor \(6,\) torch.float64, got .* torch.float32",
+        ),
+        (("prior_precision",), torch.full((6,), NAN).double(), "prior_precision: expected finite numbers"),
+        (("prior_precision",), 1.0, "prior_precision: expected a tensor"),
+        (("sigma_noise",), torch.ones(2).double(), "sigma_noise: expected a tensor"),
+        (("sigma_noise",), torch.tensor(2.0).double(), "sigma_noise belongs to likelihood='regression'"),
+        (("statistic",), torch.tensor(INF).double(), "statistic: expected finite numbers"),
+        (("statistic",), None, "statistic: expected a tensor"),
+        (("square_norms",), torch.ones(5).double(), "square_norms: expected a tensor"),
+        (("square_norms",), -torch.ones(6).double(), "square_norms must not be negative"),
+        (("fingerprint",), torch.zeros((), dtype=torch.complex128), "fingerprint: expected a tensor"),
+        (("fingerprint",), torch.empty((), dtype=torch.float64, device="meta"), "fingerprint: .* without memory"),
+        (
+            ("statistic_gradients",),
+            {"a": torch.zeros(())},
+            "statistic_gradients must be a mapping whose keys are buffers .* 'a'",
+        ),
+        (("statistic_gradients",), [], "statistic_gradients must be a mapping .* got "),
+        (("likelihood",), torch.tensor(1.0), "likelihood is"),
+        (("parameter_names",), None, "parameter_names is None in the state"),
+        (("more",), 1, "unknown entries in the state: 'more'"),
+        (("factors",), None, "no factor for '0.bias_in'"),
+        (("factors", "other"), {}, "unknown: 'other'"),
+        (FACTOR, None, "the factor of '0.weight_in' must have the entries inputs, .* got None"),
+        ((*FACTOR, "inputs"), ..., "the factor of '0.weight_in' must have the entries"),
+        ((*FACTOR, "inputs"), None, r"0.weight_in \(input side\): expected a tensor"),
+        ((*FACTOR, "inputs"), torch.ones(2, 4, 4), "torch.float64, got .* torch.float32"),
+        ((*FACTOR, "inputs"), torch.full((2, 4, 4), NAN).double(), r"\(input side\): expected finite numbers"),
+        ((*FACTOR, "inputs"), -torch.ones(2, 4, 4).double(), "expected a sum of outer products"),
+        ((*FACTOR, "input_rows"), 1.5, "input_rows of '0.weight_in' must be an integer"),
+        ((*FACTOR, "output_rows"), -2, "output_rows of '0.weight_in' must be an integer"),
+        ((*FACTOR, "outputs_of"), "2.weight", "outputs_of of '0.weight_in' must be '', got '2.weight'"),
+        (("factors", "2.bias", "outputs_of"), 3, "outputs_of of '2.bias' must be '' or '2.weight', got 3"),
+        (("factors", "2.bias", "inputs"), torch.ones(1, 1, 1).double(), "inputs of '2.bias' must be None"),
+        (("factors", "2.bias", "outputs"), torch.ones(1, 3, 3).double(), "outputs of '2.bias' must be None"),
+    ],
+    ids=str,
+)
+def test_every_entry_is_checked_before_anything_changes(data, path, value, message):
+    la = make().fit([data])
+    other = make().fit([(data[0] + 1, data[1])])
+    la.model.load_state_dict(other.model.state_dict())
+    state, before = other.state_dict(), la.state_dict()
+    with pytest.raises(ValueError, match=message):
+        la.load_state_dict(changed(state, path, value))
+    after = la.state_dict()
+    assert torch.equal(after["statistic"], before["statistic"]) and after["n_data"] == before["n_data"]
+    assert torch.equal(la.prior_precision, before["prior_precision"])
+    for name, entry in before["factors"].items():
+        assert entry["input_rows"] == after["factors"][name]["input_rows"]
+        for side in ("inputs", "outputs"):
+            assert entry[side] is None or torch.equal(entry[side], after["factors"][name][side])
+    rules = {rule.full_name(parameter): factor for rule in la._rules for parameter, factor in rule.factors.items()}
+    assert rules == dict(la.factors), "a later fit would add to other factors than those that are read"
+    la.load_state_dict(state)
+    assert la.log_marginal_likelihood() == other.log_marginal_likelihood()
+
+
+def test_what_is_no_mapping_is_refused(data):
+    with pytest.raises(TypeError, match="expected a mapping as state_dict gives it, got list"):
+        make().load_state_dict([1])
+
+
+def test_a_loaded_state_is_a_copy(data):
+    la, other = make().fit([data]), make()
+    state = la.state_dict()
+    other.load_state_dict(state)
+    for key in ("statistic", "square_norms", "fingerprint", "prior_precision"):
+        state[key].zero_()
+    assert all(other.state_dict()[key].any() for key in ("statistic", "square_norms", "fingerprint", "prior_precision"))

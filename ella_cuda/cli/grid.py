@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -69,6 +70,7 @@ WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("augment", AUGMENTATIONS, "of the images that weights learn from; none where labels say where things are"),
     ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
 )
+MOST_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
 PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
 
@@ -169,13 +171,13 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options that the command line names.
 
     Raises:
-        UsageError: a number of jobs below 1, or a folder without a name.
+        UsageError: a number of jobs that no machine can do, or a folder without a name.
     """
     for name in ("out", "resume"):
         if getattr(args, name) == "":
             raise UsageError(f"--{name} must name a folder, got an empty string.")
-    if args.jobs is not None and args.jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {args.jobs}.")
+    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
+        raise UsageError(f"--jobs must be at least 1 and at most {MOST_JOBS}, got {args.jobs}.")
     return {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
 
 
@@ -249,15 +251,10 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def new_folder(out: str | None, name: str) -> Path:
-    """The folder of that path, or the next free one of today of that name.
-
-    Raises:
-        UsageError: it holds runs already, or is a file.
-    """
+def check_out(out: str | None) -> None:
+    """Raise UsageError for a folder that holds runs already, or is a file."""
     if out is None:
-        today = datetime.date.today().isoformat()
-        return next(p for n in itertools.count(1) if not (p := Path("runs") / f"{name}-{today}-{n}").exists())
+        return
     path = Path(out)
     if (path / experiments.CONFIG_FILE).exists():
         raise UsageError(
@@ -265,7 +262,27 @@ def new_folder(out: str | None, name: str) -> Path:
         )
     if path.exists() and not path.is_dir():
         raise UsageError(f"--out {path} is a file; name a folder.")
-    return path
+
+
+def _folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str) -> Path:
+    """The folder that the options name, or a new one of today: made here, so that no other process takes it too."""
+    if given := args.resume or args.out:
+        return Path(given)
+    if args.tensorboard:
+        experiments.require_tensorboard()
+    experiments.prepare_for(configs[0], args.data_dir, bool(args.download))  # where data are missing, no folder is made
+    stem = Path("runs") / f"{name}-{datetime.date.today().isoformat()}"
+    try:
+        stem.parent.mkdir(exist_ok=True)
+        for n in itertools.count(1):
+            path = stem.with_name(f"{stem.name}-{n}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except OSError as error:
+        raise OSError(
+            error.errno, f"a folder in {stem.parent} cannot be made ({error.strerror}); name another by --out."
+        ) from error
 
 
 def do_runs(
@@ -273,16 +290,17 @@ def do_runs(
     args: argparse.Namespace,
     configs: Sequence[RunConfig],
     options: dict[str, Any],
-    out_dir: Path,
-    on_row: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]] | None:
+    name: str,
+    on_row: Callable[[Path], object] = lambda out_dir: None,
+) -> tuple[Path, list[dict[str, Any]] | None]:
     """Do the runs that are not done yet, and print a line for each.
 
     Args:
-        on_row: called after each, when the folder's summary has it.
+        name: of the folder, if the options name none.
+        on_row: called with the folder after each, when the folder's summary has it.
 
     Returns:
-        All rows; None when interrupted, after saying how to go on.
+        The folder and all rows; None in place of these when interrupted, after saying how to go on.
 
     Raises:
         UsageError: CUDA graphs on another device.
@@ -294,6 +312,7 @@ def do_runs(
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
     if device == "cpu" and jobs == 1:
         prepare_process()  # the runs are done here; workers prepare themselves
+    out_dir = _folder(args, configs, name)
 
     def begin(before: int) -> None:
         print(
@@ -303,10 +322,10 @@ def do_runs(
 
     def finish(row: dict[str, Any]) -> None:
         _print_row(row)
-        on_row()
+        on_row(out_dir)
 
     try:
-        return experiments.run_grid(
+        return out_dir, experiments.run_grid(
             configs,
             out_dir,
             options=options,
@@ -325,7 +344,7 @@ def do_runs(
             f"ella-cuda: interrupted; go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}",
             file=sys.stderr,
         )
-        return None
+        return out_dir, None
 
 
 def say_written(out_dir: Path) -> None:

@@ -12,10 +12,10 @@ from ella_cuda.cli.grid import (
     add_session,
     attributes,
     check_effect,
+    check_out,
     do_runs,
     given_options,
     grid_options,
-    new_folder,
     resumed,
     say_written,
     wrong_attributes,
@@ -60,12 +60,11 @@ def add_reproduce(commands: Any) -> None:
 def _reproduce(args: argparse.Namespace) -> int:
     given = given_options(args)
     if "resume" in given:
-        out_dir = Path(args.resume)
-        configs, options = resumed("reproduce", out_dir, given)
+        configs, options = resumed("reproduce", Path(args.resume), given)
     else:
         configs, options = _table(given, args)
-        out_dir = new_folder(args.out, options["table"])
-    rows = do_runs("reproduce", args, configs, options, out_dir, on_row=lambda: save_comparison(out_dir))
+        check_out(args.out)
+    out_dir, rows = do_runs("reproduce", args, configs, options, options["table"], on_row=save_comparison)
     if rows is None:
         return INTERRUPTED
     print("\n" + save_comparison(out_dir))

@@ -15,10 +15,10 @@ from ella_cuda.cli.grid import (
     add_session,
     attributes,
     check_effect,
+    check_out,
     do_runs,
     given_options,
     grid_options,
-    new_folder,
     resumed,
     say_written,
     shown,
@@ -70,12 +70,11 @@ def add_train(commands: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     given = given_options(args)
     if "resume" in given:
-        out_dir = Path(args.resume)
-        configs, options = resumed("train", out_dir, given)
+        configs, options = resumed("train", Path(args.resume), given)
     else:
         configs, options = _grid(given)
-        out_dir = new_folder(args.out, options["data"])
-    rows = do_runs("train", args, configs, options, out_dir)
+        check_out(args.out)
+    out_dir, rows = do_runs("train", args, configs, options, options["data"])
     if rows is None:
         return INTERRUPTED
     print()

@@ -23,6 +23,7 @@ class Dataset:
             reordered, subsampled or split again.
         test_ids: ``(M,)`` int64, disjoint from ``train_ids``.
         black: ``(C,)`` float32, the value of a pixel that was 0 when loaded: 0 until the images are normalised.
+        digest: tells what the images and labels were made from apart from other data, where somebody took it.
 
     Raises:
         ValueError: shapes that do not fit together, labels outside the classes, ids used twice.
@@ -37,6 +38,7 @@ class Dataset:
     train_ids: Tensor = field(default=None)  # type: ignore[assignment]
     test_ids: Tensor = field(default=None)  # type: ignore[assignment]
     black: Tensor = field(default=None)  # type: ignore[assignment]
+    digest: str | None = None
 
     def __post_init__(self) -> None:
         n = len(self.train_images)

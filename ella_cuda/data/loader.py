@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.data.augment import FlipsShifts
+from ella_cuda.digest import tensors_digest
 
 
 class TensorLoader:
@@ -26,6 +27,7 @@ class TensorLoader:
         generator: a CPU generator.
         augment: what is done to the images of each minibatch, see :func:`ella_cuda.data.augmentation`; None is nothing.
             Curvature and evidence want the images as they are: give them a loader without it.
+        data_digest: what tells these data apart from others, see :func:`ella_cuda.marglik_training`; None takes it from the tensors.
 
     Attributes:
         dataset_size: N.
@@ -42,6 +44,7 @@ class TensorLoader:
         shuffle: bool = False,
         generator: torch.Generator | None = None,
         augment: FlipsShifts | None = None,
+        data_digest: str | None = None,
     ) -> None:
         if len(images) == 0:
             raise ValueError("images must hold at least one image, got none.")
@@ -56,19 +59,25 @@ class TensorLoader:
         self.images, self.labels, self.batch_size = images, labels, batch_size
         self.shuffle, self.generator, self.augment = shuffle, generator, augment
         self.dataset_size = len(images)
+        self._data_digest = data_digest
+
+    @property
+    def data_digest(self) -> str:
+        """Other for other data, augmentation and order aside."""
+        return tensors_digest(self.images, self.labels) if self._data_digest is None else self._data_digest
 
     def __len__(self) -> int:
         """The number of minibatches of an epoch."""
         return -(-self.dataset_size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        n, size = self.dataset_size, min(self.batch_size, self.dataset_size)  # torch takes no size of more than 64 bits
         if not self.shuffle and self.augment is None:
-            yield from zip(self.images.split(self.batch_size), self.labels.split(self.batch_size), strict=True)
+            yield from zip(self.images.split(size), self.labels.split(size), strict=True)
             return
-        n = self.dataset_size
         plan = (torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n))[:, None]
         if self.augment is not None:
             plan = torch.cat([plan, self.augment.draw(n, self.generator)], dim=1)
-        for part in plan.to(self.images.device).split(self.batch_size):
+        for part in plan.to(self.images.device).split(size):
             index, images = part[:, 0], self.images[part[:, 0]]
             yield images if self.augment is None else self.augment(images, part[:, 1:]), self.labels[index]

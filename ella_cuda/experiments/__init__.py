@@ -18,6 +18,7 @@ from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.recipes import RECIPES, Recipe
 from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
+from ella_cuda.experiments.tensorboard import require_tensorboard
 
 __all__ = [
     "CONFIG_FILE",
@@ -43,6 +44,7 @@ __all__ = [
     "read_grid",
     "read_running",
     "read_summary",
+    "require_tensorboard",
     "resolve_device",
     "run_grid",
     "run_one",

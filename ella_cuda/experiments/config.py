@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 from typing import Any
 
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
@@ -19,6 +21,34 @@ RESTARTS = ("none", "evidence")  # of the learning rate
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
+MANY = 2**31 - 1
+# Of whole numbers, the least and the most. What takes memory or time in proportion is bounded far above any use.
+WHOLE: dict[str, tuple[int, int]] = {
+    "width": (1, 1024),
+    "epochs": (1, 10**6),
+    "batch_size": (1, MANY),
+    "frequency": (1, MANY),
+    "hypersteps": (1, 10**6),
+    "burn_in": (0, MANY),
+    "seed": (0, 2**64 - 1),  # what torch's generators take
+    "data_seed": (-(2**63), 2**64 - 1),
+    "image_size": (1, 1024),
+    "train_size": (1, MANY),
+    "fan_in_limit": (1, MANY),
+    "evidence_batch_size": (1, MANY),
+}
+REAL = (
+    "lr",
+    "lr_hyp",
+    "lr_lengthscales",
+    "lr_anchors",
+    "prior_prec_init",
+    "inverse_lengthscale",
+    "cooldown",
+    "column_tolerance",
+    "holdout",
+)
+OPTIONAL = ("train_size", "fan_in_limit", "evidence_batch_size", "cooldown", "holdout")  # may be None
 
 
 def as_learn(words: str) -> str:
@@ -75,7 +105,7 @@ class RunConfig:
         image_size: height and width of the images, in pixels.
 
     Raises:
-        ValueError: a name that is not known or a number out of range; the message names the attribute.
+        ValueError: a name that is not known, a value of another type or a number out of range; the message names the attribute.
     """
 
     data: str
@@ -117,6 +147,7 @@ class RunConfig:
     image_size: int = 32
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         choices = {
             "data": SOURCES,
             "task": TASKS,
@@ -133,12 +164,15 @@ class RunConfig:
             "restarts": RESTARTS,
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
+            if getattr(self, name) not in [*allowed]:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
         if TASKS[self.task].positional and self.augment != "none":
             raise ValueError(
                 f"augment must be none for the task {self.task}, whose labels say where things are; got {self.augment!r}."
             )
+        for name in ("layer", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}.")
         paths = self.layer.split("+")
         if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
             raise ValueError(
@@ -153,19 +187,12 @@ class RunConfig:
                 f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
                 f"and {self.layer}."
             )
-        least = {"width": 1, "epochs": 1, "batch_size": 1, "frequency": 1, "hypersteps": 1}
-        least |= {"burn_in": 0, "seed": 0}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}.")
-        if self.seed >= 2**64:  # what torch's generators take
-            raise ValueError(f"seed must be less than 2**64, got {self.seed}.")
         if self.objective == "evidence" and self.burn_in >= self.epochs:
             raise ValueError(
                 f"burn_in must be less than epochs for evidence runs, or no evidence step is done; got burn_in "
                 f"{self.burn_in} and epochs {self.epochs}."
             )
-        if self.learn and not any(e % self.frequency == 0 for e in range(self.burn_in + 1, self.epochs)):
+        if self.learn and not self._evidence_steps():
             raise ValueError(
                 f"learn={self.learn!r} needs an evidence step after burn_in and before the last epoch, of which there is none: got burn_in "
                 f"{self.burn_in}, frequency {self.frequency} and epochs {self.epochs}."
@@ -173,9 +200,6 @@ class RunConfig:
         for name in ("lr", "lr_hyp", "lr_lengthscales", "lr_anchors", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-        for name in ("train_size", "fan_in_limit", "evidence_batch_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.cooldown is not None and not 0 < self.cooldown <= 1:
             raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
         if self.restarts != "none" and self.cooldown is None:
@@ -185,14 +209,43 @@ class RunConfig:
         if self.holdout is not None and not 0 < self.holdout < 1:
             raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
 
+    def _check_numbers(self) -> None:
+        """Raise ValueError for what is no number or is out of range; make Python's numbers of others'."""
+        for name in (*WHOLE, *REAL):
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
+            kind, article = (numbers.Integral, "whole") if name in WHOLE else (numbers.Real, "real")
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ValueError(f"{name} must be a {article} number, got {value!r}.")
+            if name in WHOLE:
+                least, most = WHOLE[name]
+                if value < least:
+                    raise ValueError(f"{name} must be at least {least}, got {value}.")
+                if value > most:
+                    raise ValueError(f"{name} must be at most {most}, got {value}.")
+                object.__setattr__(self, name, int(value))
+            else:
+                object.__setattr__(self, name, _as_float(value))
+
+    def _evidence_steps(self) -> range:
+        """The epochs with an evidence step, but the last epoch."""
+        first = (self.burn_in // self.frequency + 1) * self.frequency
+        return range(first, self.epochs, self.frequency)
+
     @property
     def cycle_ends(self) -> list[int]:
         """The epochs after which the learning rate starts anew, and the last."""
         if self.restarts == "none":
             return [self.epochs]
-        steps = [e for e in range(self.burn_in + 1, self.epochs) if e % self.frequency == 0]
         # A short last cycle would only unsettle the weights.
-        return [*(e for e in steps[1:] if self.epochs - e >= self.frequency), self.epochs]
+        return [*(e for e in self._evidence_steps()[1:] if self.epochs - e >= self.frequency), self.epochs]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The attributes that differ from their defaults: what a checkpoint says of its run, also when later versions have more of them."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def name(self) -> str:
@@ -212,6 +265,13 @@ class RunConfig:
         names = ("data", "task", "layer", "objective", "learn", "seed", "width")
         groups = {name: getattr(self, name) if self.over_group else "" for name in ("group", "group_conv")}
         return {name: getattr(self, name) for name in names} | groups
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number beyond all floats
+        return math.inf if value > 0 else -math.inf
 
 
 def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, **changes: Any) -> RunConfig:

@@ -9,11 +9,15 @@ from pathlib import Path
 
 from torch import nn
 
+from ella_cuda.digest import sealed
 from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.files import UNSEALED
+from ella_cuda.experiments.folder import read_diary
+from ella_cuda.files import write_file
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
-from ella_cuda.reports.files import write_file
 from ella_cuda.training import Evaluation
+from ella_cuda.training.checkpoint import threads_of
 
 
 class Diary:
@@ -33,11 +37,12 @@ class Diary:
         self.bases = {n: m for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
         self.start_anchors = {n: basis.anchors.detach().clone() for n, basis in self.bases.items()}
         self.fixed = {"config": dataclasses.asdict(config), "network": network, "layout": layout(model)}
+        self.fixed["threads"] = threads_of(model)
         if "anchors" in config.learn.split("+"):
             self.fixed["anchors_at_start"] = {n: a.tolist() for n, a in self.start_anchors.items()}
         self.before, self.evaluations = 0.0, []
         if path.exists():
-            saved = json.loads(path.read_text(encoding="utf-8"))
+            saved = read_diary(path.parent)
             self.before, self.evaluations = saved["seconds"], saved["evaluations"]
 
     def seconds(self) -> float:
@@ -60,4 +65,4 @@ class Diary:
         entry["anchors"] = self.anchors()
         self.evaluations.append(entry)
         state = {**self.fixed, "seconds": self.seconds(), "evaluations": self.evaluations}
-        write_file(self.path, json.dumps(state, allow_nan=False))
+        write_file(self.path, json.dumps(sealed(state, without=UNSEALED), allow_nan=False))

@@ -2,52 +2,94 @@
 
 from __future__ import annotations
 
-import json
+import numbers
 import os
 from pathlib import Path
 from typing import Any
 
+from ella_cuda.digest import DIGEST, fits_seal
 from ella_cuda.experiments.config import RunConfig
-from ella_cuda.experiments.files import CONFIG_FILE, SUMMARY_FILE
+from ella_cuda.experiments.files import CONFIG_FILE, SUMMARY_FILE, UNSEALED
+from ella_cuda.files import damaged, read_json
 from ella_cuda.reports import describe_layers
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 from ella_cuda.training.checkpoint import read_checkpoint
+
+GRID_ADVICE = "start anew in another folder"
+SUMMARY_ADVICE = "move it away to do its runs again"
+OPTIONAL_NUMBER = (numbers.Real, type(None))
+# What a finished row has, at least, and what evaluations have.
+ROW = {
+    **dict.fromkeys(("run", "data", "task", "layer", "objective", "evaluated_on"), str),
+    **dict.fromkeys(("seed", "evaluated_size"), int),
+    **dict.fromkeys(("accuracy", "nll", "seconds"), numbers.Real),
+    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
+    "layers": list,
+}
+LAYER = {"name": str, "type": (str, type(None)), "paths": dict}
+EVALUATION = {
+    **dict.fromkeys(("epoch", "loss"), numbers.Real),
+    "accuracy": OPTIONAL_NUMBER,
+    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
+    "prior_precision": dict,
+    "effective_parameters": (dict, type(None)),
+    "inverse_lengthscale": dict,
+    "anchors": dict,
+}
 
 
 def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[str, Any]]:
     """The runs and the options that a folder was started with.
 
     Raises:
-        ValueError: the folder has no readable ``config.json``.
+        ValueError: the folder has no readable ``config.json``, or one that was edited.
     """
     path = Path(out_dir) / CONFIG_FILE
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        return [RunConfig(**run) for run in stored["runs"]], stored["options"]
+        stored = read_json(path, GRID_ADVICE)
     except FileNotFoundError as error:
         lacks = f"has no {CONFIG_FILE}" if Path(out_dir).exists() else "does not exist"
         raise ValueError(f"{out_dir} is not a folder of runs: it {lacks}.") from error
     except NotADirectoryError as error:
         raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    if wrong := _missing(stored, {"runs": list, "options": dict}):
+        raise damaged(path, wrong, GRID_ADVICE)
+    if not fits_seal(stored):
         raise ValueError(
-            f"{path} is damaged or of another version ({error!r}); start anew in another folder."
-        ) from error
+            f"{path} was edited after the runs began: its digest does not fit. Undo the edit, or start anew in another folder."
+        )
+    try:
+        return [RunConfig(**run) for run in stored["runs"]], stored["options"]
+    except (TypeError, ValueError) as error:
+        raise damaged(path, error, GRID_ADVICE) from error
 
 
 def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The rows of a folder's finished runs; none yet is an empty list.
 
     Raises:
-        ValueError: ``summary.json`` is damaged.
+        ValueError: ``summary.json`` is damaged, or was edited.
     """
     path = Path(out_dir) / SUMMARY_FILE
     if not path.exists():
         return []
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); move it away to do its runs again.") from error
+    rows = read_json(path, SUMMARY_ADVICE)
+    if not isinstance(rows, list):
+        raise damaged(path, f"a {type(rows).__name__}, not a list of rows", SUMMARY_ADVICE)
+    config = Path(out_dir) / CONFIG_FILE
+    has_digests = config.exists() and DIGEST in read_json(
+        config, GRID_ADVICE
+    )  # as of the version that began the folder
+    for i, row in enumerate(rows):
+        wrong = _missing(row, ROW) or next(filter(None, (_missing(layer, LAYER) for layer in row["layers"])), None)
+        if wrong:
+            raise damaged(path, f"row {i + 1}: {wrong}", SUMMARY_ADVICE)
+        if not fits_seal(row, without=UNSEALED) or (has_digests and DIGEST not in row):
+            raise ValueError(
+                f"{path} was edited: the row of {row['run']} does not fit its digest. Undo the edit, or delete the row to do its run "
+                "again from its last checkpoint."
+            )
+    return rows
 
 
 def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -67,7 +109,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if config.name in done or not (Path(out_dir) / config.name / DIARY_FILE).exists():
             continue
         written = (Path(out_dir) / config.name / DIARY_FILE).stat().st_mtime
-        diary = _read_diary(Path(out_dir) / config.name)
+        diary = read_diary(Path(out_dir) / config.name)
         last = diary["evaluations"][-1]
         found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale", "anchors")]
         layers, others = describe_layers(diary["layout"], *found)
@@ -96,7 +138,7 @@ def read_evaluations(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: the run's diary is damaged.
     """
-    return _read_diary(Path(run_dir))["evaluations"]
+    return read_diary(Path(run_dir))["evaluations"]
 
 
 def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
@@ -106,7 +148,7 @@ def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: the run's diary or checkpoint is damaged.
     """
-    diary, path = _read_diary(Path(run_dir)), Path(run_dir) / CHECKPOINT_FILE
+    diary, path = read_diary(Path(run_dir)), Path(run_dir) / CHECKPOINT_FILE
     names = diary["evaluations"][-1]["inverse_lengthscale"]
     if not names or not path.exists():
         return {}
@@ -115,9 +157,34 @@ def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     return {name: entry | ({"start": start[name]} if name in start else {}) for name, entry in found.items()}
 
 
-def _read_diary(run_dir: Path) -> dict[str, Any]:
+def read_diary(run_dir: Path) -> dict[str, Any]:
+    """What a run has done so far: ``seconds``, ``evaluations`` (at least one), ``layout`` and more.
+
+    Raises:
+        ValueError: the file is damaged, or was edited.
+    """
     path = run_dir / DIARY_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); move {run_dir} away to do that run again.") from error
+    advice = f"move {run_dir} away to do that run again"
+    diary = read_json(path, advice)
+    wrong = _missing(diary, {"seconds": numbers.Real, "evaluations": list, "layout": dict})
+    if wrong is None and not diary["evaluations"]:
+        wrong = "no evaluation"
+    if wrong is None:
+        wrong = next(filter(None, (_missing(entry, EVALUATION) for entry in diary["evaluations"])), None)
+    if wrong:
+        raise damaged(path, wrong, advice)
+    if not fits_seal(diary, without=UNSEALED):
+        raise ValueError(f"{path} was edited: its digest does not fit. Undo the edit, or {advice}.")
+    return diary
+
+
+def _missing(found: Any, expected: dict[str, Any]) -> str | None:
+    """What a mapping read from a file lacks or has of another type, in words; None if nothing."""
+    if not isinstance(found, dict):
+        return f"a {type(found).__name__} where a mapping is due"
+    for key, kind in expected.items():
+        if key not in found:
+            return f"no {key}"
+        if not isinstance(found[key], kind) or (isinstance(found[key], bool)):
+            return f"{key} is a {type(found[key]).__name__}"
+    return None

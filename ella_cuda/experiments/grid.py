@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -18,17 +19,21 @@ import torch
 from tqdm import tqdm
 
 from ella_cuda import __version__, build_info
+from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
+from ella_cuda.digest import sealed
 from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
-from ella_cuda.experiments.folder import read_grid, read_running, read_summary
+from ella_cuda.experiments.folder import read_diary, read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
+from ella_cuda.files import read_json, remove_temporary_files, write_file
 from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
-from ella_cuda.reports.files import write_file
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 from ella_cuda.reports.text import counted
+from ella_cuda.training.checkpoint import OTHER_THREADS
 from ella_cuda.workers import run_at_once
 
 
@@ -52,7 +57,8 @@ def run_grid(
         configs: the runs, of different names.
         out_dir: the folder: ``config.json`` (the runs), ``environment.json`` (versions and device, one entry for each
             session), ``summary.json``, ``summary.csv``, ``table.txt``, pictures, and a folder for each run with its
-            checkpoint. If it holds the same grid already, that grid is resumed.
+            checkpoint. If it holds the same grid already, that grid is resumed. One call at a time works in a folder; meanwhile
+            ``.lock`` says which, as JSON (``pid``, ``host``, ``since``).
         options: kept in ``config.json``, for whoever built ``configs``.
         jobs: runs at once, each in a process of its own with an equal share of torch's threads.
         progress: whether to show progress bars.
@@ -67,14 +73,19 @@ def run_grid(
         The rows of all finished runs, in the order of ``configs``.
 
     Raises:
-        ValueError: two runs of one name, or the folder belongs to another grid. What :func:`run_one` raises.
+        ValueError: two runs of one name, or the folder belongs to another grid, or what is in it was edited. What :func:`run_one` raises.
         OSError: the folder cannot be written.
-        RuntimeError: ``tensorboard`` without the package of that name.
+        RuntimeError: ``tensorboard`` without the package of that name; somebody else works in the folder.
+
+    Warns:
+        UserWarning: begun runs go on with another number of threads: their numbers are the same up to rounding.
     """
     out_dir = Path(out_dir)
     names = [c.name for c in configs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
+    if jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}.")
     if tensorboard:
         require_tensorboard()
     prepare_for(configs[0], data_dir, download)  # before anything is written: the data may be missing
@@ -82,7 +93,25 @@ def run_grid(
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"the folder {out_dir} cannot be made ({error.strerror}); name another.") from error
-    runs = [dataclasses.asdict(c) for c in configs]
+    threads = torch.get_num_threads() if jobs == 1 else max(1, torch.get_num_threads() // jobs)
+    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
+    with claim(out_dir / LOCK_FILE, f"the folder {out_dir}"):
+        return _run_grid(configs, out_dir, options or {}, jobs, threads, progress, how, on_begin, on_row)
+
+
+def _run_grid(
+    configs: Sequence[RunConfig],
+    out_dir: Path,
+    options: dict[str, Any],
+    jobs: int,
+    threads: int,
+    progress: bool,
+    how: dict[str, Any],
+    on_begin: Callable[[int], None] | None,
+    on_row: Callable[[dict[str, Any]], None] | None,
+) -> list[dict[str, Any]]:
+    """:func:`run_grid` in a folder that is claimed, each run on so many threads; ``how`` is for :func:`run_one`."""
+    names = [c.name for c in configs]
     config_path = out_dir / CONFIG_FILE
     if config_path.exists():
         if read_grid(out_dir)[0] != list(configs):
@@ -92,14 +121,18 @@ def run_grid(
             raise ValueError(
                 f"{out_dir} has a {SUMMARY_FILE} but no {CONFIG_FILE}: not a folder of ella_cuda; choose another."
             )
-        write_file(config_path, json.dumps({"options": options or {}, "runs": runs}, indent=1))
-    _note_environment(out_dir, configs[0].device)
+        runs = [dataclasses.asdict(c) for c in configs]
+        write_file(config_path, json.dumps(sealed({"options": options, "runs": runs}), indent=1))
+    _tidy(out_dir, names)
     done = {row["run"]: row for row in read_summary(out_dir)}
+    _note_environment(out_dir, configs[0].device, jobs, threads)
     if on_begin is not None:
         on_begin(len(done))
     if done:  # a session killed after writing the summary left the pictures behind it
         save_report([done[n] for n in names if n in done], out_dir)
     waiting = [c for c in configs if c.name not in done]
+    if jobs > 1:
+        _warn_of_other_threads(out_dir, waiting, threads)  # workers cannot
     epochs = sum(c.epochs for c in configs)
     bar = tqdm(total=epochs, desc=counted(len(configs), "run"), unit="epoch", disable=not progress, **bar_size())
 
@@ -115,7 +148,6 @@ def run_grid(
             with bar.external_write_mode():  # what it prints has lines of its own
                 on_row(row)
 
-    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
     with bar:
         show()
         if jobs == 1:
@@ -123,10 +155,30 @@ def run_grid(
                 finish(run_one(config, out_dir / config.name, progress=progress, **how))
         elif waiting:
             calls = [(config, out_dir / config.name, how) for config in _spread(waiting)]
-            threads = max(1, torch.get_num_threads() // jobs)
-            for _, row in run_at_once(_run_quietly, calls, jobs, threads, show):
+            for _, row in run_at_once(_run_quietly, calls, min(jobs, len(calls)), threads, show):
                 finish(row)
     return [done[n] for n in names]
+
+
+def _tidy(out_dir: Path, names: Sequence[str]) -> None:
+    """Remove what killed sessions left of temporary files in the folder and in those of its runs; a run's at which somebody works stay."""
+    remove_temporary_files(out_dir)
+    for name in names:
+        if (out_dir / name).is_dir():
+            with contextlib.suppress(RuntimeError), claim(out_dir / name / LOCK_FILE, name, patience=0.0):
+                remove_temporary_files(out_dir / name)
+
+
+def _warn_of_other_threads(out_dir: Path, waiting: Sequence[RunConfig], threads: int) -> None:
+    begun = [c.name for c in waiting if all((out_dir / c.name / f).exists() for f in (CHECKPOINT_FILE, DIARY_FILE))]
+    before = {name: read_diary(out_dir / name).get("threads") for name in begun}
+    others = sorted({count for count in before.values() if count not in (None, threads)})
+    if others:
+        warnings.warn(
+            f"{counted(sum(count in others for count in before.values()), 'run')} begun with {', '.join(map(str, others))} thread(s) go on "
+            f"with {threads}: {OTHER_THREADS}. To repeat them, set OMP_NUM_THREADS and --jobs as at first (environment.json).",
+            stacklevel=4,  # whoever called run_grid
+        )
 
 
 def _spread(configs: Sequence[RunConfig]) -> list[RunConfig]:
@@ -148,16 +200,19 @@ def _is_dense(config: RunConfig) -> bool:
 
 
 def _run_quietly(config: RunConfig, run_dir: Path, how: dict[str, Any]) -> dict[str, Any]:
-    """A run in a worker, whose data the grid's own process has loaded and warned of."""
+    """A run in a worker, of whose data and threads the grid's own process has warned."""
     warnings.filterwarnings("ignore", message=NOT_AS_PUBLISHED)
+    warnings.filterwarnings("ignore", message=f".*{OTHER_THREADS}")
     return run_one(config, run_dir, progress=False, **how)
 
 
-def _note_environment(out_dir: Path, device: str) -> None:
+def _note_environment(out_dir: Path, device: str, jobs: int, threads: int) -> None:
     path = out_dir / ENVIRONMENT_FILE
     try:
-        sessions = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):  # a damaged note is no reason to refuse a resume
+        sessions = read_json(path, "")
+    except (FileNotFoundError, ValueError):  # a damaged note is no reason to refuse a resume
+        sessions = []
+    if not isinstance(sessions, list):
         sessions = []
     sessions.append(
         {
@@ -173,6 +228,8 @@ def _note_environment(out_dir: Path, device: str) -> None:
             "device": device,
             "device_name": device_name(torch.device(device)),
             "threads": torch.get_num_threads(),
+            "jobs": jobs,
+            "threads_per_run": threads,
             "command": sys.argv,
         }
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,13 @@ from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.run import build_network
+from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
-from ella_cuda.training.checkpoint import load_checkpoint
+from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 
+ADVICE = "do the run again"
 LAPLACE_SETTINGS = ("likelihood", "fisher", "resolution", "column_tolerance")
 
 
@@ -60,15 +61,19 @@ def load_run(run_dir: str | os.PathLike[str], device: str = "cpu") -> LoadedRun:
         raise ValueError(
             f"{run_dir} has no {CHECKPOINT_FILE}: its run has not come to its first evaluation; go on with it."
         ) from error
+    check_entries(path, state)
     model.load_state_dict(state["model"])
     model.to(target).eval()
     last = state["history"][-1]
-    la = KronLaplace(
-        model,
-        prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
-        sigma_noise=last["sigma_noise"],
-        **{name: state["settings"][name] for name in LAPLACE_SETTINGS},
-    )
+    try:
+        la = KronLaplace(
+            model,
+            prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
+            sigma_noise=last["sigma_noise"],
+            **{name: state["settings"][name] for name in LAPLACE_SETTINGS},
+        )
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise damaged(path, error, ADVICE) from error
     return LoadedRun(model, la, config, state["epoch"])
 
 
@@ -76,14 +81,15 @@ def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any]]:
     """The run's configuration and its network's numbers, out of its diary."""
     path = run_dir / DIARY_FILE
     try:
-        diary = json.loads(path.read_text(encoding="utf-8"))
-        return RunConfig(**diary["config"]), {
-            name: int(diary["network"][name]) for name in ("in_channels", "num_classes")
-        }
+        diary = read_json(path, ADVICE)
     except (FileNotFoundError, NotADirectoryError) as error:
         runs = sorted(p.parent.name for p in run_dir.glob(f"*/{CHECKPOINT_FILE}"))
         if (run_dir / CONFIG_FILE).exists() and runs:
             raise ValueError(f"{run_dir} holds several runs; name the folder of one: {', '.join(runs)}.") from error
         raise ValueError(f"{run_dir} is not the folder of a run: it has no {DIARY_FILE}.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged or of another version ({error!r}); do the run again.") from error
+    try:
+        return RunConfig(**diary["config"]), {
+            name: int(diary["network"][name]) for name in ("in_channels", "num_classes")
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, repr(error), ADVICE) from error

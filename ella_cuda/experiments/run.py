@@ -13,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
+from ella_cuda.digest import sealed, tensors_digest
 from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.files import UNSEALED
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
+from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, write_file
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.training import Evaluation, marglik_training
 
 EVALUATION_BATCH = 500
@@ -42,13 +46,18 @@ def prepare(
     data_dir: str | None = None,
     download: bool = False,
 ) -> Dataset:
-    """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised."""
+    """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised.
+
+    Their digest is that of images before the task and of labels after it, which no rounding reaches: the same on every machine.
+    """
     dataset = load(data, data_dir, download)
     if holdout_fraction is not None:
         dataset = holdout(dataset, holdout_fraction, data_seed)
     if train_size is not None:
         dataset = subsample(dataset, train_size, data_seed)
-    return normalize(make_task(dataset, task, image_size, data_seed))
+    made = normalize(make_task(dataset, task, image_size, data_seed))
+    sources = (dataset.train_images, dataset.train_ids, dataset.test_images, dataset.test_ids)
+    return dataclasses.replace(made, digest=tensors_digest(*sources, made.train_labels, made.test_labels))
 
 
 def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
@@ -97,7 +106,7 @@ def run_one(
     Args:
         config: the run.
         run_dir: its folder; gets ``checkpoint.pt`` and, at the end, ``history.json``. A checkpoint that is there is
-            resumed.
+            resumed, see :func:`ella_cuda.marglik_training`. One call at a time works in a folder; meanwhile ``.lock`` says which.
         progress: whether to show a progress bar.
         data_dir: see :func:`ella_cuda.data.load`.
         download: see :func:`ella_cuda.data.load`.
@@ -108,18 +117,34 @@ def run_one(
     Returns:
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
         (nats) ``, neg_log_marginal_likelihood`` (nats per data point; None with ``..._reason`` where the curvature
-        would be too large) ``, seconds, layers, other_parameters``, counts, and ``evaluated_on`` (test or holdout).
+        would be too large) ``, seconds, layers, other_parameters``, counts, ``evaluated_on`` (test or holdout), and the ``digest``
+        of all but the seconds.
 
     Raises:
-        ValueError: the data or a checkpoint do not fit; see :func:`ella_cuda.marglik_training`.
+        ValueError: a checkpoint is of another configuration or of other data; see :func:`ella_cuda.marglik_training`.
         OSError: ``run_dir`` cannot be written; what was there is untouched.
         FloatingPointError: training diverged; the last good checkpoint stays.
-        RuntimeError: ``tensorboard`` without the package of that name.
+        RuntimeError: ``tensorboard`` without the package of that name; somebody else works in the folder.
     """
     run_dir = Path(run_dir)
     if tensorboard:
         require_tensorboard()  # before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
+    with claim(run_dir / LOCK_FILE, f"the run's folder {run_dir}"):
+        remove_temporary_files(run_dir)
+        return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
+
+
+def _run(
+    config: RunConfig,
+    run_dir: Path,
+    progress: bool,
+    data_dir: str | None,
+    download: bool,
+    tensorboard: bool,
+    cuda_graph: bool,
+) -> dict[str, Any]:
+    """:func:`run_one` in a folder that is claimed."""
     device = resolve_device(config.device)
     if config.evidence_batch_size is None:
         config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
@@ -141,8 +166,11 @@ def run_one(
         config.batch_size,
         shuffle=True,
         augment=augmentation(config.augment, dataset),
+        data_digest=dataset.digest,
     )
-    evidence_loader = TensorLoader(dataset.train_images, dataset.train_labels, config.evidence_batch_size)
+    evidence_loader = TensorLoader(
+        dataset.train_images, dataset.train_labels, config.evidence_batch_size, data_digest=dataset.digest
+    )
     la, model, _, losses = marglik_training(
         model,
         train_loader,
@@ -168,6 +196,7 @@ def run_one(
         marglik_loader=evidence_loader,
         cuda_graph=cuda_graph,
         checkpoint=run_dir / CHECKPOINT_FILE,
+        depends_on=config.chosen,
         on_evaluation=record,
         description=config.name,
     )
@@ -207,4 +236,4 @@ def run_one(
     }
     if log is not None:
         log.finish(row, diary.evaluations)
-    return row
+    return sealed(row, without=UNSEALED)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.reports.files import write_file
+from ella_cuda.digest import DIGEST
+from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, mean, network_title
@@ -64,7 +65,7 @@ def results_csv(rows: Rows) -> str:
     """The rows as CSV: their single values, and type and share of effective parameters for every layer."""
     flat = []
     for row in rows:
-        cells = {k: v for k, v in row.items() if k not in ("layers", "other_parameters")}
+        cells = {k: v for k, v in row.items() if k not in ("layers", "other_parameters", DIGEST)}
         for layer in row["layers"]:
             cells[f"{layer['name']} type"] = layer["type"]
             for path, entry in layer["paths"].items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,15 @@ from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.bases import LearnedBases, bases_step
-from ella_cuda.training.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
+from ella_cuda.training.checkpoint import (
+    claimed,
+    random_state,
+    restore_random_state,
+    resume,
+    save_checkpoint,
+    threads_of,
+)
+from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import dataset_size, train_epoch, train_epoch_by_graphs
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
 from ella_cuda.training.prior import Prior, PriorStructure, evidence_step
@@ -71,6 +80,7 @@ def marglik_training(
     column_tolerance: float = 0.0,
     marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
     checkpoint: str | Path | None = None,
+    depends_on: Mapping[str, Any] | None = None,
     on_evaluation: Callable[[Evaluation], None] | None = None,
     description: str = "training",
 ) -> tuple[KronLaplace, nn.Module, list[float], list[float]]:
@@ -117,8 +127,13 @@ def marglik_training(
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
             :class:`ella_cuda.data.TensorLoader` that augments.
-        checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it; on the
-            CPU a resumed run gives the numbers of an uninterrupted one bit for bit.
+        checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it. On the
+            CPU a resumed run gives the numbers of an uninterrupted one bit for bit on the same machine with the same number of torch's
+            threads, and the same run up to rounding on another, which a warning says for threads. One call at a time works on a file.
+            A file of other settings or other data is refused, as far as the data tell without a pass over them: by the loader's attribute
+            ``data_digest`` (a string of your choice, None for unknown), which :class:`ella_cuda.data.TensorLoader` has, or the tensors of a
+            DataLoader's ``TensorDataset``; for others by the number of data points alone.
+        depends_on: what else the numbers depend on, by name, such as how the data were made; a checkpoint of another is refused.
         on_evaluation: called with an :class:`Evaluation` after every evaluation.
         description: of the progress bar.
 
@@ -131,7 +146,8 @@ def marglik_training(
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; labels that are no class
-            indices; an empty loader; a checkpoint of other settings or another amount of data, or one that cannot be read.
+            indices; an empty loader; a checkpoint of other settings or data, or one that cannot be read.
+        RuntimeError: another call, of this process or another, works on the checkpoint.
         FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
             step. The last good checkpoint stays.
 
@@ -161,8 +177,10 @@ def marglik_training(
             f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
             f"{n_epochs}. For training without evidence steps pass objective='map'."
         )
-    evaluations = range(marglik_frequency, n_epochs, marglik_frequency)
-    if learn and objective == "evidence" and not any(epoch > n_epochs_burnin for epoch in evaluations):
+    before_last = (
+        (n_epochs - 1) // marglik_frequency * marglik_frequency
+    )  # the last evaluation before that of the last epoch
+    if learn and objective == "evidence" and before_last <= n_epochs_burnin:
         raise ValueError(
             f"marglik_training: learn={learn!r} needs an evidence step after n_epochs_burnin = {n_epochs_burnin} and before the last epoch, "
             f"{n_epochs}; with marglik_frequency = {marglik_frequency} there is none."
@@ -208,6 +226,7 @@ def marglik_training(
         "scheduler_cls": None if scheduler_cls is None else name_of(scheduler_cls),
         "scheduler_kwargs": in_words(scheduler_kwargs),
         "n_data": dataset_size(train_loader),
+        "depends_on": in_words(depends_on),
     }
     if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
         raise ValueError(
@@ -229,14 +248,15 @@ def marglik_training(
     }
     first_epoch = 0
     la = random_at_fit = None
-    if checkpoint is not None and Path(checkpoint).exists():
-        state = load_checkpoint(checkpoint, settings, model)
-        for key, part in parts.items():
-            if part is not None:
-                part.load_state_dict(state[key])
-        margliks, losses, history, first_epoch = state["margliks"], state["losses"], state["history"], state["epoch"]
-        random_at_fit = state["random_at_fit"]
-        restore_random_state(state["random"], loaders)
+    if checkpoint is not None:
+        settings["data"] = {"training": data_digest(train_loader), "evidence": data_digest(evidence_loader)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(claimed(checkpoint))
+        if checkpoint is not None and Path(checkpoint).exists():
+            state = resume(checkpoint, settings, parts, loaders)
+            margliks, losses, history = state["margliks"], state["losses"], state["history"]
+            first_epoch, random_at_fit = state["epoch"], state["random_at_fit"]
+        claims = stack.pop_all()  # until the last checkpoint is written
 
     def new_laplace() -> KronLaplace:
         return KronLaplace(
@@ -295,11 +315,13 @@ def marglik_training(
                     state = {key: None if part is None else part.state_dict() for key, part in parts.items()}
                     state |= {"epoch": epoch, "margliks": margliks, "losses": losses, "history": history}
                     state |= {"random": random_state(loaders), "random_at_fit": random_at_fit}
-                    save_checkpoint(checkpoint, state | {"settings": settings})
+                    state |= {"settings": settings, "threads": threads_of(model)}
+                    save_checkpoint(checkpoint, state)
             bar.set_postfix(shown, refresh=False)
             bar.update()
     finally:
         bar.close()
+        claims.close()
     if la is None:
         la = new_laplace()
         if objective == "evidence":  # a finished run, resumed: its last fit again

@@ -15,7 +15,7 @@ from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
 from ella_cuda.experiments.recipes import RECIPES
-from ella_cuda.reports.files import write_file
+from ella_cuda.files import write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns, counted
 

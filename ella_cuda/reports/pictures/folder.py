@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, write_file
+from ella_cuda.files import write_file
+from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters

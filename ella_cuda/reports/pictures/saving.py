@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.reports.files import write_file
+from ella_cuda.files import write_file
 
 DPI = 200
 SUFFIXES = (".png", ".svg")

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from ella_cuda.reports.files import write_file
+from ella_cuda.files import write_file
 
 WRITE_UNDER_A_SIZE_LIMIT = """
 import resource, signal, sys
-from ella_cuda.reports.files import write_file
+from ella_cuda.files import write_file
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

@@ -40,7 +40,7 @@ PUBLISHED: dict[str, dict[str, str]] = {
 NOT_AS_PUBLISHED = r"\S+: not as published"  # the warning's beginning
 
 
-def md5(content: bytes) -> str:
+def md5(content: bytes | bytearray) -> str:
     """The content's MD5 in hexadecimal digits; it tells files apart, it is no protection against forgery."""
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 

@@ -256,8 +256,8 @@ def _check_data(path: str | Path, found: Any, expected: dict[str, str | None]) -
     for name, digest in expected.items():
         if None not in (digest, found.get(name)) and found[name] != digest:
             raise ValueError(
-                f"the checkpoint {path} was written with other {name} data, although equally many (digest {found[name]}, here {digest}); go on "
-                "with those it was begun with, or use another file."
+                f"the checkpoint {path} was written with other {name} data, although equally many (digest {found[name]}, here {digest}); "
+                "go on with those it was begun with, or use another file."
             )
 
 

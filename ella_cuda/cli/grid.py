@@ -251,26 +251,30 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def check_out(out: str | None) -> None:
-    """Raise UsageError for a folder that holds runs already, or is a file."""
-    if out is None:
-        return
-    path = Path(out)
-    if (path / experiments.CONFIG_FILE).exists():
-        raise UsageError(
-            f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
-        )
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"--out {path} is a file; name a folder.")
+def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str) -> Path:
+    """The folder that the options name, or the next free one of today of that name, which is made here: no other process takes it too.
 
-
-def _folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str) -> Path:
-    """The folder that the options name, or a new one of today: made here, so that no other process takes it too."""
-    if given := args.resume or args.out:
-        return Path(given)
+    Raises:
+        UsageError: --out holds runs already, or is a file; CUDA graphs on another device.
+        FileNotFoundError: the data are missing; then no folder is made. OSError: it cannot be made.
+    """
+    device = configs[0].device
+    if args.cuda_graph and not device.startswith("cuda"):
+        raise UsageError(f"--cuda-graph needs a CUDA device, got {device}; leave it out, or name another --device.")
+    if args.resume is not None:
+        return Path(args.resume)
+    if args.out is not None:
+        path = Path(args.out)
+        if (path / experiments.CONFIG_FILE).exists():
+            raise UsageError(
+                f"--out {path} holds runs already; go on with them by --resume {path}, or name another folder."
+            )
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--out {path} is a file; name a folder.")
+        return path
     if args.tensorboard:
         experiments.require_tensorboard()
-    experiments.prepare_for(configs[0], args.data_dir, bool(args.download))  # where data are missing, no folder is made
+    experiments.prepare_for(configs[0], args.data_dir, bool(args.download))
     stem = Path("runs") / f"{name}-{datetime.date.today().isoformat()}"
     try:
         stem.parent.mkdir(exist_ok=True)
@@ -290,29 +294,22 @@ def do_runs(
     args: argparse.Namespace,
     configs: Sequence[RunConfig],
     options: dict[str, Any],
-    name: str,
-    on_row: Callable[[Path], object] = lambda out_dir: None,
-) -> tuple[Path, list[dict[str, Any]] | None]:
+    out_dir: Path,
+    on_row: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]] | None:
     """Do the runs that are not done yet, and print a line for each.
 
     Args:
-        name: of the folder, if the options name none.
-        on_row: called with the folder after each, when the folder's summary has it.
+        on_row: called after each, when the folder's summary has it.
 
     Returns:
-        The folder and all rows; None in place of these when interrupted, after saying how to go on.
-
-    Raises:
-        UsageError: CUDA graphs on another device.
+        All rows; None when interrupted, after saying how to go on.
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
-    if args.cuda_graph and not device.startswith("cuda"):
-        raise UsageError(f"--cuda-graph needs a CUDA device, got {device}; leave it out, or name another --device.")
     jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
     if device == "cpu" and jobs == 1:
         prepare_process()  # the runs are done here; workers prepare themselves
-    out_dir = _folder(args, configs, name)
 
     def begin(before: int) -> None:
         print(
@@ -322,10 +319,10 @@ def do_runs(
 
     def finish(row: dict[str, Any]) -> None:
         _print_row(row)
-        on_row(out_dir)
+        on_row()
 
     try:
-        return out_dir, experiments.run_grid(
+        return experiments.run_grid(
             configs,
             out_dir,
             options=options,
@@ -344,7 +341,7 @@ def do_runs(
             f"ella-cuda: interrupted; go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}",
             file=sys.stderr,
         )
-        return out_dir, None
+        return None
 
 
 def say_written(out_dir: Path) -> None:

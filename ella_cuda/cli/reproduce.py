@@ -12,10 +12,10 @@ from ella_cuda.cli.grid import (
     add_session,
     attributes,
     check_effect,
-    check_out,
     do_runs,
     given_options,
     grid_options,
+    results_folder,
     resumed,
     say_written,
     wrong_attributes,
@@ -63,8 +63,8 @@ def _reproduce(args: argparse.Namespace) -> int:
         configs, options = resumed("reproduce", Path(args.resume), given)
     else:
         configs, options = _table(given, args)
-        check_out(args.out)
-    out_dir, rows = do_runs("reproduce", args, configs, options, options["table"], on_row=save_comparison)
+    out_dir = results_folder(args, configs, options["table"])
+    rows = do_runs("reproduce", args, configs, options, out_dir, on_row=lambda: save_comparison(out_dir))
     if rows is None:
         return INTERRUPTED
     print("\n" + save_comparison(out_dir))

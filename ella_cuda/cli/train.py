@@ -15,10 +15,10 @@ from ella_cuda.cli.grid import (
     add_session,
     attributes,
     check_effect,
-    check_out,
     do_runs,
     given_options,
     grid_options,
+    results_folder,
     resumed,
     say_written,
     shown,
@@ -73,8 +73,8 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = resumed("train", Path(args.resume), given)
     else:
         configs, options = _grid(given)
-        check_out(args.out)
-    out_dir, rows = do_runs("train", args, configs, options, options["data"])
+    out_dir = results_folder(args, configs, options["data"])
+    rows = do_runs("train", args, configs, options, out_dir)
     if rows is None:
         return INTERRUPTED
     print()

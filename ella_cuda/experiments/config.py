@@ -223,7 +223,9 @@ class RunConfig:
                 if value < least:
                     raise ValueError(f"{name} must be at least {least}, got {value}.")
                 if value > most:
-                    raise ValueError(f"{name} must be at most {most}, got {value}.")
+                    power = (most + 1).bit_length() - 1
+                    bound = f"less than 2**{power}" if most + 1 == 2**power else f"at most {most}"
+                    raise ValueError(f"{name} must be {bound}, got {value}.")
                 object.__setattr__(self, name, int(value))
             else:
                 object.__setattr__(self, name, _as_float(value))

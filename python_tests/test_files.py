@@ -7,10 +7,11 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ella_cuda.files import write_file
+from ella_cuda.files import read_json, remove_temporary_files, write_file
 
 WRITE_UNDER_A_SIZE_LIMIT = """
 import resource, signal, sys
@@ -76,3 +77,56 @@ def test_a_write_that_the_system_cuts_short_leaves_the_old_file(tmp_path):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(OSError, match=r"none/a.txt could not be written \(No such file or directory\)"):
         write_file(tmp_path / "none" / "a.txt", "x")
+
+
+KILLED_WHILE_WRITING = """
+import sys, time
+from ella_cuda.files import write_file
+
+def write(name):
+    with open(name, "w") as file:
+        file.write("half")
+        file.flush()
+        print("writing", flush=True)
+        time.sleep(600)
+
+write_file(sys.argv[1], write)
+"""
+
+
+def test_what_a_killed_process_leaves_can_be_removed(tmp_path):
+    """Its own names only: a user's hidden files stay, and another file's where one is named."""
+    kept = {".bashrc", ".a.1.txt", "a.txt", ".b.12-3.tmp.txt"}
+    for name in kept:
+        (tmp_path / name).write_text("old")
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED_WHILE_WRITING, str(tmp_path / "a.txt")],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path.parent,
+    )
+    with process.stdout:
+        assert process.stdout.readline() == b"writing\n"
+        process.kill()
+        process.wait()
+    (left,) = set(os.listdir(tmp_path)) - kept
+    assert f".{process.pid}-" in left and (tmp_path / "a.txt").read_text() == "old"
+    remove_temporary_files(tmp_path, "a.txt")
+    assert set(os.listdir(tmp_path)) == kept
+    remove_temporary_files(tmp_path)
+    assert set(os.listdir(tmp_path)) == kept - {".b.12-3.tmp.txt"}
+
+
+def test_threads_that_write_one_file_leave_one_of_their_texts_whole(tmp_path):
+    texts = [str(i) * 100_000 for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            list(pool.map(lambda text: write_file(tmp_path / "a.txt", text), texts))
+            assert (tmp_path / "a.txt").read_text() in texts
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"{", b"[" * 100_000], ids=["not UTF-8", "cut", "too deep"])
+def test_json_that_cannot_be_read_names_its_file(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.json is damaged or of another version \(.*\); do this\.$"):
+        read_json(tmp_path / "a.json", "do this")

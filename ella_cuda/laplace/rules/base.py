@@ -210,17 +210,39 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
     raise TypeError(
         f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no "
         f"curvature rule. Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the "
-        f"parameters with requires_grad_(False). Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
+        f"parameters with requires_grad_(False).{_served()}"
     )
 
 
 def rules_for(model: nn.Module, resolution: str) -> list[Rule]:
-    """One rule per module that itself holds trainable parameters."""
-    return [
-        rule_for(module, name, resolution)
-        for name, module in model.named_modules()
-        if any(p.requires_grad for p in module.parameters(recurse=False))
-    ]
+    """One rule per module that itself holds trainable parameters.
+
+    Raises:
+        TypeError, ValueError: as :func:`rule_for`, of all layers in one message; ValueError where every layer has a rule and none of
+            these can handle its layer.
+    """
+    rules: list[Rule] = []
+    refusals: list[TypeError | ValueError] = []
+    for name, module in model.named_modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            try:
+                rules.append(rule_for(module, name, resolution))
+            except (TypeError, ValueError) as refusal:
+                refusals.append(refusal)
+    if len(refusals) == 1:
+        raise refusals[0]
+    if refusals:
+        kind = ValueError if all(isinstance(refusal, ValueError) for refusal in refusals) else TypeError
+        words = [str(refusal) for refusal in refusals]
+        served = _served() if any(word.endswith(_served()) for word in words) else ""
+        lines = [f"- {word.removesuffix(served)}" for word in words]
+        head = f"{len(lines)} layers have no curvature rule that serves them:"
+        raise kind("\n".join([head, *lines, *([served.strip()] if served else [])]))
+    return rules
+
+
+def _served() -> str:
+    return f" Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
 
 
 def _overrides(kind: type, ancestor: type) -> set[str]:

@@ -129,7 +129,7 @@ class GraphedStep:
         if recorded is None:
             if key not in self._seen or len(self._recorded) == MOST_SHAPES:
                 self._seen.add(key)
-                self._graphs.warm_up(lambda: self._run(x, y))
+                self._graphs.warm_up(lambda: self._run(x, y, self._step.checked))
                 return
             recorded = self._recorded[key] = self._record(x, y)
         if self._options != self._present_options():
@@ -147,10 +147,13 @@ class GraphedStep:
                 self._rates_set[i] = rate
         recorded.replay()
 
-    def _run(self, x: Tensor, y: Tensor) -> None:
-        self._step(x, y, self._note_labels, lambda loss: None)
+    def _run(self, x: Tensor, y: Tensor, checked: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._step(x, y, checked, lambda loss: None)
 
     def _note_labels(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """y with classes in the place of labels that are none, which are noted; a batch of this shape was checked in full before."""
+        if not self._step.classifies:
+            return y
         inside = y.long().clamp(0, outputs.shape[-1] - 1)
         self._classes.logical_and_((inside == y).all())
         return inside
@@ -160,7 +163,7 @@ class GraphedStep:
         handled = sys.exc_info()[1]  # by whoever trains, no matter of ours
         with self._capturable():
             try:
-                replay = self._graphs.record(lambda: self._run(place, labels))
+                replay = self._graphs.record(lambda: self._run(place, labels, self._note_labels))
             except (AssertionError, RuntimeError) as error:
                 hidden = None if error.__suppress_context__ else error.__context__
                 # A capture that cannot end hides why.

@@ -28,9 +28,11 @@ from ella_cuda.training.checkpoint import (
     threads_of,
 )
 from ella_cuda.training.data import data_digest
-from ella_cuda.training.epoch import dataset_size, train_epoch, train_epoch_by_graphs
+from ella_cuda.training.epoch import train_epoch, train_epoch_by_graphs
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
+from ella_cuda.training.points import Points, points_of
 from ella_cuda.training.prior import Prior, PriorStructure, evidence_step
+from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, require_writable, try_evidence
 from ella_cuda.training.step import TrainingStep
 from ella_cuda.training.words import in_words, name_of
 
@@ -42,7 +44,7 @@ class Evaluation:
     """What is recorded at every evaluation; a list of these is in the checkpoint under ``history``."""
 
     epoch: int  # epochs done
-    loss: float  # data fit, mean over the epoch's batches, plus the prior's part at the epoch's start
+    loss: float  # data fit, mean over the epoch's data points, plus the prior's part at the epoch's start
     accuracy: float | None  # of the training batches as they were seen, fraction; None for regression
     neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
     prior_precision: list[float]  # per parameter tensor
@@ -79,6 +81,7 @@ def marglik_training(
     resolution: str = "shared",
     column_tolerance: float = 0.0,
     marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
+    n_data: int | None = None,
     checkpoint: str | Path | None = None,
     depends_on: Mapping[str, Any] | None = None,
     on_evaluation: Callable[[Evaluation], None] | None = None,
@@ -93,7 +96,7 @@ def marglik_training(
 
     Args:
         model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
-        train_loader: yields ``(x, y)`` batches on the model's device; iterated once per epoch.
+        train_loader: yields ``(x, y)`` batches, which are moved to the model's device; iterated once per epoch.
         likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
         optimizer_cls: of the weights, called with their list. optimizer_kwargs: its other arguments. Default: Adam with its own defaults.
         scheduler_cls: of the weights' learning rate, stepped after every batch. scheduler_kwargs: its arguments.
@@ -126,7 +129,10 @@ def marglik_training(
         resolution: "shared" or "per_channel" output factors of F-FC.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
-            :class:`ella_cuda.data.TensorLoader` that augments.
+            :class:`ella_cuda.data.TensorLoader` that augments. Its first batch is tried before the first step.
+        n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn
+            several times, dropped, or left out of the evidence. None takes N from the loader's ``dataset_size``, or from a
+            ``DataLoader``'s data set and samplers; where these do not tell, batches are counted in one pass before the first step.
         checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it. On the
             CPU a resumed run gives the numbers of an uninterrupted one bit for bit on the same machine with the same number of torch's
             threads, and the same run up to rounding on another, which a warning says for threads. One call at a time works on a file.
@@ -144,9 +150,12 @@ def marglik_training(
         Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
 
     Raises:
-        TypeError: an argument is of a wrong type.
-        ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; labels that are no class
-            indices; an empty loader; a checkpoint of other settings or data, or one that cannot be read.
+        TypeError: an argument is of a wrong type; layers have no curvature rule, all of which are named; a loader yields something else
+            than pairs of tensors, or can be passed over once only; an optimizer or a schedule whose ``step`` needs arguments.
+        ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; outputs or labels that do not fit
+            the likelihood; an empty loader; a pass with another number of data points than N; a checkpoint of other settings or
+            data, or one that cannot be read.
+        OSError: the checkpoint cannot be written.
         RuntimeError: another call, of this process or another, works on the checkpoint.
         FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
             step. The last good checkpoint stays.
@@ -163,15 +172,15 @@ def marglik_training(
     n_epochs, n_epochs_burnin = _whole("n_epochs", n_epochs, 1), _whole("n_epochs_burnin", n_epochs_burnin, 0)
     n_hypersteps = _whole("n_hypersteps", n_hypersteps, 1)
     marglik_frequency = _whole("marglik_frequency", marglik_frequency, 1)
-    if not callable(optimizer_cls):
+    require_passes(train_loader, "train_loader")
+    if marglik_loader is not None:
+        require_passes(marglik_loader, "marglik_loader")
+    if on_evaluation is not None and not callable(on_evaluation):
         raise TypeError(
-            f"marglik_training: optimizer_cls must be a class such as torch.optim.Adam, got {optimizer_cls!r}."
+            f"marglik_training: on_evaluation must be None or a function of an Evaluation, got {on_evaluation!r}."
         )
-    if scheduler_cls is not None and not callable(scheduler_cls):
-        raise TypeError(
-            "marglik_training: scheduler_cls must be None or a class such as torch.optim.lr_scheduler.CosineAnnealingLR, got "
-            f"{scheduler_cls!r}."
-        )
+    if checkpoint is not None:
+        require_writable(checkpoint)
     if objective == "evidence" and n_epochs_burnin >= n_epochs:
         raise ValueError(
             f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
@@ -191,20 +200,43 @@ def marglik_training(
         "lengthscales": _positive("lr_lengthscales", lr_lengthscales),
         "anchors": _positive("lr_anchors", lr_anchors),
     }
+    laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
+    laplace_settings["column_tolerance"] = column_tolerance
+    KronLaplace(model, sigma_noise=sigma_noise_init, **laplace_settings)  # refuses what no evidence step could do
+    if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
+        raise ValueError(
+            "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
+            "as they are. Pass a TensorLoader of the same data without augment."
+        )
+    evidence_loader = train_loader if marglik_loader is None else marglik_loader
+    evidence_name = "train_loader" if marglik_loader is None else "marglik_loader"
     prior = Prior(model, prior_structure, prior_prec_init, sigma_noise_init)
-    optimizer = optimizer_cls(prior.parameters, **(optimizer_kwargs or {}))
+    optimizer = make_optimizer(optimizer_cls, prior.parameters, optimizer_kwargs)
     groups = prior.described(optimizer)  # before a scheduler changes their rates
-    scheduler = None if scheduler_cls is None else scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+    batches = _length(train_loader)
+    scheduler = make_scheduler(
+        scheduler_cls, optimizer, scheduler_kwargs, None if batches is None else batches * n_epochs
+    )
     step = TrainingStep(model, optimizer, prior.parameters, likelihood)
     graphed = GraphedStep(step, CudaGraphs(prior.parameters[0].device)) if cuda_graph else None
     learn_sigma = likelihood == "regression" and not fix_sigma_noise
     hyper_optimizer = torch.optim.Adam(
         [prior.log_precision, *([prior.log_sigma] if learn_sigma else [])], lr=lr_hyp, fused=True
     )
-    laplace_settings = {"likelihood": likelihood, "fisher": fisher, "resolution": resolution}
-    laplace_settings["column_tolerance"] = column_tolerance
     bases = LearnedBases(model, learn)
     bases_optimizer = torch.optim.Adam(bases.groups(bases_rates)) if bases.leaves else None
+    if n_data is not None:
+        points = evidence_points = Points(_whole("n_data", n_data, 1), "train_loader", "")
+    else:
+        points = evidence_points = points_of(train_loader, "train_loader", progress_bar)
+        if objective == "evidence" and evidence_loader is not train_loader:
+            evidence_points = points_of(evidence_loader, "marglik_loader", progress_bar)
+            if evidence_points.count != points.count:
+                raise ValueError(
+                    f"marglik_training: marglik_loader must yield as many data points as train_loader, got {evidence_points.count} and "
+                    f"{points.count}: the prior has one precision for both. Pass loaders of the same data, or n_data=N, against which "
+                    "the prior is weighed in training."
+                )
     settings = {
         **laplace_settings,
         "objective": objective,
@@ -225,15 +257,9 @@ def marglik_training(
         "optimizer_groups": groups,
         "scheduler_cls": None if scheduler_cls is None else name_of(scheduler_cls),
         "scheduler_kwargs": in_words(scheduler_kwargs),
-        "n_data": dataset_size(train_loader),
+        "n_data": points.count,
         "depends_on": in_words(depends_on),
     }
-    if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
-        raise ValueError(
-            "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
-            "as they are. Pass a TensorLoader of the same data without augment."
-        )
-    evidence_loader = train_loader if marglik_loader is None else marglik_loader
     loaders = [train_loader, evidence_loader]
     margliks: list[float] = []
     losses: list[float] = []
@@ -263,6 +289,9 @@ def marglik_training(
             model, prior_precision=prior.precision().detach(), sigma_noise=prior.sigma().detach(), **laplace_settings
         )
 
+    if objective == "evidence" and first_epoch < n_epochs:
+        with bases.differentiable():
+            try_evidence(new_laplace(), evidence_loader, evidence_name)
     bar = tqdm(
         total=n_epochs,
         initial=first_epoch,
@@ -274,9 +303,9 @@ def marglik_training(
     try:
         for epoch in range(first_epoch + 1, n_epochs + 1):
             if graphed is None:
-                loss, accuracy = train_epoch(step, None, train_loader, scheduler, prior, epoch)
+                loss, accuracy = train_epoch(step, None, train_loader, points, scheduler, prior, epoch)
             else:
-                loss, accuracy = train_epoch_by_graphs(step, graphed, train_loader, scheduler, prior, epoch)
+                loss, accuracy = train_epoch_by_graphs(step, graphed, train_loader, points, scheduler, prior, epoch)
             prior.check_finite(epoch)
             losses.append(loss)
             shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
@@ -289,6 +318,7 @@ def marglik_training(
                     la = None  # before the next one is made, or the factors of both are in memory
                     with bases.differentiable():
                         la = new_laplace().fit(evidence_loader)
+                    evidence_points.require(la.n_data)
                     evidence = evidence_step(la, prior, hyper_optimizer, learn_sigma, n_hypersteps)
                     margliks.append(-evidence * la.n_data)
                     evidence = -evidence
@@ -330,6 +360,14 @@ def marglik_training(
                 la.fit(evidence_loader)
             restore_random_state(state["random"], loaders)
     return la, model, margliks, losses
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of a pass; None where the loader does not tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _whole(name: str, value: int, least: int) -> int:

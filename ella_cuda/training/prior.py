@@ -19,8 +19,6 @@ class Prior:
 
     def __init__(self, model: nn.Module, structure: PriorStructure, precision: float, sigma: float) -> None:
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("marglik_training: model has no parameter that requires grad; there is nothing to train.")
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[structure]
         groups = list(dict.fromkeys(key(n) for n in self.names))

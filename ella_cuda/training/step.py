@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.ops._autocast import without_autocast
 
 
@@ -19,7 +20,7 @@ class TrainingStep:
     checks reads nothing back: what it does on the device is the same work on the same tensors every time.
 
     Attributes:
-        total: 0-dim, float64: sum over the epoch's steps of the mean data losses.
+        total: 0-dim, float64: sum of the data losses of the epoch's images.
         correct: 0-dim, float64: number of the epoch's images whose class was predicted.
     """
 
@@ -28,6 +29,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.parameters = model, optimizer, list(parameters)
         self.classifies = likelihood == "classification"
+        self._likelihood = LIKELIHOODS[likelihood]()
         like = self.parameters[0]
         self.total, self.correct = (torch.zeros((), dtype=torch.float64, device=like.device) for _ in range(2))
         self._weights = like.new_zeros(len(self.parameters))  # δ/N
@@ -46,33 +48,42 @@ class TrainingStep:
             norms = torch.stack([n.double() for n in torch._foreach_norm(self.parameters)])
             return float((0.5 * weights * norms.square()).sum())
 
-    def epoch_means(self, steps: int, images: int) -> tuple[float, float | None]:
-        """Mean of the epoch's data losses, and share of its images whose class was predicted; None for regression."""
-        return float(self.total) / steps, float(self.correct) / images if self.classifies else None
+    def epoch_means(self, images: int) -> tuple[float, float | None]:
+        """Mean of the data losses of the epoch's images, and share of them whose class was predicted; None for regression."""
+        return float(self.total) / images, float(self.correct) / images if self.classifies else None
+
+    def checked(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """y; TypeError or ValueError where outputs and y do not fit the likelihood. Reads labels back from the device."""
+        with torch.no_grad():
+            self._likelihood.check(outputs, y)
+        return y
+
+    def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        if self.classifies:
+            return F.cross_entropy(outputs, y.long())
+        return (outputs - y).square().sum() / (self._twice_variance * len(y))
 
     def __call__(
         self,
         x: Tensor,
         y: Tensor,
-        checked_labels: Callable[[Tensor, Tensor], Tensor],
+        checked: Callable[[Tensor, Tensor], Tensor],
         check_loss: Callable[[Tensor], None],
     ) -> None:
         """One step on a batch.
 
         Args:
-            x: the batch. y: its labels, ``(N,)`` class indices or ``(N, K)`` targets.
-            checked_labels: ``(outputs, y) -> y``, for class indices: labels that are none fail later on, on CUDA beyond repair.
+            x: the batch, of at least one image. y: its labels, ``(N,)`` class indices or ``(N, K)`` targets.
+            checked: ``(outputs, y) -> y``, such as :meth:`checked`, called before anything is done with them: labels that are no class
+                fail later on, on CUDA beyond repair.
             check_loss: called with the 0-dim data loss before the weights change.
 
         Raises:
-            ValueError: y's shape or dtype is wrong; see :func:`marglik_training`. What the checks raise.
+            What the checks raise.
         """
         outputs = self.model(x)
-        _require_targets(outputs, y, self.classifies)
-        if self.classifies:
-            loss = F.cross_entropy(outputs, checked_labels(outputs, y).long())
-        else:
-            loss = (outputs - y).square().sum() / (self._twice_variance * max(len(y), 1))
+        y = checked(outputs, y)
+        loss = self._mean_loss(outputs, y)
         self.optimizer.zero_grad(set_to_none=True)
         # As torch asks: the backward of each operation is then in its forward's precision.
         with without_autocast(loss.device.type):
@@ -85,34 +96,10 @@ class TrainingStep:
                     parameter.grad = torch.zeros_like(parameter)
             grads = [parameter.grad for parameter in self.parameters]
             torch._foreach_addcmul_(grads, self.parameters, self._weight_of)
-            self.total.add_(loss)
+            self.total.add_(loss, alpha=len(y))
             if self.classifies:
                 self.correct.add_((outputs.argmax(-1) == y).sum())
         self.optimizer.step()
-
-
-def _require_targets(outputs: Tensor, y: Tensor, classifies: bool) -> None:
-    """ValueError where y's shape or dtype is not that of targets of the outputs."""
-    if classifies and (y.is_floating_point() or y.is_complex() or y.dim() != 1):
-        raise ValueError(
-            f"marglik_training: labels must be class indices (N,), int64; got {y.dtype} of shape {tuple(y.shape)}. For Gaussian "
-            "targets pass likelihood='regression'."
-        )
-    if not classifies and outputs.shape != y.shape:
-        raise ValueError(
-            f"marglik_training: y must have the outputs' shape {tuple(outputs.shape)}, got {tuple(y.shape)}."
-        )
-
-
-def require_classes(outputs: Tensor, y: Tensor) -> Tensor:
-    """y; ValueError where a label is no class of the outputs."""
-    classes = outputs.shape[-1]
-    low, high = torch.stack(torch.aminmax(y)).tolist() if y.numel() else (0, 0)  # one wait for the device
-    if low < 0 or high >= classes:
-        raise ValueError(
-            f"marglik_training: labels must lie in 0..{classes - 1} ({classes} outputs), got {low}..{high}."
-        )
-    return y
 
 
 def first_bad_layer(model: nn.Module, x: Tensor) -> str:

@@ -175,7 +175,7 @@ def test_one_approximation_at_a_time_is_in_memory(monkeypatch):
 
     monkeypatch.setattr(loop, "KronLaplace", Counted)
     small_run(n_epochs=3, n_epochs_burnin=0, marglik_frequency=1)
-    assert at_fit == [1, 1, 1]
+    assert at_fit == [1, 1, 1, 1]  # the first before training
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):
@@ -191,8 +191,8 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path):
 
 def test_labels_that_are_no_class_indices_are_refused():
     x, y = images()
-    for wrong in (y.float(), torch.nn.functional.one_hot(y, 10)):
-        with pytest.raises(ValueError, match="class indices"):
+    for wrong, error in ((y.float(), TypeError), (torch.nn.functional.one_hot(y, 10), ValueError)):
+        with pytest.raises(error, match="class indices"):
             marglik_training(Network(), TensorLoader(x, wrong, 8), n_epochs=1, objective="map", progress_bar=False)
 
 
@@ -222,9 +222,9 @@ def test_weights_see_the_training_loader_and_the_evidence_its_own():
     train, evidence = Counted(*images(24), 8), Counted(*images(16), 8)
     train.name, evidence.name = "train", "evidence"
     la, *_ = marglik_training(
-        Network(), train, n_epochs=4, marglik_frequency=2, marglik_loader=evidence, progress_bar=False
+        Network(), train, n_epochs=4, marglik_frequency=2, marglik_loader=evidence, n_data=24, progress_bar=False
     )
-    assert passes == {"train": 4, "evidence": 2}  # what is returned is the last one
+    assert passes == {"train": 4, "evidence": 3}  # one for its first batch; what is returned is the last one
     assert la.n_data == 16
 
 
@@ -579,9 +579,7 @@ def test_bad_data():
         marglik_training(model, TensorLoader(x, y * 0 + 10, 8), n_epochs=1, progress_bar=False)
     with pytest.raises(ValueError, match="no data points"):
         marglik_training(model, DataLoader(TensorDataset(x[:0], y[:0])), n_epochs=1, progress_bar=False)
-    with pytest.raises(ValueError, match="number of data points"):
-        marglik_training(model, [(x, y)], n_epochs=1, progress_bar=False)
-    with pytest.raises(ValueError, match="y must have the outputs' shape"):
+    with pytest.raises(ValueError, match="expected the outputs' shape"):
         marglik_training(model, TensorLoader(x, torch.zeros(24, 3), 8), "regression", n_epochs=1, progress_bar=False)
-    with pytest.raises(ValueError, match="nothing to train"):
+    with pytest.raises(ValueError, match="no trainable parameters"):
         marglik_training(model.requires_grad_(False), TensorLoader(x, y, 8), n_epochs=1, progress_bar=False)

@@ -1,0 +1,99 @@
+"""N, the number of data points, which weighs the prior against the data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import numbers
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from tqdm.auto import tqdm
+
+from ella_cuda.laplace.batches import pair_of
+from ella_cuda.training.checkpoint import random_state, restore_random_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Points:
+    """How many data points one pass over a loader yields.
+
+    Attributes:
+        count: how many.
+        loader: the loader's name, for messages.
+        source: how it is known, for messages; "" where the user gave N and passes may yield other numbers.
+    """
+
+    count: int
+    loader: str
+    source: str
+
+    def require_at_most(self, seen: int) -> None:
+        """ValueError where a pass has yielded more."""
+        if self.source and seen > self.count:
+            self._refuse(f"{seen} data points or more")
+
+    def require(self, seen: int) -> None:
+        """ValueError where a whole pass has yielded another number."""
+        if self.source and seen != self.count:
+            self._refuse(f"{seen} data points")
+
+    def _refuse(self, got: str) -> None:
+        raise ValueError(
+            f"marglik_training: {self.loader} must yield {self.count} data points in every pass, as {self.source}, but a pass yielded "
+            f"{got}. The prior weighs 1/N against one data point's loss: let every pass yield the same number, or pass n_data=N."
+        )
+
+
+def points_of(loader: Any, name: str, progress_bar: bool = False) -> Points:
+    """What the loader declares in an attribute ``dataset_size``, else what torch's DataLoader knows from its data set and samplers,
+    else what one pass yields, which is counted; random generators are put back to where they were.
+
+    Args:
+        loader: of batches ``(x, y)``.
+        name: of the argument, for messages.
+        progress_bar: whether to show one while batches are counted.
+
+    Raises:
+        TypeError: ``dataset_size`` is no integer; a batch is no pair of tensors.
+        ValueError: there are no data points.
+    """
+    declared = getattr(loader, "dataset_size", None)
+    if declared is not None:
+        if isinstance(declared, bool) or not isinstance(declared, numbers.Integral):
+            raise TypeError(f"marglik_training: {name}.dataset_size must be an integer, got {declared!r}.")
+        points = Points(int(declared), name, "its dataset_size says")
+    elif (known := _known(loader)) is not None:
+        points = Points(known, name, "its data set and samplers say")
+    else:
+        points = Points(_counted(loader, name, progress_bar), name, "a pass before the first step did")
+    if points.count < 1:
+        raise ValueError(f"marglik_training: {name} has no data points; check its data set, samplers and drop_last.")
+    return points
+
+
+def _known(loader: Any) -> int | None:
+    """From the lengths of a DataLoader's parts; None where they do not tell."""
+    batches = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
+        return None  # a batch sampler of the user's own, or a data set of whole batches
+    streams = isinstance(loader.dataset, IterableDataset)
+    try:
+        size = len(loader.dataset if streams else batches.sampler)
+    except (TypeError, NotImplementedError):
+        return None
+    if not batches.drop_last:
+        return size
+    if streams and loader.num_workers > 1:
+        return None  # every worker drops its own rest
+    return size - size % batches.batch_size
+
+
+def _counted(loader: Any, name: str, progress_bar: bool) -> int:
+    before = random_state([loader])
+    try:
+        batches = tqdm(loader, desc=f"counting {name}", unit="batch", leave=False, disable=not progress_bar)
+        with contextlib.closing(batches):
+            return sum(len(pair_of(batch, f"marglik_training ({name})")[1]) for batch in batches)
+    finally:
+        restore_random_state(before, [loader])

@@ -1,0 +1,179 @@
+"""What is known to be wrong before the first step: the optimizer, its schedule, the checkpoint's place, the evidence of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.batches import pair_of, require_loader
+from ella_cuda.training.checkpoint import random_state, restore_random_state
+from ella_cuda.training.words import in_words, name_of
+
+
+def make_optimizer(
+    optimizer_cls: Any, parameters: Sequence[Tensor], optimizer_kwargs: dict[str, Any] | None
+) -> torch.optim.Optimizer:
+    """The optimizer of the weights.
+
+    Raises:
+        TypeError: ``optimizer_cls`` cannot be called or makes no optimizer, its ``step`` needs arguments, or ``optimizer_kwargs`` do
+            not fit it.
+        ValueError: a value in ``optimizer_kwargs`` is out of its range.
+    """
+    if not callable(optimizer_cls):
+        raise TypeError(
+            f"marglik_training: optimizer_cls must be a class such as torch.optim.Adam, got {optimizer_cls!r}."
+        )
+    optimizer = _made("optimizer", optimizer_cls, parameters, optimizer_kwargs)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"marglik_training: optimizer_cls must make a torch.optim.Optimizer, but {name_of(optimizer_cls)} made a "
+            f"{type(optimizer).__name__}."
+        )
+    needed = _needed_arguments(optimizer.step)
+    if needed:
+        raise TypeError(
+            f"marglik_training: optimizer_cls must make an optimizer whose step is called without arguments, but that of "
+            f"{type(optimizer).__name__} needs {needed}. Use one that steps along a gradient, such as torch.optim.Adam or SGD."
+        )
+    return optimizer
+
+
+def make_scheduler(
+    scheduler_cls: Any, optimizer: torch.optim.Optimizer, scheduler_kwargs: dict[str, Any] | None, steps: int | None
+) -> Any:
+    """The schedule of the weights' learning rate, None without ``scheduler_cls``.
+
+    Args:
+        scheduler_cls: called with the optimizer and ``scheduler_kwargs``.
+        optimizer: of the weights.
+        scheduler_kwargs: other arguments.
+        steps: of the whole training; None where that is not known.
+
+    Raises:
+        TypeError: ``scheduler_cls`` cannot be called, its ``step`` needs arguments, or ``scheduler_kwargs`` do not fit it.
+        ValueError: a value in ``scheduler_kwargs`` is out of its range, there are ``scheduler_kwargs`` without ``scheduler_cls``, or the
+            schedule has fewer steps than the training.
+    """
+    if scheduler_cls is None:
+        if scheduler_kwargs:
+            raise ValueError(
+                f"marglik_training: scheduler_kwargs={scheduler_kwargs!r} need a scheduler_cls, got None; pass the class of the schedule."
+            )
+        return None
+    if not callable(scheduler_cls):
+        raise TypeError(
+            "marglik_training: scheduler_cls must be None or a class such as torch.optim.lr_scheduler.CosineAnnealingLR, got "
+            f"{scheduler_cls!r}."
+        )
+    scheduler = _made("scheduler", scheduler_cls, optimizer, scheduler_kwargs)
+    lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
+    if lacking:
+        raise TypeError(
+            f"marglik_training: scheduler_cls must make a schedule such as those of torch.optim.lr_scheduler, but what "
+            f"{name_of(scheduler_cls)} made, a {type(scheduler).__name__}, has no {lacking[0]}."
+        )
+    needed = _needed_arguments(scheduler.step)
+    if needed:
+        raise TypeError(
+            f"marglik_training: scheduler_cls must make a schedule whose step is called without arguments after every batch, but that of "
+            f"{type(scheduler).__name__} needs {needed}. Use a schedule that depends on the step alone, such as "
+            "torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+    if (
+        isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR)
+        and steps is not None
+        and scheduler.total_steps < steps
+    ):
+        raise ValueError(
+            f"marglik_training: scheduler_kwargs must give OneCycleLR a step for each of the training's {steps} batches, after each of "
+            f"which it is stepped, got total_steps = {scheduler.total_steps}."
+        )
+    return scheduler
+
+
+def _made(what: str, make: Callable[..., Any], first: Any, arguments: Any) -> Any:
+    """``make(first, **arguments)``; errors name the argument of :func:`ella_cuda.marglik_training`."""
+    if not isinstance(arguments, (dict, type(None))) or not all(isinstance(key, str) for key in arguments or ()):
+        raise TypeError(
+            f"marglik_training: {what}_kwargs must be None or a dict of arguments by name, got {arguments!r}."
+        )
+    try:
+        return make(first, **(arguments or {}))
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"marglik_training: {what}_cls = {name_of(make)} cannot be made with {what}_kwargs = {in_words(arguments)}: {error}"
+        ) from error
+
+
+def _needed_arguments(function: Callable[..., Any]) -> str:
+    """The arguments without a default, by name."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # compiled code may tell nothing
+        return ""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in optional)
+
+
+def require_writable(checkpoint: str | Path) -> None:
+    """Make sure that a checkpoint can be written, without leaving a trace.
+
+    Raises:
+        TypeError: it is no path.
+        OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
+    """
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(f"marglik_training: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
+    path = Path(checkpoint).absolute()
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"marglik_training: checkpoint must be a file, but {checkpoint} is a folder; name a file in it."
+        )
+    folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"marglik_training: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
+        ) from error
+
+
+def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
+    """Fit to the first batch that has data, so that what the evidence refuses is refused before training. Random generators are put
+    back to where they were, and what was fitted is to be dropped.
+
+    Raises:
+        What :meth:`ella_cuda.laplace.KronLaplace.fit` raises, but for values that are not finite: those of trained weights may be, and
+        training names the layer. ValueError where the loader yields no data.
+    """
+    before = random_state([loader])
+    try:
+        with contextlib.closing(pair_of(batch, f"marglik_training ({name})") for batch in loader) as pairs:
+            first = next((pair for pair in pairs if len(pair[1])), None)
+        if first is None:
+            raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
+        with contextlib.suppress(FloatingPointError):
+            la.fit([first])
+    finally:
+        restore_random_state(before, [loader])
+
+
+def require_passes(loader: Any, name: str) -> None:
+    """TypeError where the loader is none, or can be passed over once only."""
+    require_loader(loader, f"marglik_training: {name}")
+    if isinstance(loader, Iterator) and iter(loader) is loader:
+        raise TypeError(
+            f"marglik_training: {name} must be a loader that is iterated anew in every epoch, got an iterator ({type(loader).__name__}), "
+            "which is consumed by the first; pass a DataLoader, a list of batches, or an object whose __iter__ starts a new pass."
+        )

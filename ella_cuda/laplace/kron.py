@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from ella_cuda import ops
+from ella_cuda.laplace.batches import pair_on, require_loader
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
@@ -218,15 +218,10 @@ class KronLaplace:
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
         """
-        if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        require_loader(loader, "fit: loader")
+        if not isinstance(override, bool):
             raise TypeError(
-                "fit: loader must yield batches (x, y), but a data set yields single examples; pass "
-                "torch.utils.data.DataLoader(dataset, batch_size=...)."
-            )
-        if isinstance(loader, Tensor) or not isinstance(override, bool):
-            raise TypeError(
-                "fit: expected one loader of batches (x, y) and override as a bool, got "
-                f"{type(loader).__name__} and {type(override).__name__}; tensors make one by "
+                f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
         parameters, rules = self.present_parameters(), rules_for(self.model, self.resolution)
@@ -292,7 +287,7 @@ class KronLaplace:
 
     def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
         """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
-        x, y = (t.clone() if t.is_inference() else t for t in (t.to(self._device) for t in _pair(batch)))
+        x, y = pair_on(batch, self._device, "fit")
         return widened(x, self.model) if autocast_is_on(self._device.type) else x, y
 
     def _add(
@@ -652,12 +647,3 @@ class KronLaplace:
             name: checked_tensor(f"statistic_gradients[{name!r}]", g, buffers[name].shape).to(self._device, copy=True)
             for name, g in gradients.items()
         }
-
-
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-        got = type(batch).__name__
-        if isinstance(batch, (tuple, list)):
-            got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
-        raise TypeError(f"fit: the loader must yield pairs of tensors (x, y), got {got}.")
-    return batch[0], batch[1]

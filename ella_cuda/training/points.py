@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import numbers
 from typing import Any
@@ -11,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
 from ella_cuda.laplace.batches import pair_of
+from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
 
@@ -92,8 +92,12 @@ def _known(loader: Any) -> int | None:
 def _counted(loader: Any, name: str, progress_bar: bool) -> int:
     before = random_state([loader])
     try:
-        batches = tqdm(loader, desc=f"counting {name}", unit="batch", leave=False, disable=not progress_bar)
-        with contextlib.closing(batches):
-            return sum(len(pair_of(batch, f"marglik_training ({name})")[1]) for batch in batches)
+        seen = 0
+        # The bar does not iterate itself: tqdm's asks the loader for two passes and starts its workers twice.
+        with tqdm(desc=f"counting {name}", unit="batch", leave=False, disable=not progress_bar, **bar_size()) as bar:
+            for batch in loader:
+                seen += len(pair_of(batch, f"marglik_training ({name})")[1])
+                bar.update()
+        return seen
     finally:
         restore_random_state(before, [loader])

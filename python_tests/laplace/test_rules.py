@@ -283,3 +283,39 @@ def test_a_layer_called_by_keyword(dense_ggn):
     la = KronLaplace(model).fit([(x, y)])
     torch.testing.assert_close(la.factors["linear.bias"].outputs[0], dense_ggn(model, x, y)["linear.bias"])
     torch.testing.assert_close(la.factors["linear.weight"].inputs[0], x.T @ x / 4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "error", "names"),
+    [
+        ([nn.BatchNorm1d(2), nn.LayerNorm(2), nn.PReLU()], TypeError, ["BatchNorm1d", "LayerNorm", "PReLU"]),
+        (
+            [
+                nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
+                nn.Conv2d(1, 1, 3, padding=1, padding_mode="replicate"),
+            ],
+            ValueError,
+            ["'reflect'", "'replicate'"],
+        ),
+        (
+            [nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), nn.LayerNorm(2)],
+            TypeError,
+            ["'reflect'", "LayerNorm"],
+        ),
+    ],
+)
+def test_all_layers_that_cannot_be_served_are_named_at_once(layers, error, names):
+    model = nn.Sequential(nn.Linear(2, 2), *layers)
+    with pytest.raises(error) as refused:
+        KronLaplace(model)
+    head, *lines = str(refused.value).splitlines()
+    served = [line for line in lines if line.startswith("Layers with rules: ")]
+    assert head == f"{len(layers)} layers have no curvature rule that serves them:"
+    assert len(served) == ("LayerNorm" in names) and len(lines) == len(layers) + len(served)
+    for number, (line, name) in enumerate(zip(lines, names, strict=False), start=1):
+        assert line.startswith(f"- layer '{number}' (") and name in line
+
+
+def test_one_layer_that_cannot_be_served_is_refused_in_its_own_words():
+    with pytest.raises(TypeError, match=r"^layer '1' \(BatchNorm1d\) .*register\(BatchNorm1d\).*Layers with rules: "):
+        KronLaplace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.data import FlipsShifts, TensorLoader
@@ -283,30 +283,6 @@ def test_resume_repeats_a_batch_samplers_own_generator(tmp_path):
         run(4, 3)
     (tmp_path / "3.pt").rename(tmp_path / "0.pt")
     assert all(torch.equal(a, b) for a, b in zip(whole, run(4, 0), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("options", "seen"),
-    [
-        ({"batch_size": 10, "sampler": SubsetRandomSampler(range(20))}, 20),
-        ({"batch_size": 9, "drop_last": True}, 18),
-        ({"batch_sampler": BatchSampler(RandomSampler(range(24)), 7, False)}, 24),
-    ],
-)
-def test_the_prior_weighs_against_the_points_of_one_pass(options, seen):
-    """With learning rate 0 the first loss is the data's mean loss plus delta / (2 N) |theta|^2."""
-    model = Network()
-    x, y = images()
-    with torch.no_grad():
-        norm = sum(p.square().sum() for p in model.parameters())
-    same = TensorDataset(x[:1].expand_as(x), y[:1].expand_as(y))  # one point throughout: every batch has its loss
-    with torch.no_grad():
-        data = nn.functional.cross_entropy(model(x[:1]), y[:1])
-    *_, losses = marglik_training(
-        model, DataLoader(same, **options), n_epochs=1, objective="map", prior_prec_init=7.0,
-        optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.0}, progress_bar=False,
-    )  # fmt: skip
-    assert losses[0] == pytest.approx(float(data + 7.0 / (2 * seen) * norm), rel=1e-5)
 
 
 def test_one_step_minimises_the_stated_objective():

@@ -225,6 +225,15 @@ class Versions:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __getstate__(self) -> dict[str, Any]:
+        since = [t._version - written for t, written in zip(self.tensors, self.writes, strict=True)]
+        return {"tensors": self.tensors, "written_since": since}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy or from a file: autograd counts the writes of copied tensors anew."""
+        self.tensors = state["tensors"]
+        self.writes = [t._version - since for t, since in zip(self.tensors, state["written_since"], strict=True)]
+
 
 def as_scale(name: str, value: Scale) -> float:
     """An inverse lengthscale as a float.

@@ -289,9 +289,6 @@ def marglik_training(
             model, prior_precision=prior.precision().detach(), sigma_noise=prior.sigma().detach(), **laplace_settings
         )
 
-    if objective == "evidence" and first_epoch < n_epochs:
-        with bases.differentiable():
-            try_evidence(new_laplace(), evidence_loader, evidence_name)
     bar = tqdm(
         total=n_epochs,
         initial=first_epoch,
@@ -301,6 +298,9 @@ def marglik_training(
         **bar_size(),
     )
     try:
+        if objective == "evidence" and first_epoch < n_epochs:
+            with bases.differentiable():
+                try_evidence(new_laplace(), evidence_loader, evidence_name)
         for epoch in range(first_epoch + 1, n_epochs + 1):
             if graphed is None:
                 loss, accuracy = train_epoch(step, None, train_loader, points, scheduler, prior, epoch)

@@ -570,6 +570,11 @@ class KronLaplace:
 
     # saving ----------------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
+        given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
+        return self.__dict__ | {name: value if value.is_leaf else value.detach() for name, value in given.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with
         ``weights_only=True``.

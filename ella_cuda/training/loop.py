@@ -302,6 +302,7 @@ def marglik_training(
             with bases.differentiable():
                 try_evidence(new_laplace(), evidence_loader, evidence_name)
         for epoch in range(first_epoch + 1, n_epochs + 1):
+            prior.require_parameters_of(model)
             if graphed is None:
                 loss, accuracy = train_epoch(step, None, train_loader, points, scheduler, prior, epoch)
             else:

@@ -51,6 +51,17 @@ class Prior:
             for group in optimizer.param_groups
         ]
 
+    def require_parameters_of(self, model: nn.Module) -> None:
+        """ValueError where the model's trainable parameters are not those that the optimizer and the precisions belong to."""
+        present = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        mine = dict(zip(self.names, self.parameters, strict=True))
+        changed = [name for name in {**mine, **present} if mine.get(name) is not present.get(name)]
+        if changed:
+            raise ValueError(
+                f"marglik_training: the model's parameters must stay those that training began with, but {changed[0]!r} was exchanged, "
+                "frozen, unfrozen, added or removed since; change values in place (load_state_dict without assign), or train anew."
+            )
+
     def check_finite(self, epoch: int) -> None:
         """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""
         bad = ~torch.stack([norm.isfinite() for norm in torch._foreach_norm([p.detach() for p in self.parameters])])

@@ -271,6 +271,22 @@ def test_what_cannot_be_recorded_is_refused(device, graphs):
     same_numbers(*(run(device, c, **options) for c in (True, False)))
 
 
+@pytest.mark.parametrize(
+    ("y", "likelihood", "error", "message"),
+    [
+        (torch.arange(24) % 10 + 0.5, "classification", TypeError, "expected integer class indices"),
+        (torch.arange(24) % 10 + 1, "classification", ValueError, r"labels must lie in 0\.\.9"),
+        (torch.ones(24, 9), "regression", ValueError, "expected the outputs' shape"),
+        (torch.ones(24, 10).long(), "regression", TypeError, "expected real numbers"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused_as_step_by_step(device, graphs, y, likelihood, error, message):
+    for cuda_graph in (True, False):
+        with pytest.raises(error, match=message):
+            run(device, cuda_graph, y=y, likelihood=likelihood, objective="map")
+    assert not graphs[0].replayed
+
+
 def test_a_model_that_reads_values_is_refused(device, graphs):
     if device.type == "cuda":
         pytest.skip("a capture that breaks off leaves CUDA's generator in it, for the tests that follow")

@@ -92,7 +92,7 @@ LOADERS = {
     "stream with a length": DataLoader(Sized(), 7),
     "stream with a length, drop_last": DataLoader(Sized(), 7, drop_last=True),
     "stream of two workers": DataLoader(Stream(), 7, num_workers=2),
-    "stream with a length of two workers, drop_last": DataLoader(Sized(), 7, num_workers=2, drop_last=True),
+    "stream with a length of two workers, drop_last": DataLoader(Sized(), 5, num_workers=2, drop_last=True),
     "list": [DATA[:5], DATA[5:24]],
     "iterable": Batches(),
     "tensors": TensorLoader(X, Y, 7, shuffle=True),

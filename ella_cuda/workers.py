@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +15,11 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+
+def threads_note() -> str:
+    """How it was settled how many threads there are and how they wait for each other."""
+    return os.environ.get("ELLA_CUDA_THREADS", "as torch has them")
 
 
 def default_jobs(calls: int) -> int:
@@ -53,7 +60,8 @@ def run_at_once(
             while waiting or futures:
                 while waiting and len(futures) < jobs:
                     index, call = waiting.popleft()
-                    futures[pool.submit(function, *call)] = index
+                    with _interrupts_held():  # by the workers that this starts for ever: this process ends them
+                        futures[pool.submit(function, *call)] = index
                 finished, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
                 on_tick()
                 for future in finished:
@@ -64,6 +72,20 @@ def run_at_once(
             for process in set(multiprocessing.active_children()) - others:
                 process.terminate()
             raise
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C, which a terminal sends to all processes, comes when the context ends; processes started in it never get it, and have no
+    traceback to show while they import."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def prepare_process() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
-import os
 import sys
 import traceback
 import warnings
@@ -17,39 +17,60 @@ from ella_cuda.cli.info import add_info
 from ella_cuda.cli.inspect import add_inspect
 from ella_cuda.cli.reproduce import add_reproduce
 from ella_cuda.cli.train import add_train
+from ella_cuda_command import Stop, lead_nowhere
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
     """Run the command.
 
     Args:
         argv: its arguments; default ``sys.argv[1:]``.
+        stop: the signals that interrupt it; default Python's own handling, an interruption by SIGINT.
 
     Returns:
         The exit code: 0 done, 1 failed (one line on stderr; with ``--verbose`` a traceback too), 2 wrong usage, 130
-        interrupted.
+        interrupted (128 and the signal's number).
     """
-    parser = _parser()
+    verbose = False
     try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # argparse has said what is wrong, or printed the help
-        return int(stop.code or 0)
-    try:
+        if stop is not None:
+            stop.cleanly = True
+        args = _parser().parse_args(argv)
+        verbose = args.verbose
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
             code = int(args.command(args))
-        sys.stdout.flush()  # here, where it may fail
-        return code
+    except SystemExit as done:  # argparse has said what is wrong, or printed the help
+        code = int(done.code or 0)
     except UsageError as error:
-        return _fail(args, "wrong usage", error, USAGE)
-    except KeyboardInterrupt:
-        print("ella-cuda: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has left; what is still to be written goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        code = _fail("wrong usage", error, verbose, USAGE)
+    except KeyboardInterrupt as interruption:
+        _complain("; ".join(("interrupted", *map(str, interruption.args))))
+        code = INTERRUPTED if stop is None else stop.code
+    except BrokenPipeError:  # whoever read our output has left
+        code = FAILED
     except Exception as error:
-        return _fail(args, "failed", error, FAILED)
+        code = _fail("failed", error, verbose, FAILED)
+    return code if _flushed() else code or FAILED
+
+
+def _flushed() -> bool:
+    """Write out what was printed, here, where it may fail; what cannot be written then goes nowhere."""
+    whole = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            whole = False
+            lead_nowhere(stream.fileno())
+            if not isinstance(error, BrokenPipeError):
+                _complain(f"failed: the output could not be written: {error}")
+    return whole
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody is there to read it
+        print(f"ella-cuda: {text}", file=sys.stderr, flush=True)
 
 
 def _warner() -> Callable[..., None]:
@@ -65,13 +86,13 @@ def _warner() -> Callable[..., None]:
     return show
 
 
-def _fail(args: argparse.Namespace, what: str, error: Exception, code: int) -> int:
-    if args.verbose:
+def _fail(what: str, error: Exception, verbose: bool, code: int) -> int:
+    if verbose:
         traceback.print_exc()
     text = " ".join(str(error).split()) or type(error).__name__
     if not isinstance(error, UsageError | ValueError | OSError | RuntimeError | FloatingPointError):
         text = f"{type(error).__name__}: {text}"  # a defect: its message alone says little
-    print(f"ella-cuda: {what}: {text}", file=sys.stderr)
+    _complain(f"{what}: {text}")
     return code
 
 

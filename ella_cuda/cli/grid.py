@@ -296,14 +296,17 @@ def do_runs(
     options: dict[str, Any],
     out_dir: Path,
     on_row: Callable[[], object] = lambda: None,
-) -> list[dict[str, Any]] | None:
+) -> list[dict[str, Any]]:
     """Do the runs that are not done yet, and print a line for each.
 
     Args:
         on_row: called after each, when the folder's summary has it.
 
     Returns:
-        All rows; None when interrupted, after saying how to go on.
+        All rows.
+
+    Raises:
+        KeyboardInterrupt: interrupted; its argument says how to go on.
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
@@ -335,13 +338,10 @@ def do_runs(
             on_begin=begin,
             on_row=finish,
         )
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
-        print(
-            f"ella-cuda: interrupted; go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}",
-            file=sys.stderr,
-        )
-        return None
+        how = f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
+        raise KeyboardInterrupt(how) from interruption
 
 
 def say_written(out_dir: Path) -> None:

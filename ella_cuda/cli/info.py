@@ -12,6 +12,7 @@ from ella_cuda.cli.common import DONE, named_device
 from ella_cuda.laplace.eigenvalues import solver
 from ella_cuda.reports import check_kernels, kernel_table
 from ella_cuda.reports.text import counted
+from ella_cuda.workers import threads_note
 
 
 def add_info(commands: Any) -> None:
@@ -38,6 +39,7 @@ def _info(args: argparse.Namespace) -> int:
         else f" ({counted(torch.get_num_threads(), 'thread')})"
     )
     print(f"{'device':14}{device}{name}")
+    print(f"{'threads':14}{threads_note()}")
     if device.type == "cpu" and torch.cuda.is_available() and not built["cuda"]:
         print(
             "              torch finds a GPU, but ella_cuda was built without CUDA; install it where nvcc is found to "

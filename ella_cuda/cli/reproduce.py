@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
+from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.grid import (
     add_attributes,
     add_session,
@@ -64,9 +64,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     else:
         configs, options = _table(given, args)
     out_dir = results_folder(args, configs, options["table"])
-    rows = do_runs("reproduce", args, configs, options, out_dir, on_row=lambda: save_comparison(out_dir))
-    if rows is None:
-        return INTERRUPTED
+    do_runs("reproduce", args, configs, options, out_dir, on_row=lambda: save_comparison(out_dir))
     print("\n" + save_comparison(out_dir))
     say_written(out_dir)
     return DONE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import experiments
-from ella_cuda.cli.common import DONE, INTERRUPTED, UsageError
+from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.grid import (
     add_attributes,
     add_session,
@@ -75,8 +75,6 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = _grid(given)
     out_dir = results_folder(args, configs, options["data"])
     rows = do_runs("train", args, configs, options, out_dir)
-    if rows is None:
-        return INTERRUPTED
     print()
     print(results_table(rows))
     if missing := _left_out(configs, options):

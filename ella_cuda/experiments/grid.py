@@ -34,7 +34,7 @@ from ella_cuda.reports import save_report
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 from ella_cuda.reports.text import counted
 from ella_cuda.training.checkpoint import OTHER_THREADS
-from ella_cuda.workers import run_at_once
+from ella_cuda.workers import run_at_once, threads_note
 
 
 def run_grid(
@@ -230,6 +230,7 @@ def _note_environment(out_dir: Path, device: str, jobs: int, threads: int) -> No
             "threads": torch.get_num_threads(),
             "jobs": jobs,
             "threads_per_run": threads,
+            "threads_chosen": threads_note(),
             "command": sys.argv,
         }
     )

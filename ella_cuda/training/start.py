@@ -150,7 +150,7 @@ def require_writable(checkpoint: str | Path) -> None:
 
 
 def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
-    """Fit to the first batch that has data, so that what the evidence refuses is refused before training. Random generators are put
+    """Fit to the first images of the first batch that has data, so that what the evidence refuses is refused before training. Random generators are put
     back to where they were, and what was fitted is to be dropped.
 
     Raises:
@@ -164,7 +164,7 @@ def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
         if first is None:
             raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
         with contextlib.suppress(FloatingPointError):
-            la.fit([first])
+            la.fit([tuple(part[:3] for part in first)])
     finally:
         restore_random_state(before, [loader])
 

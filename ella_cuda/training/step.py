@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.likelihoods import LIKELIHOODS, checked_outputs
 from ella_cuda.ops._autocast import without_autocast
 
 
@@ -81,7 +81,7 @@ class TrainingStep:
         Raises:
             What the checks raise.
         """
-        outputs = self.model(x)
+        outputs = checked_outputs(self.model(x))
         y = checked(outputs, y)
         loss = self._mean_loss(outputs, y)
         self.optimizer.zero_grad(set_to_none=True)

@@ -56,6 +56,16 @@ def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
     return [found[place] for place in range(len(sets))]
 
 
+def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:
+    """Bytes that :func:`eigenvalues_of_all` takes for sums of so many blocks of so many rows each: what is decomposed at once, and as
+    much again for the solver's copy and its scratch.
+    """
+    sizes = [(groups * rows**2, rows**2) for groups, rows in blocks]
+    at_once = AT_ONCE_ON_CPU * calls_at_once() if device.type == "cpu" else AT_ONCE_ELSEWHERE
+    most = max(max(one for _, one in sizes), min(sum(every for every, _ in sizes), at_once))
+    return 3 * torch.float64.itemsize * most
+
+
 def _by_threads(sets: Sequence[Tensor]) -> list[Tensor]:
     """:func:`eigenvalues` of each, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large that a
     thread may not hold one, and what would otherwise keep one thread busy when the others are done."""

@@ -19,6 +19,7 @@ from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.memory import peak_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
 from ella_cuda.laplace.rules import rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
@@ -343,13 +344,18 @@ class KronLaplace:
         self._fitted()
         return MappingProxyType(self._factors)
 
-    def memory_estimate(self) -> int:
-        """Bytes that the factors will take, known before a fit.
+    @_outside_inference_mode
+    def memory_estimate(self, x: Tensor | None = None) -> int:
+        """Bytes that a fit and its evidence take at their peak, beside what is there before: the factors, which stay, and the larger of
+        two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps) and that of the
+        eigenvalues.
 
-        A linear layer with shared positions needs one output-side factor more, for its bias, which shows only in the
-        data.
+        Args:
+            x: a batch ``(N, ...)`` as the loader yields it; what its forward pass keeps is added, from a run of its first image. None
+                leaves it out.
         """
-        return sum(rule.bytes() for rule in rules_for(self.model, self.resolution))
+        x = None if x is None else x.to(next(iter(self.present_parameters().values())).device)
+        return peak_bytes(self.model, rules_for(self.model, self.resolution), self.memory_budget, x)
 
     # evidence --------------------------------------------------------------------------------------------------------
 

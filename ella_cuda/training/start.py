@@ -150,8 +150,8 @@ def require_writable(checkpoint: str | Path) -> None:
 
 
 def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
-    """Fit to the first images of the first batch that has data, so that what the evidence refuses is refused before training. Random generators are put
-    back to where they were, and what was fitted is to be dropped.
+    """Fit to the first images of the first batch that has data, so that what the evidence refuses is refused before training. Random
+    generators are put back to where they were, and what was fitted is to be dropped.
 
     Raises:
         What :meth:`ella_cuda.laplace.KronLaplace.fit` raises, but for values that are not finite: those of trained weights may be, and

@@ -119,15 +119,16 @@ class Rule(ABC):
                 )
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
+    def blocks(self) -> list[tuple[int, int]]:
+        """Blocks and rows of each of the sums that the factors will be made of; a side that two parameters share is there once."""
+        shapes, shared = self.shapes(), self.shares_outputs()
+        inputs = [(s.groups, s.row_inputs) for s in map(shapes.__getitem__, self.trainable) if not s.constant_input]
+        outputs = [(shapes[p].output_groups, shapes[p].row_outputs) for p in self.trainable if p not in shared]
+        return inputs + outputs
+
     def bytes(self) -> int:
         """What the factors, which are float64, will take."""
-        shapes, shared = self.shapes(), self.shares_outputs()
-        numbers = 0
-        for parameter in self.trainable:
-            shape = shapes[parameter]
-            numbers += 0 if shape.constant_input else shape.groups * shape.row_inputs**2
-            numbers += 0 if parameter in shared else shape.output_groups * shape.row_outputs**2
-        return numbers * torch.float64.itemsize
+        return sum(groups * rows**2 for groups, rows in self.blocks()) * torch.float64.itemsize
 
     def full_name(self, parameter: str) -> str:
         """The parameter's name in the model."""

@@ -1,0 +1,67 @@
+"""What a fit and its evidence will take of memory, before they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.curvature import curvature_pass
+from ella_cuda.laplace.eigenvalues import workspace
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.nn import SpatialBasis
+from ella_cuda.ops._autocast import without_autocast
+
+ROUND = 2  # an allocator keeps what was freed for another size, so that passes take their budget about twice
+
+
+def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Tensor | None) -> int:
+    """The most that is allocated at once beside what is there before: the factors, and the larger of what a pass over a batch and
+    what the eigenvalues take.
+
+    Args:
+        model: the network.
+        rules: of its layers.
+        memory_budget: of the gradients of one backward pass.
+        x: a batch of the size that the loader yields, on the model's device; None leaves out what its forward pass keeps.
+    """
+    factors, blocks = sum(rule.bytes() for rule in rules), [shape for rule in rules for shape in rule.blocks()]
+    device = next(rules[0].module.parameters()).device
+    batch = 0 if x is None else _kept(model, rules, x)
+    return factors + max(ROUND * memory_budget + batch, workspace(blocks, device))
+
+
+class _NoMoment(SecondMoment):
+    """A sum that nothing is added to."""
+
+    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
+        super().__init__(0, 0, like, name, basis)
+
+    def add(self, *_: Any, **__: Any) -> None: ...
+
+    add_weighted = add_patches = add
+
+
+def _kept(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> int:
+    """Bytes that the graph of a fit keeps of a batch: those of its first image, for each."""
+    kept: dict[int, int] = {}
+    constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in constants:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for rule in rules:
+        rule.allocate(_NoMoment)
+    with (
+        curvature_pass(model, rules, 1) as run,
+        without_autocast(x.device.type),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        run.forward(x[:1])
+    return sum(kept.values()) * x.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,23 +47,29 @@ for _ in range(25):
 """
 
 
-def start(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", HEAD + code, *map(str, args)], stdout=subprocess.PIPE, text=True)
+@contextlib.contextmanager
+def started(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A process that ends with the context at the latest."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD + code, *map(str, args)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_many_processes_take_turns(tmp_path):
     (tmp_path / "count").write_text("0")
-    processes = [start(COUNT, tmp_path) for _ in range(6)]
-    assert [p.wait(timeout=200) for p in processes] == [0] * 6
-    for p in processes:
-        p.stdout.close()
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started(COUNT, tmp_path)) for _ in range(6)]
+        assert [p.wait(timeout=200) for p in processes] == [0] * 6
     assert (tmp_path / "count").read_text() == str(6 * 25)
     assert os.listdir(tmp_path) == ["count"]
 
 
 def test_the_second_learns_who_is_first_and_a_killed_one_leaves_its_place(tmp_path):
-    holder = start(HOLD, tmp_path)
-    with holder.stdout:
+    with started(HOLD, tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
         said = json.loads((tmp_path / ".lock").read_text())
         assert (said["pid"], said["host"]) == (holder.pid, socket.gethostname())
@@ -77,13 +85,12 @@ def test_the_second_learns_who_is_first_and_a_killed_one_leaves_its_place(tmp_pa
 
 
 def test_a_fork_does_not_keep_its_parents_claim(tmp_path):
-    holder = start(HOLD, tmp_path, "fork")
-    with holder.stdout:
+    with started(HOLD, tmp_path, "fork") as holder:
         said = {holder.stdout.readline().strip() for _ in range(2)}
         (child,) = (int(word) for word in said - {"held"})
-        holder.kill()
-        holder.wait()
         try:
+            holder.kill()
+            holder.wait()
             with claim(tmp_path / ".lock", "the folder"):
                 os.kill(child, 0)  # it lives
         finally:

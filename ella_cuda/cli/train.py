@@ -73,7 +73,7 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = resumed("train", Path(args.resume), given)
     else:
         configs, options = _grid(given)
-    out_dir = results_folder(args, configs, options["data"])
+    out_dir = results_folder(args, configs, configs[0].data)
     rows = do_runs("train", args, configs, options, out_dir)
     print()
     print(results_table(rows))
@@ -92,7 +92,10 @@ def _train(args: argparse.Namespace) -> int:
 def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str]:
     """The layers whose evidence the options name, and :func:`_grid` leaves out."""
     run = {c.layer for c in configs if c.objective == "evidence"}
-    return [layer for layer in options["layer"] if layer not in run] if "evidence" in options["objective"] else []
+    asked = (
+        options.get("layer", []) if "evidence" in options.get("objective", []) else []
+    )  # none of a grid begun by run_grid
+    return [layer for layer in asked if layer not in run]
 
 
 def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:

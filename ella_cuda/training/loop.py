@@ -280,6 +280,7 @@ def marglik_training(
         stack.enter_context(claimed(checkpoint))
         if checkpoint is not None and Path(checkpoint).exists():
             state = resume(checkpoint, settings, parts, loaders)
+            settings["optimizer_groups"] = state["settings"]["optimizer_groups"]  # rates as they were rounded at first
             margliks, losses, history = state["margliks"], state["losses"], state["history"]
             first_epoch, random_at_fit = state["epoch"], state["random_at_fit"]
         claims = stack.pop_all()  # until the last checkpoint is written

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import zipfile
 
 import pytest
 import torch
 from torch import nn
 
+from ella_cuda import marglik_training
+from ella_cuda.data import TensorLoader
 from ella_cuda.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 
@@ -75,6 +79,19 @@ def test_code_in_a_file_is_not_executed(tmp_path):
     (tmp_path / "run.pt").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         read_checkpoint(tmp_path / "run.pt")
+    torch.save({"format": 3, "model": Evil()}, tmp_path / "run.pt", pickle_module=pickle)
+    with pytest.raises(ValueError, match=r"something else, \S+\._Fail, than tensors and plain values") as raised:
+        read_checkpoint(tmp_path / "run.pt")
+    assert "weights_only" not in str(raised.value) and "trust" not in str(raised.value)
+
+
+def test_a_compressed_file_is_refused_before_it_is_uncompressed(tmp_path):
+    save_checkpoint(tmp_path / "run.pt", {"epoch": 1})
+    with zipfile.ZipFile(tmp_path / "run.pt") as whole, zipfile.ZipFile(tmp_path / "small.pt", "w") as small:
+        for part in whole.infolist():
+            small.writestr(part.filename, whole.read(part), zipfile.ZIP_DEFLATED)
+    with pytest.raises(ValueError, match="a part is compressed"):
+        read_checkpoint(tmp_path / "small.pt")
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
@@ -89,3 +106,129 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
     torch.save({"weights": 1}, path)
     with pytest.raises(ValueError, match="not a checkpoint of this version"):
         read_checkpoint(path)
+    save_checkpoint(path, {"settings": {}, "model": model.state_dict()})
+    with pytest.raises(ValueError, match="does not say with which n_epochs it was written"):
+        load_checkpoint(path, {"n_epochs": 5}, model)
+    with pytest.raises(ValueError, match=r"has weight in torch\.float32, the model torch\.float64"):
+        load_checkpoint(path, {}, nn.Linear(2, 3).double())
+    with pytest.raises(ValueError, match="has bias, which the model has not"):
+        load_checkpoint(path, {}, nn.Linear(2, 3, bias=False))
+
+
+def test_settings_are_compared_exactly_but_for_rates_that_follow_from_sums(tmp_path):
+    path, model = tmp_path / "run.pt", nn.Linear(2, 3)
+    rate = 0.0123456789
+    settings = {"lr_hyp": rate, "optimizer_groups": [{"lr": rate, "betas": "(0.9, 0.999)"}]}
+    save_checkpoint(path, {"settings": settings, "model": model.state_dict()})
+    for change, message in (
+        ({"optimizer_groups": [{"lr": rate * (1 + 1e-8), "betas": "(0.9, 0.999)"}]}, None),
+        ({"optimizer_groups": [{"lr": rate * (1 + 1e-5), "betas": "(0.9, 0.999)"}]}, r"optimizer_groups\[0\]\['lr'\]="),
+        ({"optimizer_groups": [{"lr": rate, "betas": "(0.9, 0.99)"}]}, r"optimizer_groups\[0\]\['betas'\]="),
+        ({"lr_hyp": rate * (1 + 1e-15)}, "lr_hyp="),
+    ):
+        if message is None:
+            load_checkpoint(path, settings | change, model)
+        else:
+            with pytest.raises(ValueError, match=message):
+                load_checkpoint(path, settings | change, model)
+
+
+def train(path, **options):
+    """Two epochs of a small network, with everything that a checkpoint can have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    loader = TensorLoader(torch.randn(12, 4), torch.arange(12) % 2, 4, shuffle=True, generator=torch.Generator())
+    defaults = {
+        "scheduler_cls": torch.optim.lr_scheduler.CosineAnnealingLR,
+        "scheduler_kwargs": {"T_max": 6},
+        "optimizer_cls": torch.optim.Adam,
+    }
+    marglik_training(model, loader, n_epochs=2, progress_bar=False, checkpoint=path, **{**defaults, **options})
+    return model
+
+
+def shortened(state):
+    state["optimizer"]["state"][0]["exp_avg"] = state["optimizer"]["state"][0]["exp_avg"][:-1]
+
+
+DAMAGES = {
+    r"optimizer \['state'\]\[0\] \['exp_avg'\] has shape \(2, 4\), here \(3, 4\)": shortened,
+    r"optimizer \['state'\]\[1\] has no exp_avg_sq": lambda s: s["optimizer"]["state"][1].pop("exp_avg_sq"),
+    r"optimizer has no state of parameter 2": lambda s: s["optimizer"]["state"].pop(2),
+    r"optimizer \['state'\]\[0\] \['step'\] has shape": lambda s: s["optimizer"]["state"][0].update(step=torch.ones(3)),
+    r"optimizer has no param_groups": lambda s: s["optimizer"].pop("param_groups"),
+    r"optimizer has other groups of parameters": lambda s: s["optimizer"]["param_groups"][0]["params"].reverse(),
+    r"optimizer \['param_groups'\] is not a list of 1": lambda s: s["optimizer"]["param_groups"].append({}),
+    r"optimizer \['param_groups'\] \[0\] has no betas": lambda s: s["optimizer"]["param_groups"][0].pop("betas"),
+    r"hyper_optimizer \['state'\]\[0\] \['exp_avg'\] has shape": lambda s: s["hyper_optimizer"]["state"][0].update(
+        exp_avg=torch.zeros(3)
+    ),
+    r"hyper_optimizer has no state of parameter 0": lambda s: s["hyper_optimizer"]["state"].clear(),
+    r"scheduler has no last_epoch": lambda s: s["scheduler"].pop("last_epoch"),
+    r"scheduler \['base_lrs'\] is not a list of 1": lambda s: s["scheduler"].update(base_lrs=[0.1, 0.1]),
+    r"scheduler \['T_max'\] is a str, not a number": lambda s: s["scheduler"].update(T_max="6"),
+    r"has no scheduler": lambda s: s.update(scheduler=None),
+    r"has a shape_optimizer": lambda s: s.update(shape_optimizer={}),
+    r"prior \['log_precision'\] has shape \(3,\), here \(4,\)": lambda s: s["prior"].update(
+        log_precision=torch.ones(3)
+    ),
+    r"prior has no log_sigma": lambda s: s["prior"].pop("log_sigma"),
+    r"has no model": lambda s: s.pop("model"),
+    r"has no settings": lambda s: s.pop("settings"),
+    r"has no margliks": lambda s: s.pop("margliks"),
+    r"epoch is a str": lambda s: s.update(epoch="2"),
+    r"has 1 losses of 2 epochs": lambda s: s["losses"].pop(),
+    r"losses holds something else than floats": lambda s: s.update(losses=["1", 2.0]),
+    r"has no prior_precision in its last evaluation": lambda s: s["history"][-1].pop("prior_precision"),
+    r"random is no state of generators \('numpy'\)": lambda s: s["random"].pop("numpy"),
+    r"random is no state of generators .*size to be 7": lambda s: s["random"].update(
+        torch=torch.zeros(7, dtype=torch.uint8)
+    ),
+    r"random is no state of generators \(0 generators": lambda s: s["random"].update(loaders=[]),
+    r"random_at_fit is no state of generators": lambda s: s.update(random_at_fit=None),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "run.pt"
+    train(path)
+    return read_checkpoint(path)
+
+
+@pytest.mark.parametrize("words", DAMAGES)
+def test_an_entry_that_does_not_fit_is_named_before_anything_changes(tmp_path, monkeypatch, whole, words):
+    state = copy.deepcopy(whole)
+    DAMAGES[words](state)
+    save_checkpoint(tmp_path / "run.pt", state)
+    before = (tmp_path / "run.pt").read_bytes()
+    changed = []
+    for kind in (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler):
+        monkeypatch.setattr(kind, "load_state_dict", lambda *_: changed.append(1))
+    with pytest.raises(ValueError, match=rf"run\.pt cannot be gone on with: {words}"):
+        train(tmp_path / "run.pt")
+    assert not changed and (tmp_path / "run.pt").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]  # and no claim is left
+
+
+class Own(torch.optim.SGD):
+    """Cannot be made of its groups, and keeps a state of its own form."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["rows"] = torch.zeros(7)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Rprop, Own]
+)
+def test_optimizers_of_other_forms_are_resumed(tmp_path, optimizer):
+    """Momentum that is not there, states of other shapes, products, signs, and somebody's own."""
+    finished = train(tmp_path / "run.pt", optimizer_cls=optimizer)
+    again = train(tmp_path / "run.pt", optimizer_cls=optimizer)
+    assert all(map(torch.equal, finished.parameters(), again.parameters()))

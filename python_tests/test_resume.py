@@ -1,0 +1,417 @@
+"""Folders of runs that are gone on with: by two at once, with other data, edited, damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ella_cuda import cli, experiments
+from ella_cuda.cli.grid import results_folder
+from ella_cuda.experiments import RunConfig, configure, prepare, prepare_for, run_grid, run_one
+from ella_cuda.experiments.diary import Diary
+from ella_cuda.training.checkpoint import read_checkpoint
+
+SMALL = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+
+
+def small(layer: str = "conv", objective: str = "map", seed: int = 0, data: str = "digits", **changes) -> RunConfig:
+    return configure(data, "digit", layer, objective, seed, **{**SMALL, **changes})
+
+
+def begun(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, **options) -> None:
+    """The run in its grid's folder, interrupted at its second evaluation: its checkpoint is of the first."""
+    record = Diary.record
+
+    def stop(self, evaluation):
+        if evaluation.epoch == 2:
+            raise KeyboardInterrupt
+        record(self, evaluation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Diary, "record", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_grid([config], folder, progress=False, **options)
+
+
+def hidden(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob(".*")]
+
+
+def test_many_that_name_no_folder_get_one_each(tmp_path, monkeypatch):
+    """Forks that are let go at one moment; the data are there already, so that all ask at once."""
+    monkeypatch.chdir(tmp_path)
+    config = small()
+    prepare_for(config)
+    context = multiprocessing.get_context("fork")
+    barrier, found = context.Barrier(8), context.SimpleQueue()
+    args = Namespace(cuda_graph=None, resume=None, out=None, tensorboard=None, data_dir=None, download=None)
+
+    def ask() -> None:
+        barrier.wait()
+        for _ in range(5):
+            found.put(str(results_folder(args, [config], "digits")))
+
+    processes = [context.Process(target=ask) for _ in range(8)]
+    for process in processes:
+        process.start()
+    folders = [found.get() for _ in range(40)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert len(set(folders)) == 40 == len(list(Path("runs").iterdir()))
+    assert {folder.rpartition("-")[2] for folder in folders} == {str(n) for n in range(1, 41)}
+
+
+def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("")
+    assert cli.main(["train", "--task", "digit"]) == 1
+    assert "a folder in runs cannot be made (File exists); name another by --out" in capsys.readouterr().err
+
+
+def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys):
+    """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
+    monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
+    options = ["--task", "digit", "--layer", "conv", "--objective", "map", "--width", "1", "--train-size", "40"]
+    options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
+    code = "import sys; from ella_cuda.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "train", *options, "--out", "dir"]
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "dir"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as first:
+        try:
+            while not list(folder.glob("*/checkpoint.pt")):
+                assert first.poll() is None
+            first.send_signal(signal.SIGSTOP)  # at work as long as we look
+            assert cli.main(["inspect", "dir", "--json"]) == 0
+            (running,) = json.loads(capsys.readouterr().out)["running"]
+            assert running["epoch"] >= 1
+            for again in (["--resume", "dir"], [*options, "--out", "dir"]):
+                assert cli.main(["train", *again]) in (1, 2)
+                err = capsys.readouterr().err
+                assert err.count("\n") == 1
+                assert ("holds runs already" if "--out" in again else f"in use by process {first.pid} on ") in err
+        finally:
+            first.kill()
+    (checkpoint,) = folder.glob("*/checkpoint.pt")
+    before = read_checkpoint(checkpoint)["epoch"]
+    assert 1 <= before < 30
+    for place in (folder, checkpoint.parent):
+        (place / f".history.{first.pid}-7.tmp.json").write_text("half")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert cli.main(["train", "--resume", "dir"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "0 done before" in capsys.readouterr().out
+    history = json.loads((checkpoint.parent / "history.json").read_text())
+    assert [e["epoch"] for e in history["evaluations"]] == list(range(1, 31)) and len(history["losses"]) == 30
+    assert not hidden(folder)
+
+
+def test_two_calls_of_run_one_on_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
+    record, refused = Diary.record, []
+
+    def again(self, evaluation):
+        if evaluation.epoch == 1 and not refused:
+            with pytest.raises(
+                RuntimeError, match=f"the run's folder .* is in use by process {os.getpid()} on"
+            ) as raised:
+                run_one(small(), tmp_path, progress=False)
+            refused.append(raised.value)
+        record(self, evaluation)
+
+    monkeypatch.setattr(Diary, "record", again)
+    run_one(small(), tmp_path, progress=False)
+    assert refused and not hidden(tmp_path)
+
+
+def test_a_failed_run_leaves_no_claim_and_no_temporary_file(tmp_path, monkeypatch):
+    begun(small(), tmp_path, monkeypatch)
+    assert not hidden(tmp_path)
+
+
+def test_runs_go_on_with_other_threads_and_say_so(tmp_path, monkeypatch):
+    """S-FC's learning rates follow from solves: here they come out otherwise in the ninth digit, as they do with other threads."""
+    config = small("s_fc", "evidence", fan_in_limit=8)
+    threads = torch.get_num_threads()
+    reach = experiments.optimizer._reach
+    try:
+        torch.set_num_threads(1)
+        whole = run_one(config, tmp_path / "whole", progress=False)
+        begun(config, tmp_path / "dir", monkeypatch)
+        torch.set_num_threads(2)
+        monkeypatch.setattr(experiments.optimizer, "_reach", lambda basis: reach(basis) * (1 + 3e-9))
+        with pytest.warns(UserWarning, match=r"2 thread\(s\), before it had 1: the same run up to rounding") as said:
+            (row,) = run_grid([config], tmp_path / "dir", progress=False)
+        assert len([w for w in said if "thread" in str(w.message)]) == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert row["nll"] == pytest.approx(whole["nll"], rel=1e-3)
+    sessions = json.loads((tmp_path / "dir" / "environment.json").read_text())
+    assert [(s["threads"], s["jobs"], s["threads_per_run"]) for s in sessions] == [(1, 1, 1), (2, 1, 2)]
+    groups = read_checkpoint(tmp_path / "dir" / config.name / "checkpoint.pt")["settings"]["optimizer_groups"]
+    assert groups == read_checkpoint(tmp_path / "whole" / "checkpoint.pt")["settings"]["optimizer_groups"]
+
+
+def test_workers_leave_the_word_of_other_threads_to_the_grid(tmp_path, monkeypatch):
+    config = small()
+    begun(config, tmp_path, monkeypatch)
+    path = tmp_path / config.name / "progress.json"
+    diary = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+    path.write_text(json.dumps({**diary, "threads": 7}))
+    monkeypatch.setattr("ella_cuda.experiments.grid.run_at_once", lambda *_: iter(()))
+    with (
+        pytest.warns(UserWarning, match=r"1 run begun with 7 thread\(s\) go on with 1: the same run"),
+        pytest.raises(KeyError),
+    ):
+        run_grid([config], tmp_path, jobs=10_000, progress=False)
+
+
+def write_mnist(root: Path, flip: bool = False) -> None:
+    """60 images and their labels; the other ones have two of the labels exchanged."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 28, 28), dtype=np.uint8)
+    labels = (np.arange(60) % 10).astype(np.uint8)
+    if flip:
+        labels[[0, 1]] = labels[[1, 0]]
+    for name in ("train", "t10k"):
+        for kind, array in (("images-idx3", pixels), ("labels-idx1", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            (root / f"{name}-{kind}-ubyte").write_bytes(header + array.tobytes())
+
+
+@pytest.mark.filterwarnings("ignore:.*not as published")
+def test_other_data_of_the_same_size_are_found(tmp_path, monkeypatch):
+    config = small(data="mnist", train_size=None)
+    write_mnist(tmp_path)
+    begun(config, tmp_path / "dir", monkeypatch, data_dir=str(tmp_path))
+    write_mnist(tmp_path, flip=True)
+    prepare.cache_clear()
+    with pytest.raises(ValueError, match="written with other training data, although equally many"):
+        run_grid([config], tmp_path / "dir", progress=False, data_dir=str(tmp_path))
+    write_mnist(tmp_path)
+    prepare.cache_clear()
+    run_grid([config], tmp_path / "dir", progress=False, data_dir=str(tmp_path))
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("change", [{"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}])
+@pytest.mark.parametrize("done", [False, True])
+def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, change, done):
+    config = small(epochs=1 if done else 3)
+    if done:
+        run_grid([config], tmp_path / "dir", progress=False)
+    else:
+        begun(config, tmp_path / "dir", monkeypatch)
+    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(change))
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
+    assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
+    err = capsys.readouterr().err
+    assert "config.json was edited after the runs began" in err and "Undo the edit" in err and err.count("\n") == 1
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
+
+
+def test_a_run_is_asked_whether_it_is_of_the_configuration(tmp_path, monkeypatch):
+    """Whatever the folder says: a run of another batch size, seed, augmentation or choice of images has another checkpoint."""
+    config = small()
+    begun(config, tmp_path, monkeypatch)
+    for change in (
+        {"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}, {"train_size": 41}, {"width": 2},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"checkpoint\.pt (was written with|has blocks)"):
+            run_one(dataclasses.replace(config, **change), tmp_path / config.name, progress=False)
+
+
+def test_edited_numbers_of_finished_runs_are_refused(tmp_path, capsys):
+    configs = [small(epochs=1), small(epochs=1, seed=1)]
+    rows = run_grid(configs, tmp_path, progress=False)
+    summary = tmp_path / "summary.json"
+    for change in (
+        lambda r: r[1].update(accuracy=99.0),
+        lambda r: r[1]["layers"][0]["paths"]["conv"]["prior_precision"].update(weight=1.0),
+        lambda r: (r[1].update(nll=0.1), r[1].pop("digest")),
+    ):
+        edit(summary, change)
+        for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
+            assert cli.main(args) == 1
+            err = capsys.readouterr().err
+            assert (
+                f"summary.json was edited: the row of {configs[1].name} does not fit its digest. Undo the edit" in err
+            )
+        summary.write_text(json.dumps(rows))
+    edit(summary, lambda r: r.pop(1))  # what the message advises
+    again = run_grid(configs, tmp_path, progress=False)
+    assert [r["digest"] for r in again] == [r["digest"] for r in rows]
+
+
+def test_an_edited_diary_is_refused(tmp_path, monkeypatch):
+    config = small()
+    begun(config, tmp_path, monkeypatch)
+    edit(tmp_path / config.name / "progress.json", lambda d: d["evaluations"][0].update(loss=0.0))
+    with pytest.raises(
+        ValueError, match=r"progress\.json was edited: .* Undo the edit, or move .* away to do that run again"
+    ):
+        run_grid([config], tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", b"\xff\xfe"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"runs": 1, "options": {}}'),
+        ("config.json", b'{"runs": [3], "options": {}}'),
+        ("config.json", b'{"runs": [], "options": []}'),
+        ("summary.json", b"\xff\xfe"),
+        ("summary.json", b"{}"),
+        ("summary.json", b"[1]"),
+        ("summary.json", b'[{"run": 1}]'),
+        ("progress.json", b"\xff\xfe"),
+        ("progress.json", b"[]"),
+        ("progress.json", b'{"seconds": 1.0, "layout": {}, "evaluations": []}'),
+        ("progress.json", b'{"seconds": 1.0, "layout": {}, "evaluations": [{"epoch": "1"}]}'),
+        ("progress.json", b'{"seconds": "1", "layout": {}, "evaluations": []}'),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path, monkeypatch, capsys, file, content):
+    config = small()
+    begun(config, tmp_path, monkeypatch)
+    path = tmp_path / (config.name if file == "progress.json" else ".") / file
+    path.write_bytes(content)
+    for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
+        assert cli.main(args) in (1, 2)
+        err = capsys.readouterr().err
+        assert f"{file} is damaged or of another version" in err and err.count("\n") == 1
+        assert "start anew" in err or "move " in err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("width", "4"),
+        ("epochs", 2.0),
+        ("lr", "0.1"),
+        ("layer", 3),
+        ("seed", True),
+        ("device", None),
+        ("task", ["digit"]),
+    ],
+)
+def test_a_value_of_another_type_names_the_attribute_and_the_file(tmp_path, capsys, key, value):
+    run = {**dataclasses.asdict(small()), key: value}
+    with pytest.raises(ValueError, match=f"^{key} must be "):
+        RunConfig(**run)
+    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [run]}))
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert f"config.json is damaged or of another version ({key} must be" in capsys.readouterr().err
+
+
+def test_a_note_of_the_environment_in_another_encoding_is_written_anew(tmp_path):
+    for content in (b"\xff\xfe", b"{}"):
+        run_grid([small(epochs=1)], tmp_path, progress=False)
+        (tmp_path / "environment.json").write_bytes(content)
+        run_grid([small(epochs=1)], tmp_path, progress=False)
+        assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
+
+
+WHOLE_OPTIONS = [
+    "width", "epochs", "batch-size", "fan-in-limit", "burn-in", "frequency", "hypersteps", "train-size", "jobs",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, 10**40])
+@pytest.mark.parametrize("option", WHOLE_OPTIONS)
+def test_numbers_without_measure_are_wrong_usage(tmp_path, monkeypatch, capsys, option, value):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", f"--{option}", str(value)]) == 2
+    err = capsys.readouterr().err
+    assert f"--{option}" in err and str(value) in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig) if f.type in ("int", "int | None")])
+def test_every_whole_number_of_a_run_has_its_bounds(name):
+    with pytest.raises(ValueError, match=f"^{name} must be (less than|at most) "):
+        dataclasses.replace(small(), **{name: 2**64})
+    with pytest.raises(ValueError, match=f"^{name} must be at least "):
+        dataclasses.replace(small(), **{name: -(2**64)})
+
+
+@pytest.mark.parametrize("seed", [2**31, 2**32, 2**63, 2**64 - 1])
+def test_large_seeds_are_seeds(tmp_path, seed):
+    row = run_one(small(epochs=1, seed=seed, data_seed=seed), tmp_path, progress=False)
+    assert row["seed"] == seed
+
+
+def test_batches_beyond_all_data_are_all_data(tmp_path):
+    most = 2**31 - 1
+    row = run_one(
+        small(epochs=1, batch_size=most, evidence_batch_size=most, frequency=most), tmp_path / "most", progress=False
+    )
+    all_ = run_one(small(epochs=1, batch_size=40, evidence_batch_size=40), tmp_path / "all", progress=False)
+    assert row["nll"] == all_["nll"]
+
+
+def test_the_longest_run_is_described_at_once():
+    config = small("s_fc", "evidence", learn="anchors", epochs=10**6, burn_in=10**6 - 2, frequency=1)
+    assert config.cycle_ends == [10**6]
+    assert len(small(epochs=10**6).cycle_ends) == 10**6 - 1
+    with warnings.catch_warnings(action="error"):
+        assert small(epochs=np.int64(3)) == small(epochs=3)
+
+
+UNDER_WATCH = """
+import resource, sys
+from ella_cuda.data import load
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    load("mnist", sys.argv[1])
+except ValueError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_a_small_compressed_file_of_many_zeros_is_refused_in_little_memory(tmp_path):
+    """Its header asks for more than it can hold, for fewer than there are, or for images without labels."""
+    write_mnist(tmp_path)
+    images = tmp_path / "train-images-idx3-ubyte"
+    images.unlink()
+    zeros = bytes(150_000_000)
+    for count, words in (
+        (2**32 - 1, "cannot hold"),
+        (60, "must hold 47040 bytes"),
+        (180_000, "180000 images and .* 60"),
+    ):
+        header = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (count, 28, 28))
+        with gzip.open(f"{images}.gz", "wb", compresslevel=1) as file:
+            file.write(header + zeros)
+        command = [sys.executable, "-c", UNDER_WATCH, str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+        message, kilobytes = done.stdout.splitlines()
+        assert re.search(words, message)
+        assert int(kilobytes) < 50_000, message

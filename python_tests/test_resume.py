@@ -352,6 +352,16 @@ def test_numbers_without_measure_are_wrong_usage(tmp_path, monkeypatch, capsys, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("value", [2**31, 10**400])
+@pytest.mark.parametrize("option", ["width", "epochs", "batch-size"])
+def test_numbers_without_measure_are_wrong_usage_of_tables_too(tmp_path, monkeypatch, capsys, option, value):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["reproduce", "toy", f"--{option}", str(value)]) == 2
+    err = capsys.readouterr().err
+    assert f"(--{option})" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig) if f.type in ("int", "int | None")])
 def test_every_whole_number_of_a_run_has_its_bounds(name):
     with pytest.raises(ValueError, match=f"^{name} must be (less than|at most) "):

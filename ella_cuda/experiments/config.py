@@ -215,20 +215,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
                 continue
-            kind, article = (numbers.Integral, "whole") if name in WHOLE else (numbers.Real, "real")
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise ValueError(f"{name} must be a {article} number, got {value!r}.")
-            if name in WHOLE:
-                least, most = WHOLE[name]
-                if value < least:
-                    raise ValueError(f"{name} must be at least {least}, got {value}.")
-                if value > most:
-                    power = (most + 1).bit_length() - 1
-                    bound = f"less than 2**{power}" if most + 1 == 2**power else f"at most {most}"
-                    raise ValueError(f"{name} must be {bound}, got {value}.")
-                object.__setattr__(self, name, int(value))
-            else:
-                object.__setattr__(self, name, _as_float(value))
+            checked = whole_number(name, value) if name in WHOLE else _real_number(name, value)
+            object.__setattr__(self, name, checked)
 
     def _evidence_steps(self) -> range:
         """The epochs with an evidence step, but the last epoch."""
@@ -269,7 +257,23 @@ class RunConfig:
         return {name: getattr(self, name) for name in names} | groups
 
 
-def _as_float(value: Any) -> float:
+def whole_number(name: str, value: Any) -> int:
+    """The value of an attribute of :data:`WHOLE` as an int; ValueError where it is none, or out of range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    least, most = WHOLE[name]
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    if value > most:
+        power = (most + 1).bit_length() - 1
+        bound = f"less than 2**{power}" if most + 1 == 2**power else f"at most {most}"
+        raise ValueError(f"{name} must be {bound}, got {value}.")
+    return int(value)
+
+
+def _real_number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a real number, got {value!r}.")
     try:
         return float(value)
     except OverflowError:  # a whole number beyond all floats

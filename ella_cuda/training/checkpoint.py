@@ -47,7 +47,12 @@ def claimed(path: str | Path | None) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Any:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"the folder {path.parent} of the checkpoint cannot be made ({error.strerror}); name another."
+        ) from error
     with claim(path.with_name(f".{path.name}.lock"), f"the checkpoint {path}"):
         remove_temporary_files(path.parent, path.name)
         yield

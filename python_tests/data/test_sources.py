@@ -377,6 +377,41 @@ def test_an_archive_without_a_batch_names_it(tmp_path):
         load("cifar10", tmp_path)
 
 
+READ_UNDER_WATCH = """
+import pathlib, resource, sys
+from ella_cuda.data.cifar import read_archive
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    read_archive(pathlib.Path(sys.argv[1]), ["a"])
+except ValueError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE, tarfile.REGTYPE])
+def test_a_small_archive_of_many_zeros_is_refused_in_little_memory(tmp_path, kind):
+    """As a header's own text, as a name, as the map of a sparse file, and as a file that nobody asks for."""
+    size = 200_000_000
+    header = tarfile.TarInfo("b")
+    header.type, header.size = kind, 300_000_000 if kind == tarfile.REGTYPE else size
+    head = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    if kind == tarfile.GNUTYPE_SPARSE:
+        head[482] = 1  # the map goes on in the next block, and so on
+        head[148:156] = b"%06o\0 " % (sum(head[:148]) + 256 + sum(head[156:]))
+    block = bytearray(512)
+    block[504] = kind == tarfile.GNUTYPE_SPARSE
+    with gzip.open(tmp_path / "a.tar.gz", "wb", compresslevel=1) as file:
+        file.write(head)
+        file.write(bytes(block) * (size // 512))
+    command = [sys.executable, "-c", READ_UNDER_WATCH, str(tmp_path / "a.tar.gz")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    message, kilobytes = done.stdout.splitlines()
+    words = "more than the 268435456" if kind == tarfile.REGTYPE else "has more headers than CIFAR's archives have"
+    assert words in message and message.endswith("again.")
+    assert int(kilobytes) < 50_000
+
+
 def test_an_archive_can_neither_write_nor_run_nor_point_elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_cifar(tmp_path, True, 2)

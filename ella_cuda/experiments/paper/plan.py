@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, RunConfig, configure
+from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, WHOLE, RunConfig, configure, whole_number
 from ella_cuda.experiments.paper.tables import TABLES, Row, Table
 from ella_cuda.experiments.recipes import RECIPES
 
@@ -141,6 +141,9 @@ def plan_table(
     rows = keys if rows is None else rows
     if unknown := [key for key in rows if key not in keys]:
         raise ValueError(f"the rows of {name} are {', '.join(keys)}; got {', '.join(unknown)}.")
+    for attribute in changes.keys() & WHOLE.keys():  # before numbers are made of them
+        if changes[attribute] is not None:
+            whole_number(attribute, changes[attribute])
     data = table.data if data is None else data
     if data is not None and data not in RECIPES:
         raise ValueError(f"data must be one of {', '.join(RECIPES)}, got {data!r}.")

@@ -98,20 +98,40 @@ def test_a_fork_does_not_keep_its_parents_claim(tmp_path):
 
 
 def test_a_fork_that_ends_does_not_end_its_parents_claim(tmp_path):
+    """Nor does it close a file of its own, which may have the number that the claim's had."""
+
     def leave() -> None:
-        try:
-            held.__exit__(None, None, None)
-        finally:
-            os._exit(0)
+        (number,) = numbers
+        os.dup2(os.open(tmp_path / "own", os.O_RDWR | os.O_CREAT), number)
+        held.__exit__(None, None, None)
+        os.write(number, b"still open")
 
     held = claim(tmp_path / ".lock", "the folder")
     with held:
+        numbers = set(module._held)
         child = multiprocessing.get_context("fork").Process(target=leave)
         child.start()
         child.join()
+        assert child.exitcode == 0 and (tmp_path / "own").read_text() == "still open"
         with pytest.raises(RuntimeError, match="in use"), claim(tmp_path / ".lock", "the folder", patience=0.0):
             pass
         assert (tmp_path / ".lock").exists()
+
+
+def test_a_lock_file_that_its_holder_has_just_removed_is_no_claim(tmp_path, monkeypatch):
+    lock, flock = tmp_path / ".lock", module.fcntl.flock
+    removed = []
+
+    def late(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.append(lock.unlink())
+        flock(descriptor, how)
+
+    monkeypatch.setattr(module.fcntl, "flock", late)
+    with claim(lock, "the folder"):
+        assert removed and lock.exists()
+        with pytest.raises(RuntimeError, match="in use"), claim(lock, "the folder", patience=0.0):
+            pass
 
 
 def test_threads_of_one_process_exclude_each_other_and_wait_a_while(tmp_path):

@@ -267,9 +267,12 @@ def _check_data(path: str | Path, found: Any, expected: dict[str, str | None]) -
 
 
 def _agree(found: Any, expected: Any, rounding: float) -> bool:
-    """Whether settings are equal, floats among them to a relative error."""
-    if isinstance(found, float) and isinstance(expected, float):
-        return found == expected or math.isclose(found, expected, rel_tol=rounding)
+    """Whether settings are equal, numbers in words among them to a relative error."""
+    if rounding and isinstance(found, str) and isinstance(expected, str) and found != expected:
+        try:
+            return math.isclose(float(found), float(expected), rel_tol=rounding)
+        except ValueError:  # other words
+            return False
     if isinstance(found, dict) and isinstance(expected, dict):
         return found.keys() == expected.keys() and all(_agree(found[k], expected[k], rounding) for k in expected)
     if isinstance(found, list) and isinstance(expected, list):

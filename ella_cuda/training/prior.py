@@ -42,11 +42,10 @@ class Prior:
         return self.log_sigma.exp()
 
     def described(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """The optimizer's groups: each one's learning rate, its other options in words, and its parameters by name."""
+        """The optimizer's groups in words: each one's numbers, such as its learning rate, and its parameters by name."""
         names = dict(zip(map(id, self.parameters), self.names, strict=True))
         return [
-            in_words({key: value for key, value in group.items() if key not in ("params", "lr")})
-            | ({"lr": float(group["lr"])} if "lr" in group else {})
+            in_words({key: value for key, value in group.items() if key != "params"})
             | {"params": [names.get(id(p), "?") for p in group["params"]]}
             for group in optimizer.param_groups
         ]

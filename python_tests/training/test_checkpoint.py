@@ -118,12 +118,15 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
 def test_settings_are_compared_exactly_but_for_rates_that_follow_from_sums(tmp_path):
     path, model = tmp_path / "run.pt", nn.Linear(2, 3)
     rate = 0.0123456789
-    settings = {"lr_hyp": rate, "optimizer_groups": [{"lr": rate, "betas": "(0.9, 0.999)"}]}
+    settings = {"lr_hyp": rate, "optimizer_groups": [{"lr": repr(rate), "betas": "(0.9, 0.999)"}]}
     save_checkpoint(path, {"settings": settings, "model": model.state_dict()})
     for change, message in (
-        ({"optimizer_groups": [{"lr": rate * (1 + 1e-8), "betas": "(0.9, 0.999)"}]}, None),
-        ({"optimizer_groups": [{"lr": rate * (1 + 1e-5), "betas": "(0.9, 0.999)"}]}, r"optimizer_groups\[0\]\['lr'\]="),
-        ({"optimizer_groups": [{"lr": rate, "betas": "(0.9, 0.99)"}]}, r"optimizer_groups\[0\]\['betas'\]="),
+        ({"optimizer_groups": [{"lr": repr(rate * (1 + 1e-8)), "betas": "(0.9, 0.999)"}]}, None),
+        (
+            {"optimizer_groups": [{"lr": repr(rate * (1 + 1e-5)), "betas": "(0.9, 0.999)"}]},
+            r"optimizer_groups\[0\]\['lr'\]=",
+        ),
+        ({"optimizer_groups": [{"lr": repr(rate), "betas": "(0.9, 0.99)"}]}, r"optimizer_groups\[0\]\['betas'\]="),
         ({"lr_hyp": rate * (1 + 1e-15)}, "lr_hyp="),
     ):
         if message is None:

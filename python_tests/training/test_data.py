@@ -179,6 +179,6 @@ def test_rates_that_rounding_changed_are_no_other_run(tmp_path):
         train(Plain(), tmp_path / "run.pt", optimizer_cls=optimizer(1.0), on_evaluation=stop)
     *_, resumed = train(Plain(), tmp_path / "run.pt", optimizer_cls=optimizer(1 + 1e-9))
     assert resumed == whole  # the rates go on as they were
-    with pytest.raises(ValueError, match=r"optimizer_groups\[0\]\['lr'\]=0\.001, this run has 0\.0010"):
+    with pytest.raises(ValueError, match=r"optimizer_groups\[0\]\['lr'\]='0\.001', this run has '0\.0010"):
         train(Plain(), tmp_path / "run.pt", optimizer_cls=optimizer(1.001))
     assert json.loads(json.dumps(read_checkpoint(tmp_path / "run.pt")["settings"]))  # plain values

@@ -245,3 +245,29 @@ def test_vmap_opcheck_compile(device):
         written, x[0]
     )
     checks.assert_same(written, factors[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "mode", "geometry"),
+    [
+        ((20, 3, 8, 8), 3, "circular", {}),
+        ((20, 2, 9, 7), 3, "zeros", {"stride": 2}),
+        ((300, 16, 1, 1), 1, "circular", {}),
+        ((2000, 2, 2, 2), 3, "circular", {}),
+        ((2, 1, 150, 150), 5, "circular", {}),
+        ((1, 2, 130, 130), 1, "zeros", {}),
+        ((1000, 3, 3, 3), 1, "circular", {}),
+    ],
+)
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(shape, kernel, mode, geometry):
+    """Integers whose sums of 256 products float32 holds, but not of all: the oracle is float64 throughout."""
+    x = torch.randint(199, 256, shape).float()
+    size = shape[1] * kernel**2
+    factor = torch.full((size, size), 2.0**40, dtype=torch.float64)
+    expected = ops.conv_kron_accumulate_torch_(factor.clone(), x.double(), kernel, mode, 0.5, **geometry)
+    got = ops.conv_kron_accumulate_(factor.clone(), x, kernel, mode, 0.5, **geometry)
+    if mode == "circular" and not geometry:  # sums over the lanes of a vector
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-7 * float((expected - factor).abs().max()))
+    else:
+        assert torch.equal(got, expected)
+    assert torch.equal(got, got.T)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -233,8 +235,102 @@ def test_a_factor_that_is_not_contiguous_is_refused(device):
         ops.kron_accumulate_(wide, rows)
     with pytest.raises(RuntimeError, match="rows"):
         ops.kron_accumulate_(factor, rows[:, :, :2])
-    with pytest.raises(RuntimeError, match="rows"):
-        ops.kron_accumulate_(factor, rows.float())
+    with pytest.raises(RuntimeError, match=r"rows must have the dtype of factor \(float32\), got float64"):
+        ops.kron_accumulate_(factor.float(), rows)
+    with pytest.raises(RuntimeError, match=r"\(float64\) or be float32, got float16"):
+        ops.kron_accumulate_(factor, rows.half())
+    with pytest.raises(RuntimeError, match="factor must be contiguous"):
+        ops.kron_accumulate_(factor[:1].expand(2, 3, 3), rows)
+
+
+def test_rows_in_the_factors_memory_are_refused(device):
+    memory = torch.randn(60, dtype=torch.float64, device=device)
+    factor = memory[:18].view(2, 3, 3)
+    for rows in (memory[:24].view(4, 2, 3), memory[17:41].view(4, 2, 3), memory[17].expand(4, 2, 3)):
+        before = memory.clone()
+        with pytest.raises(RuntimeError, match="rows must not share memory with factor"):
+            ops.kron_accumulate_(factor, rows)
+        assert torch.equal(memory, before)
+    with pytest.raises(RuntimeError, match="x must not share memory with factor"):
+        ops.conv_kron_accumulate_(memory[:4].view(2, 2), memory[:24].view(1, 2, 3, 4), 1)
+    apart = memory[18:42].view(4, 2, 3)
+    checks.assert_same(ops.kron_accumulate_(factor.clone(), apart), outer_products(factor, apart, 1.0))
+    ops.kron_accumulate_(factor, apart)  # they begin where it ends
+
+
+def integers(*shape: int) -> Tensor:
+    """float32 numbers of which products are exact, and sums of up to 256 products, but not of twice as many."""
+    return torch.randint(199, 256, shape).float()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_float64_factor_loses_nothing_of_short_float32_sums(shape, strided):
+    """The oracle is float64 throughout; what was in the factor before is far beyond float32."""
+    n, g, d = shape
+    rows = integers(d, g, n).permute(2, 1, 0) if strided else integers(n, g, d)
+    factor = torch.randint(1 << 20, (g, d, d)).double() + 2.0**40
+    factor = torch.triu(factor) + torch.triu(factor, 1).mT
+    got = ops.kron_accumulate_(factor.clone(), rows, 0.5)
+    assert torch.equal(got, outer_products(factor, rows, 0.5))
+
+
+def test_many_small_batches_add_up_to_one_large_one(device):
+    """Rows whose mean is far from zero, one at a time: float32 totals are off by hundreds of roundings."""
+    rows = (3 + torch.rand(3000, 1, 40)).to(device)
+    total, single = torch.zeros(1, 40, 40, dtype=torch.float64, device=device), torch.zeros(1, 40, 40, device=device)
+    for row in rows.split(1):
+        ops.kron_accumulate_(total, row)
+        ops.kron_accumulate_(single, row)
+    exact = outer_products(torch.zeros_like(total), rows, 1.0)
+    error = (total - exact).abs().max() / exact.abs().max()
+    assert error <= 0.1 * torch.finfo(torch.float32).eps
+    assert (single - exact).abs().max() / exact.abs().max() > 10 * error
+    at_once = ops.kron_accumulate_(torch.zeros_like(total), rows)
+    assert (at_once - exact).abs().max() / exact.abs().max() <= torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("shape", EVERY_WAY)
+def test_a_float64_factor_of_float32_rows_scales_them_in_float64(shape):
+    rows = integers(shape[0] % 256, *shape[1:])
+    zeros = torch.zeros(shape[1], *shape[2:] * 2, dtype=torch.float64)
+    got = ops.kron_accumulate_(zeros.clone(), rows, 0.1)
+    torch.testing.assert_close(got, outer_products(zeros, rows, 0.1), rtol=4e-16, atol=0)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (30, 1, 301), (4501, 1, 37), (70, 27, 40)])
+def test_nothing_past_the_end_of_a_float64_factor_is_written(shape):
+    rows, zeros = torch.randn(shape), torch.zeros(shape[1], *shape[2:] * 2, dtype=torch.float64)
+    written = ops.kron_accumulate_(checks.before_a_guard_page(zeros), checks.before_a_guard_page(rows))
+    assert torch.equal(written, ops.kron_accumulate_(zeros, rows))
+
+
+def test_float32_rows_under_vmap_and_in_opcheck(device):
+    factor = torch.zeros(4, 2, 3, 3, dtype=torch.float64, device=device)
+    rows = torch.randn(4, 5, 2, 3, device=device)
+    torch.func.vmap(ops.kron_accumulate_)(factor, rows)
+    expected = torch.stack([outer_products(torch.zeros_like(f), r, 1.0) for f, r in zip(factor, rows, strict=True)])
+    checks.assert_same(factor, expected, rtol=1e-6, atol=1e-6)
+    torch.library.opcheck(torch.ops.ella_cuda.kron_accumulate_.default, (factor[0], rows[0], 0.5))
+
+
+INSTRUCTION_SETS = """
+import torch
+from ella_cuda import ops
+torch.manual_seed(0)
+for n, g, d in [(300, 1, 5), (600, 21, 4), (300, 3, 16), (70, 27, 40), (300, 3, 130), (4501, 1, 37), (600, 1, 300), (70, 3, 257)]:
+    rows = torch.randint(199, 256, (n, g, d)).float()
+    factor = torch.full((g, d, d), 2.0**40, dtype=torch.float64)
+    exact = factor + 0.5 * torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
+    assert torch.equal(ops.kron_accumulate_(factor, rows, 0.5), exact), (n, g, d)
+"""
+
+
+@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
+def test_float64_factors_in_every_instruction_set(capability):
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", INSTRUCTION_SETS], check=True, env=environment, timeout=300)
 
 
 def test_graphs_are_refused(device):

@@ -1,5 +1,6 @@
 """Symmetric accumulation ``factor[g] += rows[:, g]^T rows[:, g]``, blocks of 4 to 1024; where there are several blocks also the
-published structure, one dense matrix from block-diagonal copies of the rows."""
+published structure, one dense matrix from block-diagonal copies of the rows. Then float32 rows that join a float32 factor and a
+float64 one, by the kernels and by a product of torch's that is added to it."""
 
 from __future__ import annotations
 
@@ -45,4 +46,37 @@ def test_kron_accumulate(time, device, n, g, d, who):
         flops=n * g * d * (d + 1),  # the upper triangle
         bytes=4 * (n * g * d + 2 * g * d * d),
         **({"rounds": 3, "warmups": 0} if who == DENSE else {}),
+    )
+
+
+SIZES = [(n, d) for d in (27, 64, 256, 785, 1152) for n in (128, 1000)]
+
+
+def product_and_add(factor, rows):
+    rows = rows.transpose(0, 1)
+    factor += torch.bmm(rows.mT, rows)
+
+
+TOTALS = {
+    "ella_cuda, float32": (ops.kron_accumulate_, torch.float32),
+    "ella_cuda, float64": (ops.kron_accumulate_, torch.float64),
+    "baddbmm_, float32": (baddbmm, torch.float32),
+    "bmm, then add_ to float64": (product_and_add, torch.float64),
+}
+
+
+@pytest.mark.parametrize(("n", "d", "who"), [(*s, w) for s in SIZES for w in TOTALS])
+def test_factors_of_both_types(time, device, n, d, who):
+    call, dtype = TOTALS[who]
+    rows = torch.randn(n, 1, d, device=device)
+    factor = torch.zeros(1, d, d, dtype=dtype, device=device)
+    call(factor, rows)
+    exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
+    torch.testing.assert_close(factor.double(), exact, rtol=1e-4, atol=1e-3 * n**0.5)
+    time(
+        lambda: call(factor, rows),
+        work=f"kron_accumulate_ of float32 rows, {n} rows, one block of {d}",
+        who=who,
+        flops=n * d * (d + 1),  # the upper triangle
+        bytes=4 * n * d + 2 * dtype.itemsize * d * d,
     )

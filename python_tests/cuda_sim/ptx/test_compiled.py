@@ -99,13 +99,18 @@ def test_factored_linear(ampere: PtxDevice, shape: tuple[int, ...], dtype: torch
             ops.factored_linear_backward(grad.contiguous(), x, weight_in, weight_out, bias_in, *[True] * 5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+TYPES = [(torch.float32, torch.float32), (torch.float32, torch.float64), (torch.float64, torch.float64)]
+
+
+@pytest.mark.parametrize(("dtype", "total"), TYPES)
 @pytest.mark.parametrize("shape", [(70, 2, 33), (37, 1, 133), (9, 3, 64), (300, 2, 32), (200, 1, 72), (40, 1, 200)])
-def test_kron_accumulate(ampere: PtxDevice, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_kron_accumulate(
+    ampere: PtxDevice, shape: tuple[int, int, int], dtype: torch.dtype, total: torch.dtype
+) -> None:
     rows = torch.randn(shape, dtype=dtype)
     with ampere.scheduled("random"):
         for layout in ("contiguous", "strided", "permuted", "expanded"):
-            factor = torch.randn(shape[1], *shape[2:] * 2, dtype=dtype)
+            factor = torch.randn(shape[1], *shape[2:] * 2, dtype=total)
             Checked(ampere).kron_accumulate_(factor, arrange(rows, layout), -1.5)
 
 

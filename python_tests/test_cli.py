@@ -19,7 +19,7 @@ from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.kernels import KernelCheck
 from python_tests.reports import rows as made
 
-CODE = "import sys; from ella_cuda.cli import main; sys.exit(main())"
+CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
 SMALL = [
     "--width",
     "1",
@@ -483,4 +483,4 @@ def test_every_run_folder_is_new(asked, capsys):
 
 def test_the_installed_command_is_this_one():
     text = (ROOT / "pyproject.toml").read_text()
-    assert 'ella-cuda = "ella_cuda.cli:main"' in text
+    assert 'ella-cuda = "ella_cuda_command:main"' in text

@@ -1,0 +1,320 @@
+"""The entry point: threads that fit the machine, streams and signals that end nothing badly."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ella_cuda_command as command
+from ella_cuda import cli
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40"
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The same packages as here, and one thread, so that nothing is chosen."""
+    path = os.pathsep.join(p for p in (more.pop("first", ""), *sys.path) if p)
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **more}
+
+
+# ---- threads ----
+
+
+class Machine:
+    """A /proc and /sys of two cores that were up for 100 ticks; sleeping adds the ticks given, (busy, idle) of each core."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, ticks: dict[int, tuple[int, int]]) -> None:
+        self.root, self.counts = root, {core: [100, 0, 0, 100] for core in (0, 1, 2)}
+        (root / "proc/self").mkdir(parents=True)
+        self.write("proc/self/cgroup", "0::/a/b\n")
+        self.show()
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
+        monkeypatch.setattr(command.time, "sleep", lambda seconds: self.show(ticks))
+
+    def write(self, name: str, text: str) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_text(text)
+
+    def show(self, ticks: dict[int, tuple[int, int]] | None = None) -> None:
+        for core, (busy, idle) in (ticks or {}).items():
+            self.counts[core][0] += busy
+            self.counts[core][3] += idle
+        lines = [f"cpu{core} {' '.join(map(str, c))} 7 0 0 0 5 5" for core, c in self.counts.items()]
+        self.write("proc/stat", "\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5 0 0", "procs_running 9", ""]))
+
+
+ALONE, ONE_BUSY = {0: (0, 15), 1: (15, 0), 2: (1, 14)}, {0: (15, 0), 1: (0, 15), 2: (0, 15)}
+
+
+@linux
+@pytest.mark.parametrize(
+    ("ticks", "spin", "free"),
+    [(ALONE, command.SPIN_ALONE, "1.9 of 2"), (ONE_BUSY, command.SPIN_BESIDE_OTHERS, "1.0 of 2")],
+)
+def test_how_threads_wait_follows_from_the_cores_that_are_free_and_allowed(tmp_path, monkeypatch, ticks, spin, free):
+    Machine(tmp_path, monkeypatch, ticks)
+    chosen = command.choose_threads({}, tmp_path)
+    assert chosen.pop(command.NOTE) == f"GOMP_SPINCOUNT={spin}: {free} cores were free at the start"
+    assert chosen == {"GOMP_SPINCOUNT": str(spin)}  # and torch's number of threads, whatever else runs
+
+
+@linux
+@pytest.mark.parametrize(
+    "name", ["OMP_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "MKL_NUM_THREADS"]
+)
+def test_what_the_user_set_is_kept(tmp_path, monkeypatch, name):
+    Machine(tmp_path, monkeypatch, ONE_BUSY)
+    assert command.choose_threads({name: "3"}, tmp_path) == {command.NOTE: f"by the environment: {name}=3"}
+
+
+@linux
+def test_what_says_nothing_of_threads_is_no_choice(tmp_path, monkeypatch):
+    Machine(tmp_path, monkeypatch, ONE_BUSY)
+    assert "GOMP_SPINCOUNT" in command.choose_threads({"KMP_DUPLICATE_LIB_OK": "True", "PATH": "/bin"}, tmp_path)
+    assert command.choose_threads({command.NOTE: "chosen before"}, tmp_path) == {}
+
+
+@linux
+@pytest.mark.parametrize(
+    ("groups", "limits", "threads"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, "1"),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "cpu.max": "50000 100000"}, "1"),
+        ("0::/not/mounted\n", {"cpu.max": "100000 100000"}, "1"),
+        ("2:cpu:/a\n1:name=x:/\n", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, "1"),
+        ("2:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, None),
+        ("0::/a/b\n", {"a/b/cpu.max": "800000 100000"}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_quota_below_the_cores_limits_the_threads(tmp_path, monkeypatch, groups, limits, threads):
+    machine = Machine(tmp_path, monkeypatch, ALONE)
+    machine.write("proc/self/cgroup", groups)
+    for name, text in limits.items():
+        machine.write(f"sys/fs/cgroup/{name}", text + "\n")
+    assert command.choose_threads({}, tmp_path).get("OMP_NUM_THREADS") == threads
+
+
+@linux
+@pytest.mark.parametrize("stat", [None, "", "cpu0 1 2 3 4 5 6 7 8\n", "cpu0 a b c d\ncpu2 1 2 3 4\n"])
+def test_a_machine_that_tells_no_load_is_left_as_it_is(tmp_path, monkeypatch, stat):
+    machine = Machine(tmp_path, monkeypatch, {})
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
+    (tmp_path / "proc/stat").unlink() if stat is None else machine.write("proc/stat", stat)
+    chosen = command.choose_threads({}, tmp_path)
+    assert list(chosen) == [command.NOTE] and "tells no load" in chosen[command.NOTE]
+
+
+def test_other_systems_are_left_as_they_are(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert command.choose_threads({}) == {}
+
+
+@linux
+def test_a_busy_process_is_seen():
+    core = min(os.sched_getaffinity(0))
+    burning = f"import os; os.sched_setaffinity(0, [{core}]); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", burning], stdout=subprocess.PIPE) as neighbour:
+        neighbour.stdout.readline()
+        try:
+            assert command._busy_cores(Path("/"), {core}) > 0.6
+        finally:
+            neighbour.kill()
+    assert math.isinf(command._quota(Path("/nowhere")))
+
+
+@linux
+@pytest.mark.parametrize("module", ["ella_cuda_command", "ella_cuda.cli"])
+def test_torch_is_loaded_with_what_was_chosen(module, tmp_path):
+    """GOMP_SPINCOUNT is read when libgomp is loaded: what the process has in its memory then is what was chosen."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os, sys\n"
+        "def show():\n"
+        "    environ = open('/proc/self/environ').read().split(chr(0))\n"
+        "    at_start = [e for e in environ if e.startswith('GOMP_')]\n"
+        "    print('AT EXIT', os.environ.get('GOMP_SPINCOUNT'), at_start, file=sys.stderr)\n"
+        "atexit.register(show)\n"
+    )
+    env = {
+        k: v
+        for k, v in environment(first=str(tmp_path)).items()
+        if not k.startswith(("OMP_", "GOMP_", "MKL_", "ELLA_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("AT EXIT"))
+    spin = line.split()[2]
+    assert spin in map(str, (command.SPIN_ALONE, command.SPIN_BESIDE_OTHERS))
+    if module == "ella_cuda.cli":  # torch was there before the command's own code: Python starts anew, once
+        assert f"GOMP_SPINCOUNT={spin}" in line
+
+
+def test_importing_the_package_or_the_entry_point_changes_nothing():
+    code = "import os, sys\nbefore = dict(os.environ)\nimport ella_cuda_command\nassert 'torch' not in sys.modules\n"
+    code += "import ella_cuda\nassert dict(os.environ) == before\nimport signal\n"
+    code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\nassert sys.stdout is sys.__stdout__"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=300)
+
+
+# ---- streams ----
+
+
+def shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    call = f"{sys.executable} -m ella_cuda_command {line}"
+    return subprocess.run(
+        call, shell=True, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_a_closed_stream_is_no_failure(closed, tmp_path):
+    done = shell(f"--version {closed}", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ella-cuda ") or closed == ">&-"
+
+
+def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
+    done = shell(f"{TINY} --out dir --jobs 1 <&- >&- 2>&-", tmp_path)
+    assert done.returncode == 0
+    (row,) = json.loads((tmp_path / "dir/summary.json").read_text())
+    assert 0 <= row["accuracy"] <= 100
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_output_that_cannot_be_written_is_a_failure_in_one_line(tmp_path):
+    done = shell("--version >/dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and "the output could not be written" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-16", "utf-8"])
+def test_every_sign_is_printed_in_every_encoding(encoding, monkeypatch):
+    signs = "−±–ω×°← \udce9"  # the last: of a file's name that is no UTF-8
+    written = {}
+    for name in ("stdout", "stderr"):
+        written[name] = io.BytesIO()
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(written[name], encoding=encoding))
+    command.protect_streams()
+    print(signs, flush=True)
+    print(signs, file=sys.stderr, flush=True)
+    assert cli.main(["train", "--help"]) == 0
+    for stream in written.values():
+        text = stream.getvalue().decode(encoding)
+        assert text.startswith(
+            "".join(s if _has(encoding, s) else s.encode("ascii", "backslashreplace").decode() for s in signs)
+        )
+    assert "180" + "°".encode(encoding, "backslashreplace").decode(encoding) in written["stdout"].getvalue().decode(
+        encoding
+    )
+
+
+def _has(encoding: str, sign: str) -> bool:
+    try:
+        return bool(sign.encode(encoding))
+    except UnicodeEncodeError:
+        return False
+
+
+@pytest.mark.parametrize("columns", ["1", "0", "-7", "many", "99999999999"])
+@pytest.mark.parametrize("which", ["train", "reproduce", "inspect", "info"])
+def test_help_fits_any_terminal(which, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main([which, "--help"]) == 0
+    assert "usage: ella-cuda" in capsys.readouterr().out
+
+
+def test_a_run_outlives_its_terminal(tmp_path):
+    """Both streams on a terminal that goes away after the first words; writing to it is an input/output error from then on."""
+    shown, terminal = pty.openpty()
+    options = [*TINY.split(), "--epochs", "30", "--out", "dir", "--jobs", "1"]
+    call = [sys.executable, "-m", "ella_cuda_command", *options]
+    started = subprocess.Popen(call, cwd=tmp_path, env=environment(), stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert b"1 run on cpu" in os.read(shown, 4096)
+    os.close(shown)
+    assert started.wait(timeout=300) == 0
+    assert len(json.loads((tmp_path / "dir/summary.json").read_text())) == 1
+    assert (tmp_path / "dir/table.txt").exists()
+
+
+# ---- signals ----
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_the_import_is_one_line(number, tmp_path):
+    """A torch that says when its import has begun, and takes long."""
+    begun = tmp_path / "begun"
+    (tmp_path / "torch.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)\n")
+    started = start(["info"], tmp_path, first=str(tmp_path))
+    wait_for(begun, started)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, out, err) == (128 + number, "", "ella-cuda: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, "1"), (signal.SIGHUP, "2")])
+def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number, jobs, tmp_path):
+    options = [*TINY.replace("--objective map", "").split(), "--epochs", "1000", "--jobs", jobs, "--out", "dir"]
+    started = start(options, tmp_path)
+    wait_for(tmp_path / "dir/digits-digit-conv-map-seed0/checkpoint.pt", started)
+    started.send_signal(number)
+    _, err = started.communicate(timeout=120)
+    assert started.returncode == 128 + number
+    assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
+
+
+@pytest.mark.slow
+def test_ctrl_c_of_a_terminal_reaches_workers_that_are_still_importing_without_a_word_of_theirs(tmp_path):
+    """The terminal sends it to the whole group; the folder of the grid is there before its workers have imported anything."""
+    options = [*TINY.split(), "--seed", "0", "1", "--epochs", "1000", "--jobs", "2", "--out", "dir"]
+    started = start(options, tmp_path, start_new_session=True)
+    wait_for(tmp_path / "dir/environment.json", started)
+    for _ in range(3000):
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        if not children.exists() or len(children.read_text().split()) >= 3:  # two and multiprocessing's own
+            break
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.killpg(started.pid, signal.SIGINT)
+    _, err = started.communicate(timeout=120)
+    assert started.returncode == 130
+    assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
+
+
+def start(options: list[str], cwd: Path, start_new_session: bool = False, **env: str) -> subprocess.Popen[str]:
+    def defaults() -> None:  # what starts the tests may ignore them
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "ella_cuda_command", *options],
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=defaults,
+        start_new_session=start_new_session,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.training import Evaluation, marglik_training
+from ella_cuda.training.checkpoint import random_state, restore_random_state
 
 EVALUATION_BATCH = 500
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
@@ -70,17 +73,22 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
     """Accuracy in percent and mean negative log likelihood in nats of the softmax at the model's parameters.
 
     Args:
-        model: ``(N, C, H, W) -> (N, K)`` logits.
+        model: ``(N, C, H, W) -> (N, K)`` logits; evaluated in evaluation mode, and left in its own.
         images: ``(N, C, H, W)``.
         labels: ``(N,)`` int64.
     """
-    model.eval()
+    training = [m for m in model.modules() if m.training]
     correct = nll = 0.0
-    with torch.no_grad():
-        for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
-            logits = model(x).double()
-            correct += float((logits.argmax(1) == y).sum())
-            nll += float(F.cross_entropy(logits, y, reduction="sum"))
+    try:
+        model.eval()
+        with torch.no_grad():
+            for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
+                logits = model(x).double()
+                correct += float((logits.argmax(1) == y).sum())
+                nll += float(F.cross_entropy(logits, y, reduction="sum"))
+    finally:
+        for module in training:
+            module.training = True
     return 100 * correct / len(labels), nll / len(labels)
 
 
@@ -91,6 +99,17 @@ def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neys
     return neyshabur(config.layer, *sizes, **{word: getattr(config, word) for word in words})
 
 
+@contextmanager
+def _own_random_state() -> Iterator[None]:
+    """The generators of torch, numpy and Python are the context's own: at its end they are where they were."""
+    before = random_state([])
+    try:
+        yield
+    finally:
+        restore_random_state(before, [])
+
+
+@_own_random_state()
 def run_one(
     config: RunConfig,
     run_dir: str | os.PathLike[str],
@@ -101,7 +120,7 @@ def run_one(
     tensorboard: bool = False,
     cuda_graph: bool = False,
 ) -> dict[str, Any]:
-    """Train and evaluate one network.
+    """Train and evaluate one network. The caller's random state is left as it was.
 
     Args:
         config: the run.

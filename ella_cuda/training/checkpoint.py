@@ -401,6 +401,27 @@ def random_state(loaders: Iterable[Any]) -> dict[str, Any]:
     }
 
 
+def warn_of_unsaved_state(loaders: Iterable[Any]) -> None:
+    """Warn, once for each, of loaders whose batches depend on what no checkpoint holds."""
+    for loader in {id(loader): loader for loader in loaders}.values():
+        if getattr(loader, "num_workers", 0) == 0:
+            continue
+        for name, value, why in (
+            (
+                "persistent_workers",
+                True,
+                "the random state of its workers, which go on from epoch to epoch, is in no checkpoint",
+            ),
+            ("in_order", False, "its batches come in the order in which workers finish them"),
+        ):
+            if getattr(loader, name, not value) is value:
+                warnings.warn(
+                    f"marglik_training: checkpoint: a resumed run will not repeat an uninterrupted one, for a loader has {name}={value}: "
+                    f"{why}. Pass {name}={not value} to have it so.",
+                    stacklevel=3,
+                )
+
+
 def restore_random_state(state: dict[str, Any], loaders: Iterable[Any]) -> None:
     """Put every generator back to where :func:`random_state` found it."""
     torch.set_rng_state(state["torch"])

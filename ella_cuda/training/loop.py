@@ -26,6 +26,7 @@ from ella_cuda.training.checkpoint import (
     resume,
     save_checkpoint,
     threads_of,
+    warn_of_unsaved_state,
 )
 from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch, train_epoch_by_graphs
@@ -129,13 +130,18 @@ def marglik_training(
         resolution: "shared" or "per_channel" output factors of F-FC.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
-            :class:`ella_cuda.data.TensorLoader` that augments. Its first batch is tried before the first step.
+            :class:`ella_cuda.data.TensorLoader` that augments. Its first images are tried before the first step.
         n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn
             several times, dropped, or left out of the evidence. None takes N from the loader's ``dataset_size``, or from a
             ``DataLoader``'s data set and samplers; where these do not tell, batches are counted in one pass before the first step.
         checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it. On the
             CPU a resumed run gives the numbers of an uninterrupted one bit for bit on the same machine with the same number of torch's
-            threads, and the same run up to rounding on another, which a warning says for threads. One call at a time works on a file.
+            threads, and the same run up to rounding on another, which a warning says for threads. That covers what is drawn
+            from the global generators of torch, numpy and Python and from the ``generator`` of a loader or of its samplers, by
+            a ``DataLoader``'s workers too, which are seeded anew every epoch. It does not cover workers that go on from epoch to epoch
+            (``persistent_workers=True``) or batches in the order in which they are ready (``in_order=False``), of both of which it
+            warns; nor generators that a data set has of its own, where it is read in this process (``num_workers=0``), nor any other
+            state that a loader or data set keeps from one epoch to the next. One call at a time works on a file.
             A file of other settings or other data is refused, as far as the data tell without a pass over them: by the loader's attribute
             ``data_digest`` (a string of your choice, None for unknown), which :class:`ella_cuda.data.TensorLoader` has, or the tensors of a
             DataLoader's ``TensorDataset``; for others by the number of data points alone.
@@ -261,6 +267,8 @@ def marglik_training(
         "depends_on": in_words(depends_on),
     }
     loaders = [train_loader, evidence_loader]
+    if checkpoint is not None:
+        warn_of_unsaved_state(loaders)
     margliks: list[float] = []
     losses: list[float] = []
     history: list[dict[str, Any]] = []

@@ -277,25 +277,7 @@ def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number,
     assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
 
 
-@pytest.mark.slow
-def test_ctrl_c_of_a_terminal_reaches_workers_that_are_still_importing_without_a_word_of_theirs(tmp_path):
-    """The terminal sends it to the whole group; the folder of the grid is there before its workers have imported anything."""
-    options = [*TINY.split(), "--seed", "0", "1", "--epochs", "1000", "--jobs", "2", "--out", "dir"]
-    started = start(options, tmp_path, start_new_session=True)
-    wait_for(tmp_path / "dir/environment.json", started)
-    for _ in range(3000):
-        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-        if not children.exists() or len(children.read_text().split()) >= 3:  # two and multiprocessing's own
-            break
-        time.sleep(0.01)
-    time.sleep(0.2)
-    os.killpg(started.pid, signal.SIGINT)
-    _, err = started.communicate(timeout=120)
-    assert started.returncode == 130
-    assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
-
-
-def start(options: list[str], cwd: Path, start_new_session: bool = False, **env: str) -> subprocess.Popen[str]:
+def start(options: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
     def defaults() -> None:  # what starts the tests may ignore them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -308,7 +290,6 @@ def start(options: list[str], cwd: Path, start_new_session: bool = False, **env:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=defaults,
-        start_new_session=start_new_session,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import signal
 import time
 
 import pytest
@@ -31,6 +32,15 @@ def test_results_come_with_their_index():
 
 def test_calls_are_begun_in_their_order():
     assert list(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 1, 1, lambda: None)) == [(0, 8), (1, 9), (2, 32)]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
+def test_ctrl_c_reaches_this_process_alone():
+    """A terminal sends it to workers too, which would show where they were while they import."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    ((_, blocked),) = run_at_once(eval, [("__import__('signal').pthread_sigmask(0, [])",)], 1, 1, lambda: None)
+    assert signal.SIGINT in blocked and signal.SIGINT not in before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
 # Expressions that a worker evaluates by itself: nothing of the tests needs to be importable there.

@@ -14,9 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import ella_cuda_command as command
 from ella_cuda import cli
+from ella_cuda.reports.kernels import KernelCheck
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40"
@@ -169,6 +171,15 @@ def test_importing_the_package_or_the_entry_point_changes_nothing():
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=300)
 
 
+def test_info_says_what_was_chosen(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "ella_cuda.cli.info.check_kernels", lambda device: [KernelCheck("op", torch.float32, 0.0, 1.0, True)]
+    )
+    monkeypatch.setenv(command.NOTE, "so, because")
+    assert cli.main(["info"]) == 0
+    assert "threads       so, because" in capsys.readouterr().out.splitlines()
+
+
 # ---- streams ----
 
 
@@ -191,6 +202,8 @@ def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
     assert done.returncode == 0
     (row,) = json.loads((tmp_path / "dir/summary.json").read_text())
     assert 0 <= row["accuracy"] <= 100
+    (session,) = json.loads((tmp_path / "dir/environment.json").read_text())
+    assert session["threads_chosen"] == "by the environment: OMP_NUM_THREADS=1"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")

@@ -12,7 +12,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ella_cuda import data, experiments, marglik_training, models, reports
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
@@ -146,3 +147,35 @@ def test_a_call_leaves_everything_as_it_was(what, work):
     assert changed(before) <= ({"torch's draws"} if what in DRAWS else set())
     assert {m for m in work.model.modules() if m.training} == training
     assert {name for name, p in work.model.named_parameters() if p.requires_grad} == learned
+
+
+def test_fits_that_overlap_in_two_threads_leave_everything_as_it_was():
+    """The second begins while the first runs, and ends after it."""
+    x, y = torch.randn(8, 3, 4, 4), torch.arange(8) % 5
+    first_runs, second_runs, first_done = (threading.Event() for _ in range(3))
+
+    def first() -> Iterator[tuple[Tensor, Tensor]]:
+        first_runs.set()
+        assert second_runs.wait(60)
+        yield x, y
+
+    def second() -> Iterator[tuple[Tensor, Tensor]]:
+        second_runs.set()
+        assert first_done.wait(60)
+        yield x, y
+
+    def evidence(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+        return float(KronLaplace(model).fit(batches).log_marginal_likelihood())
+
+    networks = [network(), network()]
+    alone = [evidence(model, [(x, y)]) for model in networks]
+    before = global_state()
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(evidence, networks[0], first())
+        assert first_runs.wait(60)
+        other = pool.submit(evidence, networks[1], second())
+        together = [one.result()]
+        first_done.set()
+        together.append(other.result())
+    assert together == alone
+    assert changed(before) == set()

@@ -26,6 +26,7 @@ from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.models import Neyshabur, neyshabur
+from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
@@ -77,18 +78,12 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
         images: ``(N, C, H, W)``.
         labels: ``(N,)`` int64.
     """
-    training = [m for m in model.modules() if m.training]
     correct = nll = 0.0
-    try:
-        model.eval()
-        with torch.no_grad():
-            for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
-                logits = model(x).double()
-                correct += float((logits.argmax(1) == y).sum())
-                nll += float(F.cross_entropy(logits, y, reduction="sum"))
-    finally:
-        for module in training:
-            module.training = True
+    with evaluation_mode(model), torch.no_grad():
+        for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
+            logits = model(x).double()
+            correct += float((logits.argmax(1) == y).sum())
+            nll += float(F.cross_entropy(logits, y, reduction="sum"))
     return 100 * correct / len(labels), nll / len(labels)
 
 

@@ -22,6 +22,7 @@ from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rectified import Rectifiers, plain, sequential
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.conv import Conv2dRule
+from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import PolyphasePool2d
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._autocast import without_autocast
@@ -346,23 +347,6 @@ def run_as_written() -> Iterator[None]:
             _uncompiled_fits -= 1
             if not _uncompiled_fits:
                 _uncompiled.close()
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the duration of the context. Modes are put back by ``train``, which a module may have made do more than set
-    a flag.
-    """
-    before = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in before.items():  # a module comes before those inside it, which its train() changes
-            if module.training != training:
-                module.train(training)
-        for module, training in before.items():  # where a train() of its own keeps another mode
-            module.training = training
 
 
 @contextmanager

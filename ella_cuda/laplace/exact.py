@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.laplace.curvature import evaluation_mode, hooked, run_as_written
+from ella_cuda.laplace.curvature import hooked, run_as_written
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.probe import probe
 from ella_cuda.laplace.rules import Rule, rules_for
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
+from ella_cuda.modes import evaluation_mode
 from ella_cuda.ops._autocast import without_autocast
 
 

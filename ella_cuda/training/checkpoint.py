@@ -47,15 +47,21 @@ def claimed(path: str | Path | None) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Any:
+    lacking = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
             error.errno, f"the folder {path.parent} of the checkpoint cannot be made ({error.strerror}); name another."
         ) from error
-    with claim(path.with_name(f".{path.name}.lock"), f"the checkpoint {path}"):
-        remove_temporary_files(path.parent, path.name)
-        yield
+    try:
+        with claim(path.with_name(f".{path.name}.lock"), f"the checkpoint {path}"):
+            remove_temporary_files(path.parent, path.name)
+            yield
+    finally:
+        with contextlib.suppress(OSError):  # the first of them that is not empty
+            for folder in lacking:
+                folder.rmdir()
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:

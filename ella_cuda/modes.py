@@ -1,11 +1,25 @@
-"""Modes of modules."""
+"""Who changes a model for a while, and how it is put back."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+
+@contextmanager
+def exclusively(model: nn.Module) -> Iterator[None]:
+    """No other thread is in this context for the same model: fits put hooks on it and change its modes."""
+    with _locks_lock:
+        lock = _locks.setdefault(model, threading.RLock())
+    with lock:
+        yield
 
 
 @contextmanager

@@ -61,6 +61,14 @@ def pair_on(batch: Any, device: torch.device, where: str) -> tuple[Tensor, Tenso
     return x.clone() if x.is_inference() else x, y.clone() if y.is_inference() else y
 
 
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """A tensor of a subclass that holds its numbers itself, viewed as what it holds; others as they are."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
 def _plain(tensor: Tensor, where: str) -> Tensor:
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
@@ -69,5 +77,4 @@ def _plain(tensor: Tensor, where: str) -> Tensor:
             f"{where}: the loader must yield plain tensors, got a {type(tensor).__name__}, which computes by itself; convert it in the "
             "data set or in collate_fn."
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
+    return plain_tensor(tensor)

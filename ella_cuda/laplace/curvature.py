@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.laplace.batches import plain_tensor
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.probe import Findings, probe
@@ -59,16 +60,23 @@ class _LayerNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rectified: Tensor | None, out: Tensor, anchor: Tensor, rule: Rule | _Pooled | _BatchSecond
+        ctx: Any,
+        x: Tensor,
+        rectified: Tensor | None,
+        out: Tensor,
+        anchor: Tensor,
+        rule: Rule | _Pooled | _BatchSecond,
+        run: CurvaturePass,
     ) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.rule, ctx.shape = rule, x.shape
+        ctx.rule, ctx.shape, ctx.run = rule, x.shape, run
         ctx.save_for_backward(rectified)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         rule, shape = ctx.rule, ctx.shape if ctx.needs_input_grad[0] else None
+        ctx.run.require_backward()
         (rectified,) = ctx.saved_tensors
 
         def pull(columns: Tensor) -> Tensor:
@@ -82,7 +90,7 @@ class _LayerNode(torch.autograd.Function):
             return pulled
 
         pulled = _OnColumns.apply(gradient, pull)
-        return pulled if shape is not None else None, None, None, None, None
+        return pulled if shape is not None else None, None, None, None, None, None
 
 
 class _OutputTap(torch.autograd.Function):
@@ -91,19 +99,20 @@ class _OutputTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule) -> Tensor:
-        ctx.rule = rule
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule, run: CurvaturePass) -> Tensor:
+        ctx.rule, ctx.run = rule, run
         return out.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         rule = ctx.rule
+        ctx.run.require_backward()
 
         def pull(columns: Tensor) -> Tensor:
             rule.outputs(full(columns))
             return columns
 
-        return _OnColumns.apply(gradient, pull), None, None
+        return _OnColumns.apply(gradient, pull), None, None, None
 
 
 class _BatchSecond:
@@ -140,6 +149,9 @@ class _Between:
 class CurvaturePass:
     """The hooks of one fit; see :func:`curvature_pass`.
 
+    Attributes:
+        column_bytes: of the largest layer's gradients of a column, in the last forward pass.
+
     Args:
         model: the network, ``(N, ...) -> (N, K)``.
         rules: one per layer with trainable parameters, factors allocated.
@@ -151,9 +163,10 @@ class CurvaturePass:
         self.calls = {rule: 0 for rule in rules}
         self._anchor = torch.zeros((), requires_grad=True)
         self._batch_size = 0
-        self._column_bytes = 0
+        self.column_bytes = 0
         self._called: set[Rule] = set()
         self._paused = False
+        self._pulling = False  # whether columns are on their way back
         self._strided = _strided_layers(model, rules)
         self._inside: list[nn.Sequential] = []  # those of them whose forward runs
         self._between: _Between | None = None
@@ -181,7 +194,7 @@ class CurvaturePass:
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
-        self._batch_size, self._column_bytes = x.shape[0], 1
+        self._batch_size, self.column_bytes = x.shape[0], 1
         self._called.clear()
         try:
             with torch.enable_grad():
@@ -198,20 +211,32 @@ class CurvaturePass:
                 "fit: the model's output does not depend on its layers through autograd (is it computed under "
                 "no_grad?)."
             )
-        count, each = len(columns), max(self._column_bytes, columns.bytes_each)
+        count, each = len(columns), max(self.column_bytes, columns.bytes_each)
         passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
-        for i in range(passes):
-            last = i + 1 == passes
-            chunk = columns[i * count // passes : (i + 1) * count // passes]
+        self._pulling = True
+        try:
+            for i in range(passes):
+                last = i + 1 == passes
+                chunk = columns[i * count // passes : (i + 1) * count // passes]
 
-            def pull(column: Tensor, keep: bool = not last) -> Tensor:
-                torch.autograd.grad(outputs, self._anchor, column, retain_graph=keep, allow_unused=True)
-                return column.new_zeros(())
+                def pull(column: Tensor, keep: bool = not last) -> Tensor:
+                    torch.autograd.grad(outputs, self._anchor, column, retain_graph=keep, allow_unused=True)
+                    return column.new_zeros(())
 
-            if chunk.shape[0] == 1:
-                pull(chunk[0])
-            else:
-                torch.func.vmap(pull)(chunk)
+                if chunk.shape[0] == 1:
+                    pull(chunk[0])
+                else:
+                    torch.func.vmap(pull)(chunk)
+        finally:
+            self._pulling = False
+
+    def require_backward(self) -> None:
+        """ValueError where somebody else than :meth:`backward` differentiates."""
+        if not self._pulling:
+            raise ValueError(
+                "fit: the model differentiates through its layers in its own forward (torch.autograd.grad, as for forces of an energy): the "
+                "curvature of weights that both passes use is no Kronecker product. Freeze these layers, or fit those behind them alone."
+            )
 
     def hook(self, rule: Rule) -> Callable[..., Tensor]:
         """The forward hook of a rule's layer."""
@@ -219,16 +244,13 @@ class CurvaturePass:
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if self._paused:
                 return out
-            if rule in self._called:
+            again = self._pulling  # a checkpoint that computes the layer anew for the way back
+            if rule in self._called and not again:
                 raise ValueError(
                     f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
                     "Kronecker product. Call it once on inputs stacked along a shared dimension, or give each use its "
                     "own layer."
                 )
-            self._called.add(rule)
-            self.calls[rule] += 1
-            arguments = (*args, *kwargs.values())
-            x = arguments[0]
             axis = self.findings.axes.get(rule, 0)
             if not isinstance(out, Tensor) or out.dim() <= axis or out.shape[axis] != self._batch_size:
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -236,30 +258,37 @@ class CurvaturePass:
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
-            with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
-                rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
+            kind, out = type(out), plain_tensor(out)
+            arguments = [plain_tensor(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+            x = arguments[0]
+            if not again:
+                self._called.add(rule)
+                self.calls[rule] += 1
+                with torch.no_grad(), without_autocast(out.device.type):  # the network's own
+                    seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
+                    rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
             if not rule.differentiates:
                 self._charge(x, out)
-                return _OutputTap.apply(out, self._anchor, rule)
+                tapped = _OutputTap.apply(out, self._anchor, rule, self)
+                return tapped if kind is Tensor else tapped.as_subclass(kind)
             out = self._node(rule, x, out, _BatchSecond(rule) if axis else rule)
             if self._inside:
                 self._between = _Between(rule, x, out)
             else:
                 self._charge(x, out)
-            return out
+            return out if kind is Tensor else out.as_subclass(kind)
 
         return replace
 
     def _node(self, rule: Rule, x: Tensor, out: Tensor, pulls: Rule | _Pooled | _BatchSecond) -> Tensor:
         """The output of a rule's layer, in the graph by a node of ours."""
         x, rectified = self.rectifiers.before(rule, x)
-        return _LayerNode.apply(x, rectified, out.detach(), self._anchor, pulls)
+        return _LayerNode.apply(x, rectified, out.detach(), self._anchor, pulls, self)
 
     def _charge(self, *tensors: Tensor) -> None:
         """A column's gradients of these exist at once, and as much again for temporaries."""
         size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-        self._column_bytes = max(self._column_bytes, 2 * size)
+        self.column_bytes = max(self.column_bytes, 2 * size)
 
     @contextmanager
     def strided(self) -> Iterator[None]:

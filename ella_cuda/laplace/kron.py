@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,7 @@ from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
+from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._autocast import autocast_is_on, without_autocast
@@ -33,14 +35,15 @@ from ella_cuda.ops._autocast import autocast_is_on, without_autocast
 FISHERS = ("exact", "mc")
 
 
-def _outside_inference_mode(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method run so that autograd works, in the grad mode of whoever calls it, which is what others' code inside sees."""
+def _running_the_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method run so that autograd works, in the grad mode of whoever calls it, which is what others' code inside sees, and by one
+    thread at a time for a model."""
 
     @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: KronLaplace, *args: Any, **kwargs: Any) -> Any:
         before = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(before):
-            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.set_grad_enabled(before), exclusively(self.model):
+            return method(self, *args, **kwargs)
 
     return wrapped
 
@@ -66,7 +69,8 @@ class KronLaplace:
     which are held as they were fitted. :func:`ella_cuda.laplace.exact_log_marginal_likelihood` holds nothing.
 
     Args:
-        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front. Parameters that
+        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front, or second where a layer's rule
+            allows for it, as ``nn.Linear``'s does. Parameters that
             do not require a gradient are constants. Layers are called at most once per forward pass.
         likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets
             ``(N, K)``).
@@ -132,6 +136,10 @@ class KronLaplace:
         self._hold({})
         self._forget()
 
+    def __copy__(self) -> KronLaplace:
+        """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
+        return copy.deepcopy(self, {id(module): module for module in self.model.modules()})
+
     def __repr__(self) -> str:
         settings = f"likelihood={self.likelihood!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
         state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
@@ -187,7 +195,7 @@ class KronLaplace:
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
-    @_outside_inference_mode
+    @_running_the_model
     def fit(
         self,
         loader: Iterable[tuple[Tensor, Tensor]],
@@ -197,8 +205,10 @@ class KronLaplace:
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size, but for the columns that ``column_tolerance`` leaves out of a batch and for what
-        ``fisher="mc"`` draws. A model that was compiled runs as it is written, and under autocast as without
+        The result does not depend on the batch size, but for the columns that ``column_tolerance`` leaves out of a batch, for what
+        ``fisher="mc"`` draws, and for what products of a float32 network lose: eigenvalues of a factor below 1e-7 of its largest are
+        noise, which the evidence sees where they compare with the prior's precision. Use ``model.double()`` for inputs of such range,
+        or centre and scale them. A model that was compiled runs as it is written, and under autocast as without
         it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the parameters as
         they were here: after they changed, fit again.
 
@@ -344,7 +354,7 @@ class KronLaplace:
         self._fitted()
         return MappingProxyType(self._factors)
 
-    @_outside_inference_mode
+    @_running_the_model
     def memory_estimate(self, x: Tensor | None = None) -> int:
         """Bytes that a fit and its evidence take at their peak, beside what is there before: the factors, which stay, and the larger of
         two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps) and that of the
@@ -501,7 +511,7 @@ class KronLaplace:
         penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
         return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
 
-    def optimize_prior_precision(self, n_steps: int = 100, lr: float = 0.1) -> Tensor:
+    def optimize_prior_precision(self, *, n_steps: int = 100, lr: float = 0.1) -> Tensor:
         """Raise the evidence by Adam on the logarithms of the precisions, from the present ones on.
 
         Args:

@@ -15,7 +15,8 @@ from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._autocast import without_autocast
 
-ROUND = 2  # an allocator keeps what was freed for another size, so that passes take their budget about twice
+COLUMN = 28  # bytes for each class that building a column of the softmax Hessian takes
+ROUND = 3  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
 
 
 def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Tensor | None) -> int:
@@ -30,8 +31,8 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: T
     """
     factors, blocks = sum(rule.bytes() for rule in rules), [shape for rule in rules for shape in rule.blocks()]
     device = next(rules[0].module.parameters()).device
-    batch = 0 if x is None else _kept(model, rules, x)
-    return factors + max(ROUND * memory_budget + batch, workspace(blocks, device))
+    kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, x)
+    return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
 
 
 class _NoMoment(SecondMoment):
@@ -45,8 +46,9 @@ class _NoMoment(SecondMoment):
     add_weighted = add_patches = add
 
 
-def _kept(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> int:
-    """Bytes that the graph of a fit keeps of a batch: those of its first image, for each."""
+def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int, int, int]:
+    """Bytes that the graph of a fit keeps of a batch, those of a column's gradients, and of all columns': from its first image's, for
+    each."""
     kept: dict[int, int] = {}
     constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
@@ -58,10 +60,10 @@ def _kept(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> int:
 
     for rule in rules:
         rule.allocate(_NoMoment)
-    with (
-        curvature_pass(model, rules, 1) as run,
-        without_autocast(x.device.type),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-    ):
-        run.forward(x[:1])
-    return sum(kept.values()) * x.shape[0]
+    with curvature_pass(model, rules, 1) as run, without_autocast(x.device.type):
+        run.try_out(x, several=False)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = run.forward(x[:1])
+    images, count = x.shape[0], outputs.shape[1]
+    column = images * max(run.column_bytes, COLUMN * count)
+    return images * sum(kept.values()), column, count * column

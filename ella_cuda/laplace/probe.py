@@ -41,10 +41,11 @@ class _Call:
     nodes: list[Node | None]  # of the inputs, as they were then: what follows may work in place
     node: Node | None  # of the output
     shape: torch.Size | None
+    parameters: dict[str, Tensor | None]  # what the module had under its parameters' names
 
 
 def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = True) -> Findings:
-    """Run the network on two and on three of the images, and take the outputs of two back to its layers.
+    """Run the network on two and on three of the images, and take the outputs of three back to its layers.
 
     Args:
         model: in evaluation mode, without hooks of a fit; parameters require a gradient as they do in training.
@@ -62,16 +63,25 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
         UserWarning: gradients of several columns at once are wrong or impossible; names the module.
     """
     known = {rule.module: rule for rule in rules}
+    parameters = {rule: dict(rule.module.named_parameters(recurse=False)) for rule in rules}
     with torch.enable_grad():  # for both: a forward may put hooks on its tensors
-        calls, outputs = _run(model, known, x, 2)
-        axes = _axes(known, calls, _run(model, known, x, 3)[0])
+        try:
+            two, _ = _run(model, known, _images(x, 2))
+            calls, outputs = _run(model, known, few := _images(x, 3))
+        except Exception as error:
+            model(x)  # if it does not take the batch either, that is the error to show
+            raise ValueError(
+                f"fit: the model takes a batch of {x.shape[0]} but not of two or three images ({type(error).__name__}: {error}). Images "
+                "must be independent of each other, and their number free: take it from the input's shape."
+            ) from error
+    outputs, axes = checked_outputs(outputs), _axes(known, two, calls)
     if not outputs.requires_grad:  # the fit has words for that
         return Findings(axes, True)
-    _require_own_parameters(known, calls, outputs)
+    _require_own_parameters(known, parameters, calls, outputs)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
-    _require_independence(known, axes, found, outputs, directions[0])
+    _require_independence(known, axes, found, few, outputs, directions[0])
     reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
     if reason is None:
         return Findings(axes, True)
@@ -95,7 +105,8 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
         running.pop()
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         node, shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
-        calls.append(_Call(module, tuple(running), inputs, out, [a.grad_fn for a in inputs], node, shape))
+        nodes = [a.grad_fn for a in inputs]
+        calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module._parameters)))
 
     handles = []
     try:
@@ -108,21 +119,17 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
             handle.remove()
 
 
-def _run(model: nn.Module, modules: Iterable[nn.Module], x: Tensor, count: int) -> tuple[list[_Call], Tensor]:
-    """The calls of the modules on so many images, and the outputs."""
+def _images(x: Tensor, count: int) -> Tensor:
+    """So many of the batch's images, which require a gradient if they can."""
+    few = x[torch.arange(count, device=x.device) % x.shape[0]].detach()
+    return few.requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+def _run(model: nn.Module, modules: Iterable[nn.Module], few: Tensor) -> tuple[list[_Call], Any]:
+    """The calls of the modules on these images, and what the model returns."""
     calls: list[_Call] = []
-    few = x[torch.arange(count, device=x.device) % x.shape[0]]
-    try:
-        with _watched(modules, calls):
-            outputs = model(few)
-    except Exception as error:
-        with torch.no_grad():
-            model(x)  # if it does not take the batch either, that is the error to show
-        raise ValueError(
-            f"fit: the model takes a batch of {x.shape[0]} but not of {count} images ({type(error).__name__}: {error}). Images must be "
-            "independent of each other, and their number free: take it from the input's shape."
-        ) from error
-    return calls, checked_outputs(outputs)
+    with _watched(modules, calls):
+        return calls, model(few.clone())  # no leaf, which a forward could not work on in place
 
 
 def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, int]:
@@ -146,15 +153,27 @@ def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_C
     return axes
 
 
-def _require_own_parameters(known: dict[nn.Module, Rule], calls: Sequence[_Call], outputs: Tensor) -> None:
-    """ValueError where the graph reaches a layer's parameter by another way than through the layer's call."""
+def _require_own_parameters(
+    known: dict[nn.Module, Rule],
+    parameters: dict[Rule, dict[str, nn.Parameter]],
+    calls: Sequence[_Call],
+    outputs: Tensor,
+) -> None:
+    """ValueError where a layer was called with something else in its parameter's place, or the graph reaches the parameter by another way
+    than through the layer's call."""
     everywhere = _uses(outputs.grad_fn, ())
     times = collections.Counter(call.module for call in calls)
     for call in calls:
         if times[call.module] > 1:  # which the fit refuses
             continue
         own = _uses(call.node, call.nodes)
-        for name, parameter in call.module.named_parameters(recurse=False):
+        for name, parameter in parameters[known[call.module]].items():
+            if call.parameters.get(name) is not parameter:
+                raise ValueError(
+                    f"{known[call.module].label}: its parameter {name!r} is replaced by another tensor while the network runs, as "
+                    "torch.func.functional_call does: the curvature of what the parameter goes through first is no Kronecker product. "
+                    "Call the layer with its own parameter, or freeze it."
+                )
             if everywhere[id(parameter)] > own[id(parameter)]:
                 raise ValueError(
                     f"{known[call.module].label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
@@ -181,29 +200,36 @@ def _uses(end: Node | None, beginnings: Iterable[Node | None]) -> collections.Co
 
 
 def _require_independence(
-    known: dict[nn.Module, Rule], axes: dict[Rule, int], calls: Sequence[_Call], outputs: Tensor, direction: Tensor
+    known: dict[nn.Module, Rule],
+    axes: dict[Rule, int],
+    calls: Sequence[_Call],
+    images: Tensor,
+    outputs: Tensor,
+    direction: Tensor,
 ) -> None:
-    """ValueError where the first image's outputs depend on another image's part of a layer's output."""
+    """ValueError where the second of three images' outputs depend on the first or the third, or on a layer's output for them."""
     calls = [call for call in calls if known[call.module] in axes]
-    first = torch.zeros_like(outputs)
-    first[0] = direction[0]
-    gradients = torch.autograd.grad(outputs, [call.out for call in calls], first, retain_graph=True, allow_unused=True)
-    reached = [
-        (call, gradient.narrow(axes[known[call.module]], 1, 1))
-        for call, gradient in zip(calls, gradients, strict=True)
-        if gradient is not None and gradient.shape == call.shape
+    second = torch.zeros_like(outputs)
+    second[1] = direction[1]
+    watched = [call.out for call in calls] + [images] * images.requires_grad
+    gradients = torch.autograd.grad(outputs, watched, second, retain_graph=True, allow_unused=True) if watched else ()
+    places = [(known[call.module].label, axes[known[call.module]], call.shape) for call in calls] + [
+        ("the input", 0, images.shape)
     ]
-    if not reached:
-        return
-    others = torch.stack(
-        [(part.isfinite() & (part != 0)).any() for _, part in reached]
-    ).tolist()  # one wait for the device
-    for (call, _), other in zip(reached, others, strict=True):
-        if other:
+    parts: list[tuple[str, Tensor]] = []
+    for (label, axis, shape), gradient in zip(places, gradients, strict=False):
+        if gradient is not None and gradient.shape == shape:
+            others = gradient.index_select(axis, torch.tensor([0, 2], device=gradient.device))
+            parts.append(
+                (label, (others.isfinite() & (others != 0)).any())
+            )  # what is not finite is found in the factors
+    mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
+    for (label, _), wrong in zip(parts, mixed, strict=True):
+        if wrong:
             raise ValueError(
-                f"{known[call.module].label}: an image's outputs depend on what this layer returns for other images of the batch, so the "
-                "curvature is no sum over images. Take the images apart: batch statistics (a normalisation without running statistics) "
-                "and functions along the batch's axis mix them."
+                f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "
+                "Take the images apart: batch statistics (a normalisation without running statistics) and functions along the batch's "
+                "axis, behind this place, mix them."
             )
 
 
@@ -238,7 +264,8 @@ def _culprit(model: nn.Module, x: Tensor) -> str:
     """Words for the module in whose forward the gradients of several columns at once go wrong."""
     names = {module: name for name, module in model.named_modules()}
     with torch.enable_grad():
-        calls, outputs = _run(model, names, x.detach().requires_grad_(x.is_floating_point()), 2)
+        calls, outputs = _run(model, names, _images(x, 2))
+        outputs = checked_outputs(outputs)
     tensors: list[Tensor] = []
     for call in calls:
         tensors += [t for t in (*call.inputs, call.out) if isinstance(t, Tensor) and t.requires_grad]

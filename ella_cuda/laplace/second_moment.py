@@ -13,6 +13,10 @@ from ella_cuda import ops
 from ella_cuda.laplace.eigenvalues import eigenvalues, eigenvalues_of_all
 from ella_cuda.nn import SpatialBasis
 
+# Rows of a single block up to this size are multiplied in float64: products of float32 would lose the zero eigenvalue that the softmax
+# Hessian has, whose noise the evidence multiplies with the input side's largest eigenvalue. For blocks so small that takes little time.
+WHOLE = 128
+
 
 class SecondMoment:
     """A streaming sum of outer products in blocks: ``total[g] = sum_rows alpha * row[g] row[g]^T``, ``(G, d, d)``.
@@ -42,7 +46,8 @@ class SecondMoment:
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the outer products of ``rows``, ``(R, G, d)``, any strides."""
-        ops.kron_accumulate_(self.total, rows, alpha)
+        narrow = rows.shape[1] == 1 and rows.shape[2] <= WHOLE
+        ops.kron_accumulate_(self.total, rows.double() if narrow else rows, alpha)
         self.count(rows.shape[0])
 
     def add_weighted(self, rows: Tensor, weights: Tensor) -> None:

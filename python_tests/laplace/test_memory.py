@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, memory
 from ella_cuda.laplace.rules import rules_for
 
 PROCESS = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, memory
 torch.manual_seed(0)
 model, shape, classes = {{
     "classes": lambda: (nn.Linear(16, 1000), (16,), 1000),
@@ -46,7 +46,7 @@ def test_the_estimate_is_about_what_a_process_takes(name):
     )
     assert done.returncode == 0, done.stderr
     said, taken = map(int, done.stdout.split())
-    assert 0.6 < said / taken < 1.6, (said, taken)
+    assert 0.5 < said / taken < 2, (said, taken)
 
 
 def network():
@@ -63,15 +63,38 @@ def test_its_parts():
     assert sorted(b for rule in rules for b in rule.blocks()) == sorted(
         (m.total.shape[0], m.total.shape[1]) for m in moments
     )
-    assert la.memory_estimate() == factors + 2 * (1 << 22)
+    assert la.memory_estimate() == factors + memory.ROUND * (1 << 22)
 
 
 @pytest.mark.parametrize("images", [1, 7])
-def test_a_batch_adds_what_its_graph_keeps(images):
-    """Of a ReLU its result alone; of layers nothing, nor of what is flattened."""
-    la = KronLaplace(nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(50, 3)))
+def test_a_batch_adds_what_its_graph_keeps_and_its_columns(images):
+    """Kept are a ReLU's results alone: nothing of layers, nor of what is flattened. A column has the larger layer's gradients twice."""
+    model = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(50, 3))
+    la = KronLaplace(model, memory_budget=1 << 30)
+    before = [p.requires_grad for p in model.parameters()], model.training
     x = torch.randn(images, 3)
-    before = [p.requires_grad for p in la.model.parameters()], la.model.training
-    assert la.memory_estimate(x) - la.memory_estimate() == images * 50 * 4
-    assert ([p.requires_grad for p in la.model.parameters()], la.model.training) == before
+    kept, gradients = images * 50 * 4, 3 * images * 2 * (3 + 50) * 4
+    factors = sum(rule.bytes() for rule in rules_for(model, "shared"))
+    assert la.memory_estimate(x) == factors + max(memory.ROUND * gradients + kept, 3 * factors)
+    assert ([p.requires_grad for p in model.parameters()], model.training) == before
     assert la.n_data == 0
+
+
+@pytest.mark.parametrize("rows", [500, 3000])
+def test_eigenvalues_of_large_blocks_are_what_takes_most(rows):
+    """What is decomposed at once, thrice: the largest block, or as many of them as threads have."""
+    la = KronLaplace(nn.Linear(rows, 2), memory_budget=1)
+    block = 8 * rows**2
+    assert la.memory_estimate(torch.randn(1, rows)) == pytest.approx(block + 3 * block, rel=1e-2)
+
+
+def test_it_knows_where_the_batch_is():
+    class SequenceFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.embed(x.transpose(0, 1))).mean(0))
+
+    assert KronLaplace(SequenceFirst()).memory_estimate(torch.randn(4, 9, 6)) > 0

@@ -184,7 +184,7 @@ def test_outputs_that_depend_on_other_images_are_refused(mix):
 def test_a_network_for_one_batch_size_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Unflatten(1, (3, 1)), nn.Flatten()).double()
     model[2].forward = lambda h: h.reshape(4, 3)
-    with pytest.raises(ValueError, match=r"takes a batch of 4 but not of 2 images \(RuntimeError"):
+    with pytest.raises(ValueError, match=r"takes a batch of 4 but not of two or three images \(RuntimeError"):
         KronLaplace(model).fit([labelled(3)])
 
 

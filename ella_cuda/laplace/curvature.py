@@ -244,8 +244,9 @@ class CurvaturePass:
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if self._paused:
                 return out
-            again = self._pulling  # a checkpoint that computes the layer anew for the way back
-            if rule in self._called and not again:
+            if self._pulling:  # a checkpoint computes the layer anew, for what others saved: our node saves nothing
+                return out if not rule.differentiates else out.detach() + self._anchor
+            if rule in self._called:
                 raise ValueError(
                     f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
                     "Kronecker product. Call it once on inputs stacked along a shared dimension, or give each use its "
@@ -261,12 +262,11 @@ class CurvaturePass:
             kind, out = type(out), plain_tensor(out)
             arguments = [plain_tensor(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
             x = arguments[0]
-            if not again:
-                self._called.add(rule)
-                self.calls[rule] += 1
-                with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                    seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
-                    rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
+            self._called.add(rule)
+            self.calls[rule] += 1
+            with torch.no_grad(), without_autocast(out.device.type):  # the network's own
+                seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
+                rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
             if not rule.differentiates:
                 self._charge(x, out)
                 tapped = _OutputTap.apply(out, self._anchor, rule, self)

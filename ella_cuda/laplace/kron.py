@@ -125,11 +125,12 @@ class KronLaplace:
         self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
         self.column_tolerance = column_tolerance
         self.likelihood_function = LIKELIHOODS[likelihood]()
-        parameters = trainable(model)
-        require_no_inference(parameters)
-        self.parameter_names = list(parameters)
-        self._describe(parameters)
-        self._rules = rules_for(model, resolution)
+        with exclusively(model):
+            parameters = trainable(model)
+            require_no_inference(parameters)
+            self.parameter_names = list(parameters)
+            self._describe(parameters)
+            self._rules = rules_for(model, resolution)
         self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise

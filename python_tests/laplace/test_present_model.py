@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 
@@ -132,6 +133,61 @@ def test_modes_are_put_back_by_train(modes):
     before = [(m, m.training) for m in model.modules()], list(model.state_dict())
     KronLaplace(model).fit([(torch.randn(6, 5).double(), torch.randint(3, (6,)))])
     assert ([(m, m.training) for m in model.modules()], list(model.state_dict())) == before
+
+
+class Stubborn(nn.Linear):
+    """Whose train() changes nothing once it was put into a mode by hand."""
+
+    def train(self, mode=True):
+        return self
+
+
+def test_a_mode_that_train_does_not_set_is_set():
+    model = nn.Sequential(Stubborn(5, 4), nn.Linear(4, 3)).double()
+    stubborn = model[0]
+    stubborn.requires_grad_(False)
+    model.register_forward_hook(lambda *_: setattr(stubborn, "training", False))
+    KronLaplace(model).fit([(torch.randn(6, 5).double(), torch.randint(3, (6,)))])
+    assert stubborn.training
+
+
+def test_nothing_is_added_to_a_fit_of_an_equal_layer():
+    """Another object of the same numbers: the factors hang on the layer's."""
+    model, batch = network(), one_point()
+    la = KronLaplace(model).fit([batch])
+    model[2] = copy.deepcopy(model[2])
+    with pytest.raises(ValueError, match="layers or parameters changed since the fit"):
+        la.fit([batch], override=False)
+
+
+def test_fits_of_one_model_by_two_threads_wait_for_each_other():
+    model, evidence = network(), []
+    batches = [(torch.randn(8, 5).double(), torch.randint(3, (8,))) for _ in range(5)]
+    expected = KronLaplace(model).fit(batches).log_marginal_likelihood().item()
+
+    def fit():
+        for _ in range(10):
+            evidence.append(KronLaplace(model).fit(batches).log_marginal_likelihood().item())
+
+    threads = [threading.Thread(target=fit) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(evidence) == 30 and set(evidence) == {expected}
+    assert all(m.training for m in model.modules()) and all(p.requires_grad for p in model.parameters())
+
+
+def test_a_shallow_copy_has_sums_of_its_own():
+    model, batch = network(), one_point()
+    la = KronLaplace(model).fit([batch])
+    before = la.factors["0.weight"].outputs.clone()
+    other = copy.copy(la)
+    assert other.model is model
+    other.fit([batch], override=False)
+    assert other.n_data == 2 and la.n_data == 1
+    torch.testing.assert_close(la.factors["0.weight"].outputs, before, rtol=0, atol=0)
+    torch.testing.assert_close(other.factors["0.weight"].outputs, 2 * before)
 
 
 def test_fits_of_several_threads_leave_the_compiler_as_it_was():

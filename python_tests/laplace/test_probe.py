@@ -69,20 +69,74 @@ def test_a_parameter_that_is_frozen_may_be_used_anywhere():
     assert list(KronLaplace(model).fit([labelled(3)]).factors) == ["layer.bias", "last.weight", "last.bias"]
 
 
-def test_recomputed_layers_use_their_parameters_once():
-    class Recomputed(nn.Module):
+class Recomputed(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.last = layers, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.layers, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("memory_budget", [None, 1])
+@pytest.mark.parametrize("middle", [nn.Tanh(), nn.ReLU(), nn.ReLU(inplace=True)])
+def test_layers_that_a_checkpoint_recomputes_are_seen_once(middle, memory_budget):
+    layers = nn.Sequential(nn.Linear(3, 4), middle, nn.Linear(4, 4), nn.Tanh())
+    model, batch = Recomputed(layers).double(), labelled(3)
+    la = KronLaplace(model, memory_budget=memory_budget).fit([batch])
+    expected = KronLaplace(nn.Sequential(layers, model.last), memory_budget=memory_budget).fit([batch])
+    for ours, theirs in zip(la.factors.values(), expected.factors.values(), strict=True):
+        torch.testing.assert_close(ours.outputs, theirs.outputs)
+        torch.testing.assert_close(ours.inputs, theirs.inputs)
+
+
+@pytest.mark.parametrize("change", [lambda p: p / p.norm(), lambda p: 2 * p, lambda p: p.detach(), lambda p: p.clone()])
+def test_parameters_that_others_stand_in_for_are_refused(change):
+    class Reparametrised(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
 
         def forward(self, x):
-            return self.last(checkpoint(lambda v: torch.tanh(self.first(v)).relu_(), x, use_reentrant=False))
+            changed = {name: change(p) for name, p in self.inner.named_parameters()}
+            return torch.func.functional_call(self.inner, changed, (x,))
 
-    from ella_cuda.laplace.probe import probe
-    from ella_cuda.laplace.rules import rules_for
+    with pytest.raises(ValueError, match=r"layer 'inner.0' \(Linear\): its parameter 'weight' is replaced"):
+        KronLaplace(Reparametrised().double()).fit([labelled(3)])
 
-    model = Recomputed().double().eval()
-    assert probe(model, rules_for(model, "shared"), labelled(3)[0]).batched
+
+def test_a_network_that_differentiates_in_its_forward_is_refused():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(self.energy(x).tanh().sum(), x, create_graph=True)
+            return self.last(force)
+
+    with pytest.raises(ValueError, match="differentiates through its layers in its own forward"):
+        KronLaplace(Force().double()).fit([labelled(3)])
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("place", ["input", "between", "parameter"])
+def test_tensor_subclasses_inside_a_model(place):
+    class Marking(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x.as_subclass(Marked) if place == "input" else x)
+            return self[2](self[1](h.as_subclass(Marked) if place == "between" else h))
+
+    model, batch = Marking(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), labelled(3)
+    if place == "parameter":
+        model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Marked))
+    la, expected = KronLaplace(model).fit([batch]), KronLaplace(nn.Sequential(*model)).fit([batch])
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
 
 
 # ---- where the batch is ----
@@ -173,12 +227,37 @@ class Mixing(nn.Module):
         lambda h: h - h.mean(0),
         lambda h: h.softmax(0),
         lambda h: h.roll(1, 0),
+        lambda h: h + h.roll(2, 0),
+        lambda h: h.cumsum(0),
+        lambda h: h.flip(0).cumsum(0).flip(0),
     ],
-    ids=["batch statistics", "mean", "softmax", "roll"],
+    ids=["batch statistics", "mean", "softmax", "roll", "roll by two", "those before", "those behind"],
 )
 def test_outputs_that_depend_on_other_images_are_refused(mix):
     with pytest.raises(ValueError, match=r"layer 'first' \(Linear\): an image's outputs depend on .* other images"):
         KronLaplace(Mixing(mix).double()).fit([labelled(3)])
+
+
+def test_inputs_that_mix_before_the_first_layer_are_refused():
+    mixing = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    with pytest.raises(ValueError, match="the input: an image's outputs depend on"):
+        KronLaplace(nn.Sequential(mixing, nn.Linear(3, 3)).double()).fit([labelled(3)])
+
+
+def test_what_is_not_finite_is_no_dependence():
+    """A gradient of nan is everywhere; the factors tell which layer has it."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    with torch.no_grad():
+        model[1].weight[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError):
+        KronLaplace(model).fit([labelled(3)])
+
+
+def test_two_axes_alike_are_the_first():
+    """(N, N): the last axis is never the batch's."""
+    model = nn.Sequential(nn.Linear(3, 3)).double()
+    model.forward = lambda x: model[0](x)[:, :2].repeat(1, 2)[:, :3]
+    KronLaplace(model).fit([labelled(3)])
 
 
 def test_a_network_for_one_batch_size_is_refused():

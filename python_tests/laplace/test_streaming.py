@@ -93,11 +93,24 @@ def test_columns_of_many_classes_are_built_within_the_budget(monkeypatch):
     assert sizes == [199 * 6 * 200]
     sizes.clear()
     parts = KronLaplace(model, memory_budget=1 << 20).fit([(x, y)])
-    assert sum(sizes) == 199 * 6 * 200 and max(sizes) * 8 < 1 << 20
+    # A number takes 8 bytes of the result and 24 of temporaries, which is more than its gradients take in this layer.
+    assert sum(sizes) == 199 * 6 * 200 and max(sizes) * 32 <= 1 << 20
     for ours, theirs in zip(parts.factors.values(), whole.factors.values(), strict=True):
         torch.testing.assert_close(ours.outputs, theirs.outputs)
     columns = Classification().columns(model(x).detach())
     torch.testing.assert_close(torch.cat([columns[:7], columns[7:60], columns[60:]]), columns[:], rtol=0, atol=0)
+
+
+def test_a_narrow_block_keeps_its_zero_eigenvalue():
+    """Of softmax columns, which sum to zero over the classes but for the rounding of each number."""
+    torch.manual_seed(0)
+    f = 3 * torch.randn(2000, 10)
+    columns = Classification().columns(f)[:].flatten(0, 1)
+    moment = SecondMoment(1, 10, f, "head (output side)")
+    for part in columns.split(1152):
+        moment.add(part[:, None])
+    values = torch.linalg.eigvalsh(moment.total[0])
+    assert values[0].abs() < 1e-12 * values[-1]  # products of float32 leave 1e-8
 
 
 def test_monte_carlo_factors_average_to_the_exact_ones(model, data):

@@ -93,22 +93,22 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
 @pytest.mark.parametrize(
     ("args", "words", "options"),
     [
-        (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(--epochs not given, --burn-in)"),
-        (["train", "--epochs", "5"], "got burn_in 10 and epochs 5.", "(--epochs, --burn-in not given)"),
+        (["train", "--burn-in", "60"], "burn_in must be less than epochs", "(given: --burn-in; by default: --epochs)"),
+        (["train", "--epochs", "5"], "got burn_in 10 and epochs 5.", "(given: --epochs; by default: --burn-in)"),
         (
             ["reproduce", "toy", "--burn-in", "60"],
             "burn_in must be less than epochs",
-            "(--epochs not given, --burn-in)",
+            "(given: --burn-in; by default: --epochs)",
         ),
-        (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(--lr-hyp)"),
+        (["train", "--lr-hyp", "-1"], "lr_hyp must be positive", "(given: --lr-hyp)"),
         (
             ["train", "--prior-prec-init", "-1"],
             "prior_prec_init must be positive",
-            "positive and finite, got -1.0. (--prior-prec-init)",
+            "positive and finite, got -1.0. (given: --prior-prec-init)",
         ),
-        (["train", "--seed", "-1"], "seed must be at least 0", "(--seed)"),
-        (["train", "--seed", str(2**64)], "seed must be less than 2**64", f"got {2**64}. (--seed)"),
-        (["train", "--column-tolerance", "2"], "column_tolerance must be at least 0", "(--column-tolerance)"),
+        (["train", "--seed", "-1"], "seed must be at least 0", "(given: --seed)"),
+        (["train", "--seed", str(2**64)], "seed must be less than 2**64", f"got {2**64}. (given: --seed)"),
+        (["train", "--column-tolerance", "2"], "column_tolerance must be at least 0", "(given: --column-tolerance)"),
         (["reproduce", "group-convs", "--row", "x"], "the rows of group-convs are", "got x."),
     ],
 )

@@ -198,10 +198,15 @@ def attributes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
-    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names, and which were not given."""
+    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names: which were
+    given, and which have their defaults."""
     options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
     names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
-    words = ", ".join(flag(name) if name in given else f"{flag(name)} not given" for name in names)
+    sides = (
+        (what, [flag(name) for name in names if (name in given) is here])
+        for what, here in (("given", True), ("by default", False))
+    )
+    words = "; ".join(f"{what}: {', '.join(flags)}" for what, flags in sides if flags)
     return UsageError(f"{error} ({words})" if names else str(error))
 
 

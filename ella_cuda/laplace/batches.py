@@ -38,14 +38,18 @@ def pair_of(batch: Any, where: str) -> tuple[Tensor, Tensor]:
         where: who took it, for the message.
 
     Raises:
-        TypeError: it is no pair of tensors, or one of a subclass that computes by itself, such as a distributed or nested tensor.
+        TypeError: it is no pair of tensors, or one of a subclass that computes by itself, such as a distributed tensor, or one that is
+            sparse or nested.
         ValueError: x or y has no axis for the batch.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
         got = type(batch).__name__
         if isinstance(batch, (tuple, list)):
             got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
-        raise TypeError(f"{where}: the loader must yield pairs of tensors (x, y), got {got}.")
+        raise TypeError(
+            f"{where}: the loader must yield pairs of tensors (x, y), got {got}; make pairs in the DataLoader's collate_fn, or pass a loader "
+            "of your own that yields (x, y)."
+        )
     x, y = (_plain(tensor, where) for tensor in batch)
     if not (x.dim() and y.dim()):
         raise ValueError(
@@ -70,11 +74,15 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor, where: str) -> Tensor:
-    if type(tensor) in (Tensor, nn.Parameter):
-        return tensor
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if type(tensor) not in (Tensor, nn.Parameter) and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise TypeError(
             f"{where}: the loader must yield plain tensors, got a {type(tensor).__name__}, which computes by itself; convert it in the "
             "data set or in collate_fn."
+        )
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        how = "torch.nested.to_padded_tensor" if tensor.is_nested else "to_dense()"
+        raise TypeError(
+            f"{where}: the loader must yield dense tensors, got one that is {kind}; convert it by {how} in the data set or in collate_fn."
         )
     return plain_tensor(tensor)

@@ -67,8 +67,12 @@ class Classification(Likelihood):
         if outputs.shape[1] < 2:
             raise ValueError("likelihood='classification' needs a model with at least 2 outputs (logits), got 1.")
         if targets.dim() != 1 or targets.shape[0] != outputs.shape[0]:
+            if targets.shape == (len(outputs), 1):
+                remedy = "; pass y.squeeze(1)"
+            else:  # one column for each class
+                remedy = "; of one-hot labels pass y.argmax(1)" if targets.shape == outputs.shape else ""
             raise ValueError(
-                f"targets: expected class indices of shape ({outputs.shape[0]},), got shape {tuple(targets.shape)}."
+                f"targets: expected class indices of shape ({outputs.shape[0]},), got shape {tuple(targets.shape)}{remedy}."
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
@@ -136,8 +140,9 @@ class Regression(Likelihood):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
+            remedy = "; pass y[:, None]" if outputs.shape == (*targets.shape, 1) else ""
             raise ValueError(
-                f"targets: expected the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}."
+                f"targets: expected the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}{remedy}."
             )
         if not targets.is_floating_point():
             raise TypeError(
@@ -186,7 +191,8 @@ def checked_outputs(outputs: Any) -> Tensor:
             "outputs alone."
         )
     if outputs.dim() != 2:
-        raise ValueError(f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)}.")
+        remedy = "; of one output per image return outputs[:, None]" if outputs.dim() == 1 else ""
+        raise ValueError(f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)}{remedy}.")
     return outputs if type(outputs) is Tensor else outputs.as_subclass(Tensor)
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 Value = float | Tensor
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """ValueError where the value is none of the choices."""
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """The choice that the value equals, as a plain string whatever the value is (members of string enums are equal to theirs);
+    ValueError where it is none of them."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    return choices[choices.index(value)]
 
 
 def as_float64(name: str, value: Value, device: torch.device) -> Tensor:

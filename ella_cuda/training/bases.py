@@ -27,7 +27,7 @@ class LearnedBases:
             )
         if any(name not in ("anchors", "lengthscales") for name in learn):
             raise ValueError(f"marglik_training: learn must list any of anchors, lengthscales, got {learn!r}.")
-        self.learn = tuple(sorted(set(learn)))
+        self.learn = tuple(name for name in ("anchors", "lengthscales") if name in learn)  # plain strings
         self.by_name = {name: m for name, m in model.named_modules() if isinstance(m, SpatialBasis)}
         if self.learn and not self.by_name:
             raise ValueError(

@@ -14,7 +14,7 @@ from ella_cuda.training.checkpoint import random_state, restore_random_state
 from ella_cuda.training.graph import GraphedStep, Snapshot
 from ella_cuda.training.points import Points
 from ella_cuda.training.prior import Prior
-from ella_cuda.training.step import TrainingStep, first_bad_layer
+from ella_cuda.training.step import TrainingStep, what_is_not_finite
 
 
 def train_epoch(
@@ -42,8 +42,7 @@ def train_epoch(
         if not torch.isfinite(loss + penalty):
             raise FloatingPointError(
                 f"marglik_training: the loss is {float(loss) + penalty} at epoch {epoch}, step {done + 1}; "
-                f"{first_bad_layer(step.model, x)}. Lower the learning rate or raise prior_prec_init; the last checkpoint, if any, is "
-                "from before this epoch."
+                f"{what_is_not_finite(step.model, x, y)}. The last checkpoint, if any, is from before this epoch."
             )
 
     for batch in loader:

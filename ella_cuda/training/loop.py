@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.bases import LearnedBases, bases_step
@@ -99,7 +101,9 @@ def marglik_training(
         model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
         train_loader: yields ``(x, y)`` batches, which are moved to the model's device; iterated once per epoch.
         likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
-        optimizer_cls: of the weights, called with their list. optimizer_kwargs: its other arguments. Default: Adam with its own defaults.
+        optimizer_cls: of the weights, called with their list. Default: Adam with its own defaults.
+        optimizer_kwargs: its other arguments. Pass ``weight_decay=0`` to an optimizer that decays weights unasked, such as AdamW: the prior
+            is the weight decay, and another is added to it, of which a warning tells.
         scheduler_cls: of the weights' learning rate, stepped after every batch. scheduler_kwargs: its arguments.
         n_epochs: passes over ``train_loader``.
         lr_hyp: Adam's learning rate on the log hyperparameters, kept from one evidence step to the next.
@@ -162,19 +166,23 @@ def marglik_training(
             the likelihood; an empty loader; a pass with another number of data points than N; a checkpoint of other settings or
             data, or one that cannot be read.
         OSError: the checkpoint cannot be written.
-        RuntimeError: another call, of this process or another, works on the checkpoint.
+        RuntimeError: another call, of this process or another, works on the checkpoint; an optimizer's step asks for a closure.
         FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
             step. The last good checkpoint stays.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1;
     van der Ouderaa et al., NeurIPS 2023, section 5.
     """
-    for name, choice, choices in (
-        ("likelihood", likelihood, tuple(LIKELIHOODS)),
-        ("objective", objective, get_args(Objective)),
-        ("prior_structure", prior_structure, get_args(PriorStructure)),
-    ):
+    likelihood, objective, prior_structure, fisher, resolution = (
         check_choice(f"marglik_training: {name}", choice, choices)
+        for name, choice, choices in (
+            ("likelihood", likelihood, tuple(LIKELIHOODS)),
+            ("objective", objective, get_args(Objective)),
+            ("prior_structure", prior_structure, get_args(PriorStructure)),
+            ("fisher", fisher, FISHERS),
+            ("resolution", resolution, RESOLUTIONS),
+        )
+    )
     n_epochs, n_epochs_burnin = _whole("n_epochs", n_epochs, 1), _whole("n_epochs_burnin", n_epochs_burnin, 0)
     n_hypersteps = _whole("n_hypersteps", n_hypersteps, 1)
     marglik_frequency = _whole("marglik_frequency", marglik_frequency, 1)

@@ -68,8 +68,8 @@ class Prior:
             name = self.names[int(bad.nonzero()[0])]
             raise FloatingPointError(
                 f"marglik_training: the parameter {name} is not finite after epoch {epoch}, although the loss was: a gradient or the "
-                "optimizer's step was not. Lower the learning rate, or look for a function with an infinite derivative in the model; the "
-                "last checkpoint, if any, is from before this epoch."
+                "optimizer's step was not. Lower the learning rate, or look for values in the data that are not finite, or for a function "
+                "with an infinite derivative in the model; the last checkpoint, if any, is from before this epoch."
             )
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def make_optimizer(
     """
     if not callable(optimizer_cls):
         raise TypeError(
-            f"marglik_training: optimizer_cls must be a class such as torch.optim.Adam, got {optimizer_cls!r}."
+            f"marglik_training: optimizer_cls must be a class such as torch.optim.Adam, got {_shown(optimizer_cls)}."
         )
     optimizer = _made("optimizer", optimizer_cls, parameters, optimizer_kwargs)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -44,7 +45,30 @@ def make_optimizer(
             f"marglik_training: optimizer_cls must make an optimizer whose step is called without arguments, but that of "
             f"{type(optimizer).__name__} needs {needed}. Use one that steps along a gradient, such as torch.optim.Adam or SGD."
         )
+    _warn_of_weight_decay(optimizer)
     return optimizer
+
+
+def _warn_of_weight_decay(optimizer: torch.optim.Optimizer) -> None:
+    """UserWarning where groups have a weight decay of their own."""
+    decays = {i: group["weight_decay"] for i, group in enumerate(optimizer.param_groups) if group.get("weight_decay")}
+    if not decays:
+        return
+    several = len(optimizer.param_groups) > 1
+    words = [f"{decay} in group {i}" if several else decay for i, decay in in_words(decays).items()]
+    warnings.warn(
+        f"marglik_training: {type(optimizer).__name__} has weight_decay = {', '.join(words)}, which is added to the prior's: the prior, "
+        "whose precision is learned or given, is the weight decay already. Pass weight_decay=0 in optimizer_kwargs. A weight decay as "
+        "strong at the start is prior_prec_init = N * weight_decay, N the number of data points.",
+        stacklevel=4,  # whoever called marglik_training
+    )
+
+
+def _shown(value: Any) -> str:
+    """What came in place of a class: an object by its type, since those of torch.optim print all they hold."""
+    return (
+        repr(value) if isinstance(value, (str, int, float, type(None))) else f"an object of type {type(value).__name__}"
+    )
 
 
 def make_scheduler(
@@ -72,7 +96,7 @@ def make_scheduler(
     if not callable(scheduler_cls):
         raise TypeError(
             "marglik_training: scheduler_cls must be None or a class such as torch.optim.lr_scheduler.CosineAnnealingLR, got "
-            f"{scheduler_cls!r}."
+            f"{_shown(scheduler_cls)}."
         )
     scheduler = _made("scheduler", scheduler_cls, optimizer, scheduler_kwargs)
     lacking = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
@@ -155,7 +179,7 @@ def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
 
     Raises:
         What :meth:`ella_cuda.laplace.KronLaplace.fit` raises, but for values that are not finite: those of trained weights may be, and
-        training names the layer. ValueError where the loader yields no data.
+        training names the layer. Sizes in its errors are those of a few images, as they say. ValueError where the loader yields no data.
     """
     before = random_state([loader])
     try:
@@ -163,8 +187,15 @@ def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
             first = next((pair for pair in pairs if len(pair[1])), None)
         if first is None:
             raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
-        with contextlib.suppress(FloatingPointError):
-            la.fit([tuple(part[:3] for part in first)])
+        few = tuple(part[:3] for part in first)
+        try:
+            la.fit([few])
+        except FloatingPointError:
+            pass
+        except (TypeError, ValueError, RuntimeError) as error:
+            if type(error) not in (TypeError, ValueError, RuntimeError):
+                raise  # a kind of its own may be made of other arguments
+            raise type(error)(f"marglik_training: on {len(few[1])} images of {name}: {error}") from error
     finally:
         restore_random_state(before, [loader])
 

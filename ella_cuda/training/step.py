@@ -79,7 +79,7 @@ class TrainingStep:
             check_loss: called with the 0-dim data loss before the weights change.
 
         Raises:
-            What the checks raise.
+            What the checks raise. RuntimeError: the optimizer's step asks for a closure.
         """
         outputs = checked_outputs(self.model(x))
         y = checked(outputs, y)
@@ -99,30 +99,46 @@ class TrainingStep:
             self.total.add_(loss, alpha=len(y))
             if self.classifies:
                 self.correct.add_((outputs.argmax(-1) == y).sum())
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except (AssertionError, TypeError) as error:  # it asserts that there is a closure, or calls it
+            raise RuntimeError(
+                f"marglik_training: the step of optimizer_cls, a {type(self.optimizer).__name__}, raised {error!r}; it is called without a "
+                "closure. Use an optimizer that steps along a gradient, such as torch.optim.Adam or SGD."
+            ) from error
 
 
-def first_bad_layer(model: nn.Module, x: Tensor) -> str:
-    """Which layer is the first whose parameters or output are not finite for x, in words."""
+def what_is_not_finite(model: nn.Module, x: Tensor, y: Tensor) -> str:
+    """Why the loss of a batch is not finite, and what to do: the batch, its targets, or the first layer whose parameters or output are
+    not finite for it."""
+    for what, part in (("the batch itself is", x), ("the batch's targets are", y)):
+        if not torch.isfinite(part).all():
+            return f"{what} not finite: check the data set and what it does to its examples for nan and inf"
     found: list[str] = []
 
     def look(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 if not torch.isfinite(parameter).all():
-                    found.append(f"the first layer that is not finite is {name!r} (its parameter {parameter_name})")
+                    found.append(
+                        f"{name!r} (its parameter {parameter_name}) since before this step, perhaps because a batch before this one had nan "
+                        "or inf in it"
+                    )
             if isinstance(output, Tensor) and not torch.isfinite(output).all():
-                found.append(f"the first layer that is not finite is {name!r} (its output)")
+                found.append(f"{name!r} (its output)")
 
         return hook
 
     handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n and not any(m.children())]
     try:
-        if not torch.isfinite(x).all():
-            return "the batch itself is not finite"
         with torch.no_grad():
             model(x)
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "all layers are finite: the loss or the prior overflowed"
+    where = (
+        f"the first layer that is not finite is {found[0]}"
+        if found
+        else "all layers are finite: the loss or the prior overflowed"
+    )
+    return f"{where}. Lower the learning rate or raise prior_prec_init"

@@ -69,6 +69,23 @@ def test_tensors_that_compute_by_themselves_are_refused():
 
 
 @pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"of layout torch\.sparse_coo; convert it by to_dense\(\)"),
+        (
+            lambda: torch.nested.nested_tensor([X[0, 0], X[1, 0, :3]], layout=torch.strided),
+            "nested; .*to_padded_tensor",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_not_dense_are_refused(make, words):
+    for batch in ((make(), Y[:4]), (Y[:4], make())):
+        with pytest.raises(TypeError, match=rf"^here: the loader must yield dense tensors, got one that is {words}"):
+            pair_of(batch, "here")
+
+
+@pytest.mark.parametrize(
     ("loader", "got"),
     [
         (DataLoader([{"image": x, "label": y} for x, y in zip(X, Y, strict=True)], 7), "dict"),
@@ -82,7 +99,8 @@ def test_tensors_that_compute_by_themselves_are_refused():
 def test_what_is_no_pair_is_refused_in_the_same_words(loader, got):
     for use, where in ((fit, "fit"), (train, r"marglik_training \(train_loader\)")):
         with pytest.raises(
-            TypeError, match=rf"^{where}: the loader must yield pairs of tensors \(x, y\), got {got}\.$"
+            TypeError,
+            match=rf"^{where}: the loader must yield pairs of tensors \(x, y\), got {got}; make pairs in .*collate_fn, or pass a loader",
         ):
             use(loader)
 

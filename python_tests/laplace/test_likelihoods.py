@@ -94,8 +94,20 @@ def test_log_likelihoods_are_those_of_torch_distributions():
         (Classification(), torch.tensor([0, 3]), ValueError, "labels must lie in 0..2 .* got 0..3"),
         (Classification(), torch.tensor([-1, 0]), ValueError, "labels must lie in 0..2 .* got -1..0"),
         (Classification(), torch.zeros(2), TypeError, "integer class indices, got dtype torch.float32"),
-        (Classification(), torch.zeros(2, 3, dtype=torch.long), ValueError, r"shape \(2,\), got shape \(2, 3\)"),
-        (Regression(), torch.zeros(2), ValueError, r"outputs' shape \(2, 3\), got \(2,\)"),
+        (
+            Classification(),
+            torch.zeros(2, 3, dtype=torch.long),
+            ValueError,
+            r"shape \(2,\), got .* \(2, 3\); .*one-hot .*y\.argmax\(1\)\.$",
+        ),
+        (
+            Classification(),
+            torch.zeros(2, 1).long(),
+            ValueError,
+            r"shape \(2,\), got .* \(2, 1\); pass y\.squeeze\(1\)\.$",
+        ),
+        (Classification(), torch.zeros(2, 4).long(), ValueError, r"shape \(2,\), got shape \(2, 4\)\.$"),
+        (Regression(), torch.zeros(2), ValueError, r"outputs' shape \(2, 3\), got \(2,\)\.$"),
         (Regression(), torch.zeros(2, 3, dtype=torch.long), TypeError, "real numbers .* got dtype torch.int64"),
     ],
 )
@@ -104,8 +116,15 @@ def test_targets_that_do_not_fit_are_refused(likelihood, y, error, message):
         likelihood.check(torch.zeros(2, 3), y)
 
 
+def test_targets_of_one_output_without_its_axis_are_told_how_to_get_it():
+    with pytest.raises(ValueError, match=r"outputs' shape \(2, 1\), got \(2,\); pass y\[:, None\]\.$"):
+        Regression().check(torch.zeros(2, 1), torch.zeros(2))
+
+
 def test_outputs_that_are_no_matrix_are_refused():
-    with pytest.raises(ValueError, match=r"must return a tensor \(N, K\), got shape \(2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"got shape \(2,\); of one output per image return outputs\[:, None\]\.$"):
+        checked_outputs(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"must return a tensor \(N, K\), got shape \(2, 3, 4\)\.$"):
         checked_outputs(torch.zeros(2, 3, 4))
     with pytest.raises(TypeError, match=r"must return a tensor \(N, K\), got tuple of 2; wrap"):
         checked_outputs((torch.zeros(2, 3), None))

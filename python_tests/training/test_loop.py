@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import signal
@@ -476,8 +477,51 @@ def test_loss_that_is_not_finite_names_the_layer(tmp_path):
             model, TensorLoader(x, y, 10), n_epochs=5, objective="map", marglik_frequency=1, progress_bar=False,
             checkpoint=tmp_path / "run.pt", on_evaluation=poison,
         )  # fmt: skip
-    with pytest.raises(FloatingPointError, match="the batch itself"):
-        marglik_training(Network(), TensorLoader(x * float("inf"), y, 10), n_epochs=1, progress_bar=False)
+
+
+@pytest.mark.parametrize("where", ["images", "targets"])
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_data_that_are_not_finite_are_named(where, value):
+    """Not a layer, nor the learning rate."""
+    x, y = torch.randn(20, 5), torch.randn(20, 3)
+    (x if where == "images" else y)[13, 1] = float(value)
+    what = "the batch itself is" if where == "images" else "the batch's targets are"
+    with pytest.raises(FloatingPointError, match=f"epoch 1, step 2; {what} not finite: check the data set") as raised:
+        marglik_training(
+            nn.Linear(5, 3), TensorLoader(x, y, 10), "regression", n_epochs=1, objective="map", progress_bar=False
+        )
+    assert "learning rate" not in str(raised.value)
+
+
+def test_a_batch_before_may_have_made_a_parameter_not_finite():
+    """Where a function levels off, the loss of an infinite image is finite, and its gradient is not."""
+    x, y = torch.randn(30, 5), torch.randint(3, (30,))
+    x[13, 1] = torch.inf
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    with pytest.raises(
+        FloatingPointError, match=r"epoch 1, step 3; .*'0' \(its parameter weight\) .*because a batch before"
+    ):
+        marglik_training(model, TensorLoader(x, y, 10), n_epochs=1, objective="map", progress_bar=False)
+
+
+class Choice(str, enum.Enum):
+    """As laplace-torch has them."""
+
+    CLASSIFICATION = "classification"
+    EVIDENCE = "evidence"
+    MODULE = "module"
+    MC = "mc"
+    SHARED = "shared"
+
+
+def test_members_of_string_enums_are_their_strings_to_a_checkpoint(tmp_path):
+    names = {"objective": "evidence", "prior_structure": "module", "fisher": "mc", "resolution": "shared"}
+    names |= {"likelihood": "classification", "n_epochs": 2}
+    members = {key: Choice(value) if isinstance(value, str) else value for key, value in names.items()}
+    same_results(small_run(tmp_path / "c.pt", **members), small_run(tmp_path / "c.pt", **names))
+    settings = torch.load(tmp_path / "c.pt", weights_only=True)["settings"]
+    assert {key: settings[key] for key in names} == names
+    assert {type(settings[key]) for key in names} == {str, int}
 
 
 @pytest.mark.parametrize(

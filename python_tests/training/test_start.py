@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,71 @@ class NeedsLoss(torch.optim.SGD):
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_optimizers_and_schedules(options, error, message):
     refused(error, message, **options)
+
+
+def test_an_object_in_place_of_its_class_is_named_by_its_type():
+    optimizer = torch.optim.Adam(network().parameters())
+    schedule = lr_scheduler.StepLR(optimizer, 2)
+    refused(TypeError, r"optimizer_cls must be .*, got an object of type Adam\.$", optimizer_cls=optimizer)
+    refused(TypeError, r"scheduler_cls must be .*, got an object of type StepLR\.$", scheduler_cls=schedule)
+
+
+def test_optimizers_that_ask_for_a_closure_in_their_step():
+    class Asserting(torch.optim.SGD):
+        def step(self, closure=None):
+            assert closure is not None
+
+    class Calling(torch.optim.SGD):
+        def step(self, closure=None):
+            return closure()
+
+    for kind in (Asserting, Calling):
+        message = f"the step of optimizer_cls, a {kind.__name__}, raised .*; it is called without a closure"
+        refused(RuntimeError, message, optimizer_cls=kind, passes=1)
+
+
+def test_what_the_model_says_of_three_images_is_told_to_be_of_them():
+    refused(
+        RuntimeError, "^marglik_training: on 3 images of train_loader: .*3x5 and 6x3", model=Watched(nn.Linear(6, 3))
+    )
+
+
+def trained_with(optimizer_cls, **kwargs) -> None:
+    marglik_training(
+        network(), [(X, Y)], n_epochs=1, progress_bar=False, optimizer_cls=optimizer_cls, optimizer_kwargs=kwargs
+    )
+
+
+def test_a_weight_decay_beside_the_prior_is_warned_of():
+    def grouped(parameters):
+        return torch.optim.SGD([{"params": parameters[:2], "weight_decay": 0.25}, {"params": parameters[2:]}], lr=0.1)
+
+    for optimizer_cls, kwargs, words in (
+        (torch.optim.Adam, {"weight_decay": 0.5}, "Adam has weight_decay = 0.5, which"),
+        (torch.optim.AdamW, {}, "AdamW has weight_decay = 0.01, which"),
+        (grouped, {}, "SGD has weight_decay = 0.25 in group 0, which"),
+    ):
+        with pytest.warns(UserWarning, match=f"{words} .*Pass weight_decay=0 .*prior_prec_init = N") as caught:
+            trained_with(optimizer_cls, **kwargs)
+        assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained_with(torch.optim.AdamW, weight_decay=0)
+        trained_with(torch.optim.Adam)
+
+
+@pytest.mark.parametrize(
+    ("y", "likelihood", "words"),
+    [
+        (torch.randn(20), "regression", r"expected the outputs' shape \(3, 1\), got \(3,\); pass y\[:, None\]"),
+        (Y.float(), "classification", "at least 2 outputs"),
+    ],
+)
+def test_errors_of_the_trial_say_that_it_is_of_three_images(y, likelihood, words):
+    loader = DataLoader(TensorDataset(X, y), 10)
+    for name, options in (("train_loader", {"loader": loader}), ("marglik_loader", {"marglik_loader": loader})):
+        message = f"^marglik_training: on 3 images of {name}: .*{words}"
+        refused(ValueError, message, model=Watched(nn.Linear(5, 1)), likelihood=likelihood, **options)
 
 
 @pytest.mark.parametrize(

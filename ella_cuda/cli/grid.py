@@ -198,8 +198,8 @@ def attributes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
-    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names: which were
-    given, and which have their defaults."""
+    """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names: which were given, and
+    which have their defaults."""
     options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
     names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
     sides = (

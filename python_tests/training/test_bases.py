@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 
@@ -232,6 +233,15 @@ def test_where_position_does_not_matter_the_factored_path_becomes_constant():
     omega, evidence = learned(["lengthscales"])
     _, fixed = learned([])
     assert omega < 0.2 and evidence < fixed - 0.05
+
+
+def test_what_is_learned_is_kept_as_plain_strings():
+    class Kind(str, enum.Enum):
+        ANCHORS = "anchors"
+        LENGTHSCALES = "lengthscales"
+
+    learn = LearnedBases(network(), [Kind.LENGTHSCALES, Kind.ANCHORS]).learn
+    assert learn == ("anchors", "lengthscales") and {type(name) for name in learn} == {str}
 
 
 def test_learn_must_list_what_there_is():

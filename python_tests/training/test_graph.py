@@ -95,6 +95,7 @@ def test_same_numbers_as_step_by_step(device, graphs):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+@pytest.mark.filterwarnings("ignore:marglik_training. AdamW has weight_decay")
 def test_optimizers_that_are_not_fused(optimizer, device, graphs):
     if device.type == "cpu":
         pytest.skip("torch's optimizers that are not fused keep their options for graphs to accelerators")

@@ -105,11 +105,12 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     if (s < count_slabs) slabs.start(s, s);
     copy_async_commit();
   }
-  int stage = 0, next_stage = Shape::kStages - 1;
+  int stage = 0;
   for (int64_t slab = 0; slab < count_slabs; ++slab) {
     copy_async_wait<Shape::kStages - 2>();
     __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next
-    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(next_stage, slab + Shape::kStages - 1);
+    const int previous = stage == 0 ? Shape::kStages - 1 : stage - 1;  // derived: there is no register to keep it in
+    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(previous, slab + Shape::kStages - 1);
     copy_async_commit();
     if (any) {
       const SplitFragment a(read_fragment<Shape, kRowsTogether>(staging + stage * Shape::kStage, group, down));
@@ -121,7 +122,6 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
       }
     }
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-    next_stage = next_stage + 1 == Shape::kStages ? 0 : next_stage + 1;
   }
 
   if constexpr (Shape::kGroups >

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -403,7 +404,12 @@ struct PolyphaseSizes {
 
 // The index of a CPU op; read before its parallel loop, which must not throw.
 inline std::vector<int64_t> polyphase_components(const char* op, const Tensor& index) {
-  std::vector<int64_t> out(index.numel());
+  std::vector<int64_t> out;
+  try {
+    out.resize(index.numel());
+  } catch (const std::bad_alloc&) {  // an index may be expanded, its copy has memory of its own
+    fail(op, ": the system has no memory left for the index of ", index.numel(), " images; free some, or use smaller batches");
+  }
   const int64_t* data = index.const_data_ptr<int64_t>();
   for (size_t n = 0; n < out.size(); ++n) {
     out[n] = data[static_cast<int64_t>(n) * index.stride(0)];

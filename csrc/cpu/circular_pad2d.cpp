@@ -34,10 +34,10 @@ int64_t unpadded(int64_t padded, int64_t pad, int64_t size) { return ((padded - 
 template <class F>
 void each_plane(const char* op, const CircularPadSizes& s, const std::optional<Tensor>& index, const F& f) {
   const int64_t size = std::max(s.padded_h() * s.padded_w(), int64_t{1});
-  const std::vector<int64_t> components = index ? polyphase_components(op, *index) : std::vector<int64_t>(s.N);
+  const std::vector<int64_t> components = index ? polyphase_components(op, *index) : std::vector<int64_t>();
   torch::stable::parallel_for(0, s.N * s.C, std::max(kGrain / size, int64_t{1}), [&](int64_t begin, int64_t end) {
     for (int64_t plane = begin; plane < end; ++plane) {
-      const int64_t component = components[plane / s.C];
+      const int64_t component = index ? components[plane / s.C] : 0;
       f(plane, component & 1, component >> 1);
     }
   });

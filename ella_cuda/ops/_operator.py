@@ -9,7 +9,7 @@ is active.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,46 +37,70 @@ def require_backend(name: str, tensor: Tensor) -> None:
     )
 
 
-def operand_sizes(op: str, **operands: tuple[Any, ...]) -> dict[str, int]:
+def operand_sizes(op: str, known: dict[str, int] | None = None, **operands: tuple[Any, ...]) -> dict[str, int]:
     """Check tensors that have no memory as the kernels check theirs, for an op's fake.
 
     Args:
         op: its name, for the messages.
+        known: sizes of axes by their letters, beside those of the tensors.
         operands: by name ``(tensor or None, axes)`` or ``(tensor, axes, dtypes)``: axes are letters in the order of the axes, of which
-            equal ones stand for equal sizes, or numbers; dtypes are those allowed, by default that of the first tensor, which is float32
-            or float64. All are on the first's device.
+            equal ones stand for equal sizes, numbers, or a known letter's part such as ``H/2``; None stands for any. dtypes are those
+            allowed, by default that of the first tensor, which is float32 or float64. All are on the first's device.
 
     Returns:
         The axes' sizes by their letters.
 
     Raises:
-        RuntimeError: a shape, dtype or device does not fit; the message names the argument.
+        RuntimeError: a shape, dtype or device does not fit; the message, in the kernels' words, names the argument.
     """
-    sizes: dict[str, int] = {}
+    sizes = dict(known or {})
     (reference_name, (reference, *_)), *_ = operands.items()
     if reference.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"{op}: {reference_name} must be float32 or float64, got {_short(reference.dtype)}")
     for name, (tensor, axes, *rest) in operands.items():
         if tensor is None:
             continue
-        letters = axes.split()
-        fits = tensor.dim() == len(letters)
-        for letter, size in zip(letters, tensor.shape, strict=False):
-            fits = fits and size == (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
-        if not fits:
-            expected = ", ".join(f"{a} = {sizes[a]}" if a in sizes else a for a in letters)
-            raise RuntimeError(f"{op}: {name} must have shape ({expected}), got {tuple(tensor.shape)}")
-        allowed = rest[0] if rest else (reference.dtype,)
-        if tensor.dtype not in allowed:
-            raise RuntimeError(
-                f"{op}: {name} must be {' or '.join(map(_short, allowed))} beside {_short(reference.dtype)} {reference_name}, got "
-                f"{_short(tensor.dtype)}"
-            )
+        if axes is not None:
+            _require_shape(op, name, tensor, axes.split() if isinstance(axes, str) else axes, sizes)
+        if tensor.dtype not in (rest[0] if rest else (reference.dtype,)):
+            own = f"have the dtype of {reference_name} ({_short(reference.dtype)})"
+            words = {
+                (): own,
+                (INDEX,): "be int64",
+                (COORDINATES,): f"be float64 whatever the dtype of {reference_name}",
+            }.get(tuple(rest), f"{own} or be float32" if reference.dtype == torch.float64 else own)
+            raise RuntimeError(f"{op}: {name} must {words}, got {_short(tensor.dtype)}")
         if tensor.device != reference.device:
             raise RuntimeError(
                 f"{op}: {name} must be on the device of {reference_name} ({reference.device}), got {tensor.device}"
             )
     return sizes
+
+
+def _require_shape(op: str, name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str, int]) -> None:
+    """Check one tensor's shape against the sizes known, to which its own are added."""
+    expected = [_known(axis, sizes) for axis in axes]
+    fits = tensor.dim() == len(axes)
+    if fits:
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            known = _known(axis, sizes)
+            if known is None:
+                sizes[axis] = size
+            fits = fits and (known is None or size == known)
+        if len(set(axes)) < len(axes):
+            expected = [_known(axis, sizes) for axis in axes]
+    if not fits:
+        comma = "," if len(axes) == 1 else ""
+        numbers = ", ".join("*" if size is None else str(size) for size in expected)
+        equal = f" = ({numbers}{comma})" if any(size is not None for size in expected) else ""
+        raise RuntimeError(f"{op}: {name} must have shape ({', '.join(axes)}{comma}){equal}, got {tuple(tensor.shape)}")
+
+
+def _known(axis: str, sizes: dict[str, int]) -> int | None:
+    if axis.isdigit():
+        return int(axis)
+    letter, _, divisor = axis.partition("/")
+    return sizes[letter] // int(divisor) if divisor else sizes.get(axis)
 
 
 INDEX, COORDINATES = (torch.int64,), (torch.float64,)
@@ -85,6 +109,22 @@ INDEX, COORDINATES = (torch.int64,), (torch.float64,)
 def summands(factor: Tensor) -> tuple[torch.dtype, ...]:
     """Dtypes of what may be added to a factor."""
     return (torch.float64, torch.float32) if factor.dtype == torch.float64 else (factor.dtype,)
+
+
+def require_factor(op: str, factor: Tensor) -> None:
+    """Check that a factor, which is written, is contiguous, for an op's fake."""
+    torch._check(factor.is_contiguous(), lambda: f"{op}: factor must be contiguous, it is updated in place")
+
+
+def require_weight_of_sum(op: str, alpha: float, factor: Tensor) -> None:
+    """Check that the weight of what is added to a factor is a finite number in its dtype, for an op's fake."""
+    most = torch.finfo(factor.dtype).max
+    torch._check(
+        -most <= alpha <= most,
+        lambda: (
+            f"{op}: alpha must be a finite number in the dtype of factor ({_short(factor.dtype)}), got {float(alpha):g}"
+        ),
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

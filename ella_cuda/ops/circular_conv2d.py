@@ -107,6 +107,20 @@ def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     return y if bias is None else y + bias[:, None, None]
 
 
+def convolution_sizes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, int]:
+    """Check a convolution's tensors and get their axes' sizes, for an op's fake."""
+    s = operand_sizes(op, x=(x, "N C H W"), weight=(weight, "D C kh kw"))
+    require_odd(op, "weight", s["kh"], s["kw"])
+    return operand_sizes(op, s, x=(x, None), bias=(bias, "D"))
+
+
+def require_odd(op: str, name: str, kernel_h: int, kernel_w: int) -> None:
+    """Check that a kernel has a middle, for an op's fake."""
+    for size in (kernel_h, kernel_w):
+        for holds in (size > 0, size % 2 == 1):
+            torch._check(holds, lambda: f"{op}: {name} must have odd height and width, got ({kernel_h}, {kernel_w})")
+
+
 def mirrored(weight: Tensor) -> Tensor:
     """The kernel of the transposed map, ``(D, C, kh, kw) -> (C, D, kh, kw)``."""
     return weight.flip(2, 3).transpose(0, 1)
@@ -124,7 +138,7 @@ def sum_of_parts(*parts: Tensor | None) -> Tensor | None:
 
 
 def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    s = operand_sizes("circular_conv2d", x=(x, "N C H W"), weight=(weight, "D C h w"), bias=(bias, "D"))
+    s = convolution_sizes("circular_conv2d", x, weight, bias)
     return x.new_empty(s["N"], s["D"], s["H"], s["W"])
 
 
@@ -179,6 +193,7 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | No
 
 def _weight_grad_fake(grad: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
     s = operand_sizes("circular_conv2d_weight_grad", x=(x, "N C H W"), grad=(grad, "N D H W"))
+    require_odd("circular_conv2d_weight_grad", "the kernel", kernel_h, kernel_w)
     return x.new_empty(s["D"], s["C"], kernel_h, kernel_w)
 
 

@@ -20,8 +20,10 @@ from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, 
 from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
     circular_conv2d_torch,
+    convolution_sizes,
     mirrored,
     require_convolution,
+    require_odd,
     sum_of_parts,
 )
 from ella_cuda.ops.circular_pad2d import circular_fold2d, circular_pad2d
@@ -31,6 +33,8 @@ from ella_cuda.ops.polyphase_pool import (
     polyphase_pool_torch,
     polyphase_scatter,
     polyphase_select,
+    require_even,
+    require_norm,
 )
 
 COMPILED_FOR = ("cpu", "meta")  # what this package has kernels of its own for; on CUDA they are cuDNN's
@@ -145,7 +149,9 @@ def _nothing(x: Tensor, weight: Tensor) -> bool:
 
 
 def _pool_fake(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
-    s = operand_sizes("circular_conv2d_pool", x=(x, "N C H W"), weight=(weight, "D C h w"), bias=(bias, "D"))
+    require_norm("circular_conv2d_pool", norm)
+    s = convolution_sizes("circular_conv2d_pool", x, weight, bias)
+    require_even("circular_conv2d_pool", x)
     return x.new_empty(s["N"], s["D"], s["H"] // 2, s["W"] // 2), x.new_empty(s["N"], dtype=torch.int64)
 
 
@@ -196,9 +202,14 @@ _pool_loop = loop("circular_conv2d_pool")
 
 
 def _scattered_fake(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    operands = {"x": (x, "N C H W"), "index": (index, "N", INDEX), "weight": (weight, "D C h w")}
-    s = operand_sizes("circular_conv2d_scattered", **operands)
-    return x.new_empty(s["N"], s["D"], 2 * s["H"], 2 * s["W"])
+    op = "circular_conv2d_scattered"
+    s = operand_sizes(op, x=(x, "N C h w"), index=(index, "N", INDEX), weight=(weight, "D C kh kw"))
+    require_odd(op, "weight", s["kh"], s["kw"])
+    for size in (s["kh"], s["kw"]):
+        torch._check(
+            size >= 3, lambda: f"{op}: weight must have height and width of at least 3, got ({s['kh']}, {s['kw']})"
+        )
+    return x.new_empty(s["N"], s["D"], 2 * s["h"], 2 * s["w"])
 
 
 def _scattered_save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -231,12 +242,11 @@ def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None
 
 
 def _scattered_weight_grad_fake(grad: Tensor, index: Tensor, x: Tensor, kernel_h: int, kernel_w: int) -> Tensor:
-    operands = {"x": (x, "N C H W"), "grad": (grad, "N D h w"), "index": (index, "N", INDEX)}
-    s = operand_sizes("circular_conv2d_scattered_weight_grad", **operands)
-    if (s["H"], s["W"]) != (2 * s["h"], 2 * s["w"]):
-        raise RuntimeError(
-            f"circular_conv2d_scattered_weight_grad: grad must have shape (N, D, H/2, W/2) for x {tuple(x.shape)}, got {tuple(grad.shape)}"
-        )
+    op = "circular_conv2d_scattered_weight_grad"
+    s = operand_sizes(op, x=(x, "N C H W"))
+    require_even(op, x)
+    s = operand_sizes(op, s, x=(x, None), grad=(grad, "N D H/2 W/2"), index=(index, "N", INDEX))
+    require_odd(op, "the kernel", kernel_h, kernel_w)
     return x.new_empty(s["D"], s["C"], kernel_h, kernel_w)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ella_cuda.ops._operator import INDEX, differentiable, keep, nested_forward_mode, operand_sizes
 
+MOST_PADDED = 1 << 30  # rows or columns on a side; the kernels' limit
+
 
 def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
     r"""Put rows and columns of an image on a torus around it.
@@ -59,13 +61,41 @@ def circular_pad2d_torch(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None
 
 
 def _pad_fake(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
-    n, c, h, w = operand_sizes("circular_pad2d", x=(x, "N C H W"), index=(index, "N", INDEX)).values()
+    n, c, h, w = _require_pads("circular_pad2d", "x", x, ("N", "C", "H", "W"), (pad_h, pad_w), index, folded=False)
     return x.new_empty(n, c, h + 2 * pad_h, w + 2 * pad_w)
 
 
 def _fold_fake(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None) -> Tensor:
-    n, c, h, w = operand_sizes("circular_fold2d", grad=(grad, "N C H W"), index=(index, "N", INDEX)).values()
-    return grad.new_empty(n, c, h - 2 * pad_h, w - 2 * pad_w)
+    axes = "N", "C", "H + 2 pad_h", "W + 2 pad_w"
+    return grad.new_empty(_require_pads("circular_fold2d", "grad", grad, axes, (pad_h, pad_w), index, folded=True))
+
+
+def _require_pads(
+    op: str,
+    name: str,
+    image: Tensor,
+    axes: tuple[str, ...],
+    pads: tuple[int, int],
+    index: Tensor | None,
+    *,
+    folded: bool,
+) -> tuple[int, ...]:
+    """Check the arguments of one of the two ops and get the sizes without the padding."""
+    known = operand_sizes(op, **{name: (image, axes)})
+    for pad in pads:
+        for holds in (pad >= 0, pad <= MOST_PADDED):
+            torch._check(holds, lambda: f"{op}: pad_h and pad_w must be from 0 to 2^30, got {pads[0]} and {pads[1]}")
+    sizes = [size - 2 * pad if folded else size for size, pad in zip(image.shape[2:], pads, strict=True)]
+    for size, pad in zip(sizes, pads, strict=True):
+        torch._check(
+            size > 0 or (size == 0 and pad == 0),
+            lambda: (
+                f"{op}: {name} must have a pixel in each direction that is padded, got {tuple(image.shape)} with pad_h {pads[0]} and "
+                f"pad_w {pads[1]}"
+            ),
+        )
+    operand_sizes(op, known, **{name: (image, None), "index": (index, "N", INDEX)})
+    return *image.shape[:2], *sizes
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -14,9 +14,12 @@ from ella_cuda.ops._operator import (
     refuse_graph,
     register_in_place,
     require_backend,
+    require_factor,
+    require_weight_of_sum,
     summands,
 )
 
+MOST = 1 << 30  # of a kernel's sides, stride, padding and dilation; the kernels' limit
 Size = int | tuple[int, int]
 
 
@@ -103,14 +106,48 @@ def _geometry(
     return kernel, _pair("stride", stride, 1), pads, dilations, padding_mode == "circular"
 
 
-def _fake(factor: Tensor, x: Tensor, kernel_size: list[int], *geometry: Any) -> None:
-    operands = {"factor": (factor, "P P"), "x": (x, "N C H W", summands(factor))}
-    s = operand_sizes("conv_kron_accumulate_", **operands)
-    patch = s["C"] * kernel_size[0] * kernel_size[1]
-    if s["P"] != patch:
-        raise RuntimeError(
-            f"conv_kron_accumulate_: factor must have shape (C*kh*kw, C*kh*kw) = ({patch}, {patch}), got {tuple(factor.shape)}"
+def _fake(
+    factor: Tensor,
+    x: Tensor,
+    kernel_size: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    circular: bool,
+    alpha: float,
+) -> None:
+    op = "conv_kron_accumulate_"
+    s = operand_sizes(op, factor=(factor, None), x=(x, "N C H W", summands(factor)))
+    require_weight_of_sum(op, alpha, factor)
+    named = {"kernel_size": (kernel_size, 1), "stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
+    for name, (pair, least) in named.items():
+        _require_pair(op, name, pair, least)
+    side = "C*kh*kw"
+    operand_sizes(op, {side: s["C"] * kernel_size[0] * kernel_size[1]}, factor=(factor, f"{side} {side}"))
+    require_factor(op, factor)
+    image, padded = (s["H"], s["W"]), tuple(s[axis] + 2 * pad for axis, pad in zip("HW", padding, strict=True))
+    for size, pad, whole, kernel, step in zip(image, padding, padded, kernel_size, dilation, strict=True):
+        if circular:
+            torch._check(
+                pad <= size,
+                lambda: f"{op}: circular padding must not exceed the image {image}, got {tuple(padding)}",
+            )
+        torch._check(
+            step * (kernel - 1) < whole,
+            lambda: (
+                f"{op}: kernel_size {tuple(kernel_size)} with dilation {tuple(dilation)} does not fit the padded image {padded}"
+            ),
         )
+
+
+def _require_pair(op: str, name: str, pair: list[int], least: int) -> None:
+    if len(pair) != 2:
+        raise RuntimeError(f"{op}: {name} must have 2 values (height, width), got {len(pair)}")
+    for value in pair:
+        for holds in (value >= least, value <= MOST):
+            torch._check(
+                holds, lambda: f"{op}: {name} must be at least {least} and at most {MOST}, got ({pair[0]}, {pair[1]})"
+            )
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:

@@ -236,12 +236,15 @@ def _rows_or_loop(name: str) -> Any:
 
 
 def _like_product(x: Tensor, u: Tensor, v: Tensor, *direction: Tensor) -> Tensor:
-    s = operand_sizes("gaussian_project", x=(x, "M X"), **_points(u, v, *direction))
+    op = "gaussian_project_tangent" if direction else "gaussian_project"
+    s = operand_sizes(op, x=(x, "M X"), **_points(u, v, *direction))
     return x.new_empty(s["M"], s["A"])
 
 
 def _like_points(grad: Tensor, x: Tensor, u: Tensor, v: Tensor, *direction: Tensor) -> Pair:
-    operand_sizes("gaussian_project_gradient", x=(x, "M X"), **_points(u, v, *direction), grad=(grad, "M A"))
+    op = "gaussian_project_hvp" if direction else "gaussian_project_gradient"
+    points = _points(u, v, *direction)
+    operand_sizes(op, x=(x, "M X"), u=points.pop("u"), v=points.pop("v"), grad=(grad, "M A"), **points)
     return u.new_empty(u.shape), v.new_empty(v.shape)
 
 

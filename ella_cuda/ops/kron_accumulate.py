@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import operand_sizes, refuse_graph, register_in_place, require_backend, summands
+from ella_cuda.ops._operator import (
+    operand_sizes,
+    refuse_graph,
+    register_in_place,
+    require_backend,
+    require_factor,
+    require_weight_of_sum,
+    summands,
+)
 
 
 def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
@@ -46,6 +54,8 @@ def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> 
 
 def _fake(factor: Tensor, rows: Tensor, alpha: float) -> None:
     operand_sizes("kron_accumulate_", factor=(factor, "G d d"), rows=(rows, "N G d", summands(factor)))
+    require_factor("kron_accumulate_", factor)
+    require_weight_of_sum("kron_accumulate_", alpha, factor)
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tensor, alpha: float) -> tuple[None, None]:

@@ -20,6 +20,7 @@ from ella_cuda.ops._operator import (
 
 # One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
 TILE_PRODUCTS, TILE_COLUMNS = 16384, 1024
+MAX_ORDER = 12  # of a derivative; the kernels' limit
 
 
 class KronSpectra(NamedTuple):
@@ -248,20 +249,23 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
 def _evidence_fake(
     eigenvalues: Tensor, tiles: Tensor, starts: Tensor, norms: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _spectra_sizes("kron_evidence", eigenvalues, tiles, starts, norms=(norms, "B"), u=(u, "B"), v=(v, ""))
+    others = {"square_norms": (norms, "B"), "log_precision": (u, "B"), "log_scale": (v, "")}
+    _require_spectra("kron_evidence", eigenvalues, tiles, starts, **others)
     return v.new_empty(()), u.new_empty(u.shape), u.new_empty(u.shape)
 
 
 def _derivative_fake(eigenvalues: Tensor, tiles: Tensor, starts: Tensor, z: Tensor, order: int) -> Tensor:
-    _spectra_sizes("kron_evidence_derivative", eigenvalues, tiles, starts, log_ratio=(z, "B"))
+    op = "kron_evidence_derivative"
+    _require_spectra(op, eigenvalues, tiles, starts, log_ratio=(z, "B"))
+    torch._check(2 <= order <= MAX_ORDER, lambda: f"{op}: order must be from 2 to {MAX_ORDER}, got {order}")
     return z.new_empty(z.shape)
 
 
-def _spectra_sizes(op: str, eigenvalues: Tensor, tiles: Tensor, starts: Tensor, **others: tuple[Tensor, str]) -> None:
-    spectra = {"eigenvalues": (eigenvalues, "E"), "tiles": (tiles, "T 5", INDEX), "starts": (starts, "S", INDEX)}
-    s = operand_sizes(op, **spectra, **others)
-    if s["S"] != s["B"] + 1:
-        raise RuntimeError(f"{op}: starts must have shape (B + 1,) = ({s['B'] + 1},), got {tuple(starts.shape)}")
+def _require_spectra(op: str, eigenvalues: Tensor, tiles: Tensor, starts: Tensor, **others: tuple[Tensor, str]) -> None:
+    operand_sizes(op, eigenvalues=(eigenvalues, "E"), tiles=(tiles, "T 5", INDEX), starts=(starts, ("B + 1",), INDEX))
+    torch._check(tiles.is_contiguous() and starts.is_contiguous(), lambda: f"{op}: tiles and starts must be contiguous")
+    torch._check(starts.shape[0] > 0, lambda: f"{op}: starts must have B + 1 entries, got none")
+    operand_sizes(op, {"B": starts.shape[0] - 1}, eigenvalues=(eigenvalues, None), **others)
 
 
 def _derivative_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

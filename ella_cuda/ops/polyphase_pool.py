@@ -55,6 +55,19 @@ def check_norm(op: str, norm: float) -> None:
         raise ValueError(f"{op}: norm must be 1, 2 or math.inf, got {norm!r}.")
 
 
+def require_norm(op: str, norm: float) -> None:
+    """Check the norm as the kernels do, for an op's fake."""
+    torch._check(
+        norm == 1 or norm == 2 or norm == math.inf, lambda: f"{op}: norm must be 1, 2 or inf, got {float(norm):g}"
+    )
+
+
+def require_even(op: str, x: Tensor) -> None:
+    """Check that images have polyphase components of one size, for an op's fake."""
+    for size in x.shape[2:]:
+        torch._check(size % 2 == 0, lambda: f"{op}: x must have even height and width, got {tuple(x.shape)}")
+
+
 def _fold(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> list[Tensor]:
     """The batch axis joins N: every image chooses for itself, so nothing else changes."""
     size = info.batch_size
@@ -67,12 +80,12 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> list[
 
 def _halved(x: Tensor, op: str, **index: Any) -> Tensor:
     n, c, h, w = operand_sizes(op, x=(x, "N C H W"), **index).values()
-    if h % 2 or w % 2:
-        raise RuntimeError(f"{op}: x must have even height and width, got {tuple(x.shape)}")
+    require_even(op, x)
     return x.new_empty(n, c, h // 2, w // 2)
 
 
 def _pool_fake(x: Tensor, norm: float) -> tuple[Tensor, Tensor]:
+    require_norm("polyphase_pool", norm)
     return _halved(x, "polyphase_pool"), x.new_empty(x.shape[0], dtype=torch.int64)
 
 
@@ -112,7 +125,7 @@ def _select_vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, index: T
 
 
 def _scatter_fake(grad: Tensor, index: Tensor) -> Tensor:
-    n, c, h, w = operand_sizes("polyphase_scatter", grad=(grad, "N C H W"), index=(index, "N", INDEX)).values()
+    n, c, h, w = operand_sizes("polyphase_scatter", grad=(grad, "N C h w"), index=(index, "N", INDEX)).values()
     return grad.new_empty(n, c, 2 * h, 2 * w)
 
 

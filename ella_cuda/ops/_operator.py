@@ -16,6 +16,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._subclasses.fake_tensor import is_fake
 
 from ella_cuda._extension import build_info
 
@@ -311,6 +312,7 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
     Autograd notices a tensor changed after it was saved by its version counter, which the dispatcher does not move for such ops.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name)
+    operand = op.default._schema.arguments[1].name
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
 
     def physical(info: Any, in_dims: tuple[Any, ...], target: Tensor, *rest: Any) -> tuple[Any, Any]:
@@ -318,6 +320,7 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
             raise ValueError(
                 f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too."
             )
+        _require_own_memory(name, operand, target, rest[0])
         return vmap(info, in_dims, target, *rest)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", physical)
@@ -330,6 +333,41 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
     return call
 
 
+def _require_own_memory(name: str, read_name: str, target: Tensor, read: Tensor) -> None:
+    """Refuse, as kernels do, a target whose numbers share memory with each other or with what is read: of tensors with a vmapped axis,
+    before a contiguous copy hides it."""
+    target, read = _unwrapped(target), _unwrapped(read)
+    if any(t.device.type == "meta" or is_fake(t) or not t.numel() for t in (target, read)):
+        return
+    reach = 0  # how far the numbers lie apart along the axes of smaller strides
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(target.stride(), target.shape, strict=True) if size > 1
+    ):
+        if stride <= reach:
+            raise RuntimeError(
+                f"{name}: factor must not share memory between entries of the vmapped axis, it is updated in place; pass a clone"
+            )
+        reach += stride * (size - 1)
+    (begin, end), (first, last) = _extent(target), _extent(read)
+    if first < end and begin < last:
+        raise RuntimeError(
+            f"{name}: {read_name} must not share memory with factor, which is updated in place; pass a clone"
+        )
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor in memory below those of ``torch.func``."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Addresses from the first number to behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def map_in_place_over_batch(
     op: Callable[..., None], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[None, None]:
@@ -339,6 +377,6 @@ def map_in_place_over_batch(
         entry = [arg[i] if isinstance(dim, int) else arg for arg, dim in zip(moved, in_dims, strict=True)]
         target = entry[0].contiguous()
         op(target, *entry[1:])
-        if target.data_ptr() != entry[0].data_ptr():
+        if not entry[0].is_contiguous():
             entry[0].copy_(target)
     return None, None

@@ -126,12 +126,11 @@ def _fake(
     operand_sizes(op, {side: s["C"] * kernel_size[0] * kernel_size[1]}, factor=(factor, f"{side} {side}"))
     require_factor(op, factor)
     image, padded = (s["H"], s["W"]), tuple(s[axis] + 2 * pad for axis, pad in zip("HW", padding, strict=True))
-    for size, pad, whole, kernel, step in zip(image, padding, padded, kernel_size, dilation, strict=True):
-        if circular:
-            torch._check(
-                pad <= size,
-                lambda: f"{op}: circular padding must not exceed the image {image}, got {tuple(padding)}",
-            )
+    for size, pad in zip(image, padding, strict=True) if circular else ():
+        torch._check(
+            pad <= size, lambda: f"{op}: circular padding must not exceed the image {image}, got {tuple(padding)}"
+        )
+    for whole, kernel, step in zip(padded, kernel_size, dilation, strict=True):
         torch._check(
             step * (kernel - 1) < whole,
             lambda: (

@@ -23,6 +23,7 @@ from ella_cuda.ops._operator import (
     require_backend,
 )
 
+# These two have no fake: what they keep is as long as the CPU's vectors make it, and plain autograd alone calls them.
 _OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default
 _OP_BACKWARD_KEEPING = torch.ops.ella_cuda.factored_linear_backward_keeping.default
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

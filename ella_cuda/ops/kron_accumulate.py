@@ -62,9 +62,9 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tens
     """The batch joins the blocks: every entry has its own factor."""
     factor = factor.movedim(in_dims[0], 0)
     rows = rows.expand(info.batch_size, *rows.shape) if in_dims[1] is None else rows.movedim(in_dims[1], 0)
-    joined = factor.reshape(-1, *factor.shape[2:])
+    joined = factor.reshape(-1, *factor.shape[2:]).contiguous()
     torch.ops.ella_cuda.kron_accumulate_(joined, rows.movedim(0, 1).flatten(1, 2), alpha)
-    factor.copy_(joined.view_as(factor))  # a copy onto itself where reshape made a view
+    factor.copy_(joined.view_as(factor))  # a copy onto itself where that is a view
     return None, None
 
 

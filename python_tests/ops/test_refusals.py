@@ -1,10 +1,17 @@
-"""What every op refuses before it asks for memory: sizes that cannot be counted, tensors without memory that do not fit."""
+"""What every op refuses before it asks for memory: sizes that cannot be counted, values and tensors that do not fit, with memory
+or without."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from ella_cuda import ops
 
 # By op: the tensors' axes by their letters, in the op's order, with a dtype where it is not float32; then what follows them.
 FLOAT64, INT64 = torch.float64, torch.int64
@@ -57,7 +64,16 @@ def call(name: str, made: list[Tensor]) -> None:
 
 
 def with_own_factor(name: str, made: list[Tensor]) -> list[Tensor]:
-    return [made[0].contiguous(), *made[1:]] if name.endswith("_") else made
+    """With memory for what has to be contiguous."""
+    return [t.contiguous() if (i == 0 and name.endswith("_")) or "evidence" in name else t for i, t in enumerate(made)]
+
+
+def refusal(name: str, args: list[Any] | tuple[Any, ...]) -> str:
+    """The words of the RuntimeError, and of no other error."""
+    with pytest.raises(RuntimeError) as caught:
+        getattr(torch.ops.ella_cuda, name)(*args)
+    assert not isinstance(caught.value, NotImplementedError)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if "evidence" not in name])
@@ -88,18 +104,180 @@ def test_virtual_sizes_that_do_not_fit_memory_are_refused(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_without_memory_are_checked_as_others_are(name):
-    """Fakes refuse a wrong shape, dtype and device of every tensor, as kernels do; and take what is right."""
-    right = with_own_factor(name, tensors(name, SMALL, "meta"))
+    """Fakes refuse a wrong shape, dtype and device of every tensor, as kernels do and in their words; and take what is right."""
+    right, in_memory = (with_own_factor(name, tensors(name, SMALL, device)) for device in ("meta", "cpu"))
     call(name, right)
+
+    def refused(place: int, change: Callable[[Tensor], Tensor]) -> str:
+        words = [
+            refusal(name, [*made[:place], change(made[place]), *made[place + 1 :], *OPS[name][1]])
+            for made in (in_memory, right)
+        ]
+        # Of a shape that is another argument's, or one of two, the kernel says so.
+        assert words[0] == words[1] or ("eigenvalues_out" in words[0] and "must have shape" in words[1]), words
+        return words[1]
+
     for place, tensor in enumerate(right):
-        other_dtype = torch.float16 if tensor.is_floating_point() else torch.int32
-        wrong = [tensor[None], tensor.to(other_dtype), torch.ones(tensor.shape, dtype=tensor.dtype)]
-        for replaced in wrong[: 2 if len(right) == 1 else 3]:
-            made = [*right[:place], replaced, *right[place + 1 :]]
-            with pytest.raises(RuntimeError, match=r"must|expected"):
-                call(name, made)
+        assert "must have shape" in refused(place, lambda t: t[None])
+        assert "must" in refused(place, lambda t: t.to(torch.float16 if t.is_floating_point() else torch.int32))
+        if len(right) > 1:
+            elsewhere = torch.ones(tensor.shape, dtype=tensor.dtype)
+            made = [*right[:place], elsewhere, *right[place + 1 :], *OPS[name][1]]
+            assert "must be on the device of" in refusal(name, made)
         elsewhere = {a for i, (axes, *_) in enumerate(OPS[name][0]) if i != place for a in axes.split()}
         for letter in set(OPS[name][0][place][0].split()) & elsewhere & SMALL.keys():
-            larger = with_own_factor(name, tensors(name, SMALL | {letter: SMALL[letter] + 1}, "meta"))[place]
-            with pytest.raises(RuntimeError, match="must have shape"):
-                call(name, [*right[:place], larger, *right[place + 1 :]])
+            larger = SMALL | {letter: SMALL[letter] + 1}
+            words = refused(
+                place, lambda t, i=place, sizes=larger: with_own_factor(name, tensors(name, sizes, t.device.type))[i]
+            )
+            assert "must have shape" in words
+
+
+IMAGE, KERNEL, SIDE = ("1 1 4 4",), ("1 1 3 3",), ("1 1 2 2",)
+CHOICE = ("1", INT64)
+PLAIN_CONV = ([1, 1], [1, 1], [0, 0], [1, 1], True, 1.0)
+
+
+def conv(**other: Any) -> tuple[Any, ...]:
+    """The values of conv_kron_accumulate_, some of them others."""
+    names = ("kernel_size", "stride", "padding", "dilation", "circular", "alpha")
+    return tuple((dict(zip(names, PLAIN_CONV, strict=True)) | other).values())
+
+
+# An op, its tensors as in OPS, what follows them, and words of the refusal.
+VALUES = [
+    ("polyphase_pool", [IMAGE], (3.0,), "norm must be 1, 2 or inf, got 3"),
+    ("polyphase_pool", [IMAGE], (-math.inf,), "norm must be 1, 2 or inf, got -inf"),
+    ("polyphase_pool", [IMAGE], (math.nan,), "norm must be 1, 2 or inf, got nan"),
+    ("polyphase_pool", [("1 1 3 4",)], (2.0,), "x must have even height and width"),
+    ("polyphase_select", [("1 1 4 3",), CHOICE], (), "x must have even height and width"),
+    ("circular_conv2d", [IMAGE, ("1 1 2 3",)], (None,), r"weight must have odd height and width, got (2, 3)"),
+    ("circular_conv2d", [IMAGE, ("1 1 3 0",)], (None,), r"weight must have odd height and width, got (3, 0)"),
+    ("circular_conv2d", [IMAGE, KERNEL, ("2",)], (), "bias must have shape (D,) = (1,), got (2,)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (2, 3), "the kernel must have odd height and width, got (2, 3)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (3, 0), "the kernel must have odd height and width, got (3, 0)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (-1, 3), "the kernel must have odd height and width, got (-1, 3)"),
+    ("circular_conv2d_pool", [("1 1 3 4",), KERNEL], (None, 2.0), "x must have even height and width"),
+    ("circular_conv2d_pool", [("1 1 4 3",), KERNEL], (None, 2.0), "x must have even height and width"),
+    ("circular_conv2d_pool", [IMAGE, ("1 1 3 2",)], (None, 2.0), "weight must have odd height and width"),
+    ("circular_conv2d_pool", [IMAGE, ("1 1 0 3",)], (None, 2.0), "weight must have odd height and width"),
+    ("circular_conv2d_pool", [IMAGE, KERNEL], (None, 0.5), "norm must be 1, 2 or inf, got 0.5"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 2 3",)], (), "weight must have odd height and width"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 3 0",)], (), "weight must have odd height and width"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 1 3",)], (), "height and width of at least 3, got (1, 3)"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (2, 3), "the kernel must have odd"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (3, 0), "the kernel must have odd"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 6 4",)], (3, 3), "(1, *, 3, 2), got (1, 1, 2, 2)"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 5 4",)], (3, 3), "x must have even height"),
+    ("circular_pad2d", [IMAGE], (-1, 1, None), "pad_h and pad_w must be from 0 to 2^30, got -1 and 1"),
+    ("circular_pad2d", [IMAGE], (1, 1 << 31, None), "pad_h and pad_w must be from 0 to 2^30, got 1 and 2147483648"),
+    ("circular_pad2d", [("1 1 0 3",)], (1, 1, None), "x must have a pixel in each direction that is padded"),
+    ("circular_pad2d", [("1 1 3 0",)], (0, 1, None), "x must have a pixel in each direction that is padded"),
+    ("circular_pad2d", [("2 1 3 3",)], (1, 1, CHOICE), "index must have shape (N,) = (2,), got (1,)"),
+    ("circular_fold2d", [SIDE], (1, 0, None), "grad must have a pixel in each direction that is padded"),
+    ("circular_fold2d", [SIDE], (0, 2, None), "grad must have a pixel in each direction that is padded"),
+    ("circular_fold2d", [SIDE], (-1, 1, None), "pad_h and pad_w must be from 0 to 2^30, got -1 and 1"),
+    ("circular_fold2d", [("2 1 3 3",)], (1, 1, CHOICE), "index must have shape (N,) = (2,), got (1,)"),
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (math.nan,), "alpha must be a finite number"),
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (-math.inf,), "alpha must be a finite number"),
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (1e39,), "factor (float32), got 1e+39"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(alpha=math.inf), "alpha must be a finite number"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(alpha=math.nan), "alpha must be a finite number"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(kernel_size=[1]), "kernel_size must have 2 values"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(kernel_size=[1, 1, 1]), "kernel_size must have 2 values"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), IMAGE],
+        conv(kernel_size=[-1, -1]),
+        "kernel_size must be at least 1 and at most",
+    ),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(stride=[0, 1]), "stride must be at least 1 and at most"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], conv(padding=[0, -1]), "padding must be at least 0 and at most"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), IMAGE],
+        conv(dilation=[1, 1 << 31]),
+        "dilation must be at least 1 and at most",
+    ),
+    ("conv_kron_accumulate_", [("9 9",), SIDE], conv(kernel_size=[3, 3]), "does not fit the padded image (2, 2)"),
+    ("conv_kron_accumulate_", [("3 3",), SIDE], conv(kernel_size=[1, 3]), "does not fit the padded image (2, 2)"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), SIDE],
+        conv(padding=[1, 3]),
+        "circular padding must not exceed the image (2, 2)",
+    ),
+    ("conv_kron_accumulate_", [("4 4",), IMAGE], conv(), "(C*kh*kw, C*kh*kw) = (1, 1), got (4, 4)"),
+    ("kron_evidence_derivative", [("4",), ("1 5", INT64), ("2", INT64), ("1",)], (1,), "from 2 to 12, got 1"),
+    ("kron_evidence_derivative", [("4",), ("1 5", INT64), ("2", INT64), ("1",)], (13,), "from 2 to 12, got 13"),
+    ("kron_evidence_derivative", [("4",), ("1 5", INT64), ("0", INT64), ("0",)], (2,), "B + 1 entries, got none"),
+    ("kron_evidence_derivative", [("4",), ("1 5", INT64), ("2", INT64), ("2",)], (2,), "(B,) = (1,), got (2,)"),
+]
+
+
+def ones(axes: str, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.ones([int(size) for size in axes.split()], dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(("name", "made", "rest", "words"), VALUES)
+def test_values_are_refused_in_the_same_words_with_and_without_memory(name, made, rest, words):
+    args = [*made, *rest]
+    cpu, meta = (
+        refusal(name, [ones(a[0], [*a, torch.float32][1], d) if isinstance(a, tuple) else a for a in args])
+        for d in ("cpu", "meta")
+    )
+    assert words in cpu
+    assert meta == cpu
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layouts_that_no_kernel_can_write_or_read_are_refused_with_and_without_memory(device):
+    square = torch.ones(1, 4, 4, device=device)[:, ::2, ::2]
+    words = "factor must be contiguous, it is updated in place"
+    assert words in refusal("kron_accumulate_", (square, torch.ones(3, 1, 2, device=device), 1.0))
+    assert words in refusal("conv_kron_accumulate_", (square[0], torch.ones(1, 2, 2, 2, device=device), *PLAIN_CONV))
+    spectra = torch.ones(4, device=device), torch.ones(5, 2, dtype=INT64, device=device).T
+    starts, log_ratio = torch.ones(4, dtype=INT64, device=device)[::2], torch.ones(1, device=device)
+    words = "tiles and starts must be contiguous"
+    for tiles, start in ((spectra[1], starts.contiguous()), (spectra[1].contiguous(), starts)):
+        assert words in refusal("kron_evidence_derivative", (spectra[0], tiles, start, log_ratio, 2))
+
+
+@pytest.mark.parametrize(("call", "target", "read"), [
+    (lambda f, x: ops.kron_accumulate_(f, x), (1, 2, 2), (3, 1, 2)),
+    (lambda f, x: ops.conv_kron_accumulate_(f, x, 1), (2, 2), (3, 2, 1, 1)),
+])  # fmt: skip
+def test_a_factor_that_shares_memory_is_refused_under_vmap(call, target, read):
+    """Between its entries, or with what is read; whether or not a copy is made of it. What only lies beside it is taken."""
+    memory, x = torch.arange(40.0), torch.randn(2, *read)
+    before = memory.clone()
+    shared = memory[:4].view(target).expand(2, *target)
+    sliding = memory.as_strided((2, *target), (1, *memory[:4].view(target).stride()))
+    for factor in (shared, sliding):
+        with pytest.raises(RuntimeError, match="factor must not share memory between entries of the vmapped axis"):
+            torch.vmap(call)(factor, x)
+    apart = {False: memory[:8].view(2, *target), True: memory[:8].view(*target, 2).movedim(-1, 0)}
+    for factor in apart.values():
+        for nested in (False, True):
+            overlapping = memory[7:19].view(2, *read)
+            mapped = torch.vmap(torch.vmap(call)) if nested else torch.vmap(call)
+            args = (factor[None], overlapping[None]) if nested else (factor, overlapping)
+            with pytest.raises(RuntimeError, match=r"(rows|x) must not share memory with factor"):
+                mapped(*args)
+    assert torch.equal(memory, before)
+    for factor in apart.values():
+        beside = memory[8:20].view(2, *read)
+        expected = factor.clone() + torch.einsum("bni,bnj->bij", *[beside.reshape(2, 3, 2)] * 2).view(2, *target)
+        torch.vmap(call)(factor, beside)
+        torch.testing.assert_close(factor, expected)
+
+
+@pytest.mark.parametrize("name", ["polyphase_select", "polyphase_scatter", "circular_pad2d", "circular_fold2d"])
+def test_a_virtual_batch_whose_index_does_not_fit_memory_is_refused(name):
+    """Of images without channels, so that the index alone takes memory."""
+    images = torch.ones(()).expand(1 << 46, 0, 2, 2)
+    index = torch.zeros((), dtype=INT64).expand(1 << 46)
+    pads = (0, 0) if name.startswith("circular") else ()
+    assert f"{name}: the system has no memory left for the index" in refusal(name, (images, *pads, index))
+    if pads:
+        assert getattr(torch.ops.ella_cuda, name)(images, *pads, None).shape == images.shape

@@ -14,8 +14,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 # Threads of GNU's OpenMP that have no work spin so many turns before they sleep. By default that is longer than a time slice: a thread
@@ -30,6 +31,9 @@ CHOICES, OTHERS = (
 NOTE = "ELLA_CUDA_THREADS"  # the environment variable that says what was chosen and why, for `info` and the folder of a run
 SAMPLE = 0.15  # seconds
 BUSY = 0.3  # cores; less is what any system does by itself
+PATIENCE = 3.0  # seconds that an interruption waits for an import to end
+AGAIN = 0.1  # seconds after which an interruption that got lost comes again
+TIMERS = hasattr(signal, "setitimer")
 
 
 def main() -> int:
@@ -127,30 +131,87 @@ def _quota(root: Path) -> float:
 class Stop:
     """Signals that end the command: the first as an interruption that can be tidied up after, a second at once.
 
-    Until :attr:`cleanly` is set there is nothing to tidy up, and the first ends the command at once too: an exception in the middle of an
-    import may come out as anything.
+    Until :attr:`cleanly` is set there is nothing to tidy up, and the first ends the command at once too.
+
+    An interruption waits until an import has ended, at most :data:`PATIENCE`: in the middle of one it may come out as anything. Where it
+    gets lost, in what catches everything or in a destructor, it comes again.
 
     Attributes:
+        cleanly: whether the first signal is an interruption.
+        came: whether one was.
         code: the exit code, 128 and the number of the signal that came; that of SIGINT if none did.
     """
 
     def __init__(self) -> None:
-        self.cleanly = False
+        self.cleanly = self.came = False
         self.code = 128 + signal.SIGINT
+        self._patient_until = math.inf
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             # Ignored signals stay ignored: of a shell's background jobs, or under nohup.
             if number is not None and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 signal.signal(number, self._received)
 
-    def _received(self, number: int, frame: Any) -> None:
+    def end(self) -> None:
+        """Have no interruption come from here on, nor come again: the command has ended."""
+        self.cleanly = False
+        if TIMERS and self.came:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
         self.code = 128 + number
-        if self.cleanly:
-            self.cleanly = False
-            raise KeyboardInterrupt
-        with contextlib.suppress(OSError):
-            os.write(2, b"ella-cuda: interrupted\n")
-        os._exit(self.code)
+        if self.came or not self.cleanly:
+            with contextlib.suppress(OSError):
+                os.write(2, b"ella-cuda: interrupted\n")
+            os._exit(self.code)
+        self.came = True
+        self._patient_until = time.monotonic() + PATIENCE
+        sys.unraisablehook = _quiet_hook(sys.unraisablehook)
+        sys.excepthook = _quiet_hook(sys.excepthook)
+        if TIMERS:
+            signal.signal(signal.SIGALRM, self._interrupt)
+        self._interrupt(number, frame)
+
+    def _interrupt(self, _: int, frame: FrameType | None) -> None:
+        """Raise the interruption, unless it is on its way, and look again later whether it has arrived."""
+        if not self.cleanly:
+            return
+        if TIMERS:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+            if _on_its_way(sys.exc_info()[1]) or (_imports(frame) and time.monotonic() < self._patient_until):
+                return
+        raise KeyboardInterrupt
+
+
+def _on_its_way(error: BaseException | None) -> bool:
+    """Whether an exception that is being handled is an interruption, or came of one."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a frame is within an import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _quiet_hook(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that shows exceptions which are lost, but for interruptions: those come again."""
+
+    def show(*lost: Any) -> None:
+        kind = lost[0] if isinstance(lost[0], type) else lost[0].exc_type  # excepthook's, or unraisablehook's
+        if not issubclass(kind, KeyboardInterrupt):
+            hook(*lost)
+
+    return show
 
 
 def open_closed_streams() -> None:

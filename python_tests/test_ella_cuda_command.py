@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -278,6 +279,85 @@ def test_a_signal_during_the_import_is_one_line(number, tmp_path):
     assert (started.returncode, out, err) == (128 + number, "", "ella-cuda: interrupted\n")
 
 
+# Packages that are imported late, each of which says when a signal is due; imports or calls go on for a minute.
+LATE = {
+    "an import that swallows": "try:\n    due()\nexcept BaseException:\n    pass\ndef load_digits(): time.sleep(60)\n",
+    "an import that converts": "try:\n    due()\nexcept BaseException:\n    raise ImportError('no') from None\n",
+    "an import that ends soon": "due(1.0)\ndef load_digits(): time.sleep(60)\n",
+    "a destructor": "class A:\n    def __del__(self): due()\ndef load_digits():\n    A()\n    time.sleep(60)\n",
+    "a call that swallows": (
+        "def load_digits():\n    try:\n        due()\n    except BaseException:\n        pass\n    time.sleep(60)\n"
+    ),
+    "a call that converts": (
+        "def load_digits():\n    try:\n        due()\n    except BaseException:\n        raise ValueError('no') from None\n"
+    ),
+    "a call that swallows and returns": (
+        "def load_digits():\n    try:\n        due()\n    except BaseException:\n        raise SystemExit(0) from None\n"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [*zip(LATE, itertools.cycle([signal.SIGINT, signal.SIGTERM]), strict=False)]
+)
+def test_a_signal_that_gets_lost_or_converted_is_an_interruption(kind, number, tmp_path):
+    begun = tmp_path / "begun"
+    due = f"import time\ndef due(seconds=60):\n    open({str(begun)!r}, 'w').close()\n    time.sleep(seconds)\n"
+    (tmp_path / "sklearn").mkdir()
+    (tmp_path / "sklearn/__init__.py").write_text("")
+    (tmp_path / "sklearn/datasets.py").write_text(due + LATE[kind])
+    started = start(TINY.split(), tmp_path, "command.PATIENCE = 0.2" if "soon" not in kind else "", first=str(tmp_path))
+    wait_for(begun, started)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=30)
+    assert (started.returncode, out, err) == (128 + number, "", "ella-cuda: interrupted\n")
+
+
+def test_an_interruption_leaves_imports_whole_and_what_is_tidied_up_alone(tmp_path):
+    """It waits for an import to end, and does not come again in what is done because of it, however long that takes."""
+    (tmp_path / "late.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\nwhole = True\n")
+    code = """
+import sys, time
+import ella_cuda_command as command
+stop = command.Stop()
+stop.cleanly = True
+try:
+    try:
+        import late
+        time.sleep(60)
+    finally:
+        time.sleep(5 * command.AGAIN)
+        print("tidied", sys.modules["late"].whole)
+except KeyboardInterrupt:
+    stop.end()
+time.sleep(3 * command.AGAIN)
+print(stop.came, stop.code)
+"""
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, env=environment(first=str(tmp_path)), capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("tidied True\nTrue 143\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number):
+    """As those of a shell's background jobs, or under nohup."""
+    code = f"""
+import os, signal
+import ella_cuda_command as command
+signal.signal({int(number)}, signal.SIG_IGN)
+stop = command.Stop()
+stop.cleanly = True
+os.kill(os.getpid(), {int(number)})
+print(stop.came)
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+except KeyboardInterrupt:
+    print("others are not")
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\nothers are not\n", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, "1"), (signal.SIGHUP, "2")])
 def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number, jobs, tmp_path):
@@ -290,13 +370,16 @@ def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number,
     assert err == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
 
 
-def start(options: list[str], cwd: Path, **env: str) -> subprocess.Popen[str]:
+def start(options: list[str], cwd: Path, before: str = "", **env: str) -> subprocess.Popen[str]:
+    """The command, after those statements."""
+    code = f"import sys\nimport ella_cuda_command as command\n{before}\nsys.exit(command.main())"
+
     def defaults() -> None:  # what starts the tests may ignore them
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
 
     return subprocess.Popen(
-        [sys.executable, "-m", "ella_cuda_command", *options],
+        [sys.executable, "-c", code, *options],
         cwd=cwd,
         env=environment(**env),
         stdout=subprocess.PIPE,

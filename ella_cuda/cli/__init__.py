@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
         interrupted (128 and the signal's number).
     """
     verbose = False
+    interruption: BaseException | None = None
     try:
         if stop is not None:
             stop.cleanly = True
@@ -40,18 +41,32 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _warner()
             code = int(args.command(args))
-    except SystemExit as done:  # argparse has said what is wrong, or printed the help
-        code = int(done.code or 0)
-    except UsageError as error:
-        code = _fail("wrong usage", error, verbose, USAGE)
-    except KeyboardInterrupt as interruption:
-        _complain("; ".join(("interrupted", *map(str, interruption.args))))
+        if stop is not None:
+            stop.end()
+    except BaseException as error:
+        if stop is not None:
+            stop.end()  # before the exception is dealt with: an interruption that got lost would come again
+        if isinstance(error, KeyboardInterrupt):
+            interruption = error
+        elif not (stop is not None and stop.came):  # what came of an interruption says nothing else
+            code = _code_of(error, verbose)
+    if interruption is not None or (stop is not None and stop.came):
+        _complain("; ".join(("interrupted", *map(str, getattr(interruption, "args", ())))))
         code = INTERRUPTED if stop is None else stop.code
-    except BrokenPipeError:  # whoever read our output has left
-        code = FAILED
-    except Exception as error:
-        code = _fail("failed", error, verbose, FAILED)
     return code if _flushed() else code or FAILED
+
+
+def _code_of(error: BaseException, verbose: bool) -> int:
+    """The exit code of what ended the command, which is said here."""
+    if isinstance(error, SystemExit):  # argparse has said what is wrong, or printed the help
+        return int(error.code or 0)
+    if isinstance(error, UsageError):
+        return _fail("wrong usage", error, verbose, USAGE)
+    if isinstance(error, BrokenPipeError):  # whoever read our output has left
+        return FAILED
+    if isinstance(error, Exception):
+        return _fail("failed", error, verbose, FAILED)
+    raise error
 
 
 def _flushed() -> bool:

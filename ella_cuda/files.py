@@ -73,12 +73,18 @@ def read_json(path: Path, advice: str) -> Any:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8 or not JSON; the message names the file.
+        ValueError: not UTF-8, not JSON, whose numbers are finite, or a folder; the message names the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except IsADirectoryError as error:
+        raise damaged(path, "a folder", advice) from error
+    except (ValueError, RecursionError) as error:  # a ValueError of its own kind or, for too many digits, of int's
         raise damaged(path, error, advice) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def damaged(path: Path, why: object, advice: str) -> ValueError:

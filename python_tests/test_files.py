@@ -125,8 +125,18 @@ def test_threads_that_write_one_file_leave_one_of_their_texts_whole(tmp_path):
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"{", b"[" * 100_000], ids=["not UTF-8", "cut", "too deep"])
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe{}", b"{", b"[" * 100_000, b"9" * 10_000, b'{"a": NaN}', b"[-Infinity]"],
+    ids=["not UTF-8", "cut", "too deep", "too many digits", "no number", "infinite"],
+)
 def test_json_that_cannot_be_read_names_its_file(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.json is damaged or of another version \(.*\); do this\.$"):
+        read_json(tmp_path / "a.json", "do this")
+
+
+def test_a_folder_in_place_of_json_is_named(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(ValueError, match=r"a\.json is damaged or of another version \(a folder\); do this\.$"):
         read_json(tmp_path / "a.json", "do this")

@@ -237,6 +237,54 @@ def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, chang
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
 
 
+@pytest.mark.parametrize("done", [False, True])
+def test_a_configuration_without_its_digest_is_refused(tmp_path, monkeypatch, capsys, done):
+    config = small(epochs=1 if done else 3)
+    if done:
+        run_grid([config], tmp_path, progress=False)
+    else:
+        begun(config, tmp_path, monkeypatch)
+    edit(tmp_path / "config.json", lambda c: (c["runs"][0].update(lr=0.5), c.pop("digest")))
+    assert cli.main(["train", "--resume", str(tmp_path)]) == 2
+    assert "config.json was edited after the runs began: its digest is gone. Undo the edit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_folder_of_a_version_without_digests_can_be_gone_on_with(tmp_path, monkeypatch, done):
+    configs = [small(epochs=1), small(epochs=3, seed=1)]
+    if done:
+        run_grid(configs[:1], tmp_path, progress=False)
+        edit(tmp_path / "config.json", lambda c: c["runs"].append(dataclasses.asdict(configs[1])))
+        edit(tmp_path / "summary.json", lambda rows: rows[0].pop("digest"))
+    else:
+        monkeypatch.setattr("ella_cuda.experiments.grid.run_one", lambda *_, **__: raise_(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            run_grid(configs, tmp_path, progress=False)
+        monkeypatch.undo()
+    edit(tmp_path / "config.json", lambda c: c.pop("digest"))
+    for path in tmp_path.glob("*/progress.json"):
+        edit(path, lambda diary: diary.pop("digest"))
+    for _ in range(2):
+        assert len(run_grid(configs, tmp_path, progress=False)) == 2
+        assert experiments.read_grid(tmp_path)[0] == configs
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("change", "why"), [(lambda r: r.clear(), "no run is in it"), (lambda r: r.append(r[0]), "twice")]
+)
+def test_a_configuration_without_runs_or_with_one_twice_is_named(tmp_path, capsys, change, why):
+    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [dataclasses.asdict(small())]}))
+    edit(tmp_path / "config.json", lambda c: change(c["runs"]))
+    for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
+        assert cli.main(args) == 2
+        err = capsys.readouterr().err
+        assert "config.json is damaged or of another version (" in err and why in err and "start anew" in err
+
+
 def test_a_run_is_asked_whether_it_is_of_the_configuration(tmp_path, monkeypatch):
     """Whatever the folder says: a run of another batch size, seed, augmentation or choice of images has another checkpoint."""
     config = small()

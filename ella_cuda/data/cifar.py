@@ -80,8 +80,8 @@ def read_archive(path: Path, names: Sequence[str]) -> dict[str, bytes]:
         name -> content.
 
     Raises:
-        ValueError: not a gzip-compressed tar archive, damaged or truncated, a file missing or larger than any of
-            CIFAR's.
+        ValueError: not a gzip-compressed tar archive, damaged or truncated, a file missing, there twice, or larger than any
+            of CIFAR's.
     """
     found: dict[str, bytes] = {}
     try:
@@ -96,8 +96,12 @@ def read_archive(path: Path, names: Sequence[str]) -> dict[str, bytes]:
                             f"{path}: {name} has {member.size} bytes, more than the {MAX_MEMBER_BYTES} that are read; "
                             f"fetch the archive again."
                         )
+                    if member.size < 0:
+                        raise ValueError(f"{path}: {name} has {member.size} bytes; fetch the archive again.")
                     if name not in names or not member.isreg():
                         continue
+                    if name in found:
+                        raise ValueError(f"{path} has {name} twice in it; fetch it again.")
                     found[name] = archive.extractfile(member).read()  # type: ignore[union-attr]
             bounded.left_here = bounded.left
             while bounded.read(1 << 20):

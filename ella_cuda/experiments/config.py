@@ -13,7 +13,7 @@ from ella_cuda.groups import GROUPS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
-from ella_cuda.ops.basis import BASIS_KINDS
+from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
 
 OBJECTIVES = ("map", "evidence")
 RESTARTS = ("none", "evidence")  # of the learning rate
@@ -37,6 +37,8 @@ WHOLE: dict[str, tuple[int, int]] = {
     "fan_in_limit": (1, MANY),
     "evidence_batch_size": (1, MANY),
 }
+SINGLE = (2.0**-126, 2.0**128 - 2.0**104)  # of single precision, the least number that is not subnormal, and the most
+LEAST_HOLDOUT = 1e-6  # of the images of any data set here, less than one
 REAL = (
     "lr",
     "lr_hyp",
@@ -200,14 +202,25 @@ class RunConfig:
         for name in ("lr", "lr_hyp", "lr_lengthscales", "lr_anchors", "prior_prec_init", "inverse_lengthscale"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-        if self.cooldown is not None and not 0 < self.cooldown <= 1:
-            raise ValueError(f"cooldown must be above 0 and at most 1, got {self.cooldown}.")
+            least, most = SINGLE[0], LARGEST_INVERSE_LENGTHSCALE if name == "inverse_lengthscale" else SINGLE[1]
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} must be at least {least:.3g} and at most {most:.3g}, as single precision holds it, got {getattr(self, name)}."
+                )
+        if self.cooldown is not None and not SINGLE[0] <= self.cooldown <= 1:
+            raise ValueError(
+                f"cooldown must be above 0, by {SINGLE[0]:.3g} or more, and at most 1, got {self.cooldown}."
+            )
         if self.restarts != "none" and self.cooldown is None:
             raise ValueError(f"restarts={self.restarts!r} needs a cooldown, got None; give one, or restarts='none'.")
         if not 0 <= self.column_tolerance < 1:
             raise ValueError(f"column_tolerance must be at least 0 and less than 1, got {self.column_tolerance}.")
-        if self.holdout is not None and not 0 < self.holdout < 1:
-            raise ValueError(f"holdout must lie between 0 and 1, got {self.holdout}.")
+        if self.column_tolerance and self.column_tolerance < SINGLE[0]:
+            raise ValueError(f"column_tolerance must be 0 or at least {SINGLE[0]:.3g}, got {self.column_tolerance}.")
+        if self.holdout is not None and not LEAST_HOLDOUT <= self.holdout <= 1 - LEAST_HOLDOUT:
+            raise ValueError(
+                f"holdout must lie between {LEAST_HOLDOUT:g} and {1 - LEAST_HOLDOUT:g}, got {self.holdout}: images are needed on both sides."
+            )
 
     def _check_numbers(self) -> None:
         """Raise ValueError for what is no number or is out of range; make Python's numbers of others'."""

@@ -54,14 +54,29 @@ def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[st
         raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
     if wrong := _missing(stored, {"runs": list, "options": dict}):
         raise damaged(path, wrong, GRID_ADVICE)
+    edited = (
+        "{path} was edited after the runs began: its digest {what}. Undo the edit, or start anew in another folder."
+    )
     if not fits_seal(stored):
-        raise ValueError(
-            f"{path} was edited after the runs began: its digest does not fit. Undo the edit, or start anew in another folder."
-        )
+        raise ValueError(edited.format(path=path, what="does not fit"))
     try:
-        return [RunConfig(**run) for run in stored["runs"]], stored["options"]
+        configs = [RunConfig(**run) for run in stored["runs"]]
     except (TypeError, ValueError) as error:
         raise damaged(path, error, GRID_ADVICE) from error
+    names = [config.name for config in configs]
+    if not names or len(set(names)) < len(names):
+        raise damaged(path, "a run is in it twice" if names else "no run is in it", GRID_ADVICE)
+    if DIGEST not in stored and _begun_sealed(Path(out_dir)):
+        raise ValueError(edited.format(path=path, what="is gone"))
+    return configs, stored["options"]
+
+
+def _begun_sealed(out_dir: Path) -> bool:
+    """Whether all rows and diaries have a digest, and there are some: the version that began the folder gave its grid one too."""
+    files = [file for file in (out_dir / SUMMARY_FILE, *out_dir.glob(f"*/{DIARY_FILE}")) if file.is_file()]
+    contents = [read_json(file, SUMMARY_ADVICE) for file in files]
+    entries = [entry for content in contents for entry in (content if isinstance(content, list) else [content])]
+    return bool(entries) and all(isinstance(entry, dict) and DIGEST in entry for entry in entries)
 
 
 def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -21,11 +21,11 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
-from ella_cuda.digest import sealed
+from ella_cuda.digest import DIGEST, sealed
 from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
-from ella_cuda.experiments.folder import read_diary, read_grid, read_running, read_summary
+from ella_cuda.experiments.folder import GRID_ADVICE, read_diary, read_grid, read_running, read_summary
 from ella_cuda.experiments.run import prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, write_file
@@ -116,6 +116,11 @@ def _run_grid(
     if config_path.exists():
         if read_grid(out_dir)[0] != list(configs):
             raise ValueError(f"{out_dir} belongs to other runs (see {config_path}); choose another folder.")
+        stored = read_json(config_path, GRID_ADVICE)
+        if (
+            DIGEST not in stored and not (out_dir / SUMMARY_FILE).exists()
+        ):  # of an older version: its rows are sealed from here on
+            write_file(config_path, json.dumps(sealed(stored), indent=1))
     else:
         if (out_dir / SUMMARY_FILE).exists():
             raise ValueError(

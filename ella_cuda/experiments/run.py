@@ -56,7 +56,10 @@ def prepare(
     """
     dataset = load(data, data_dir, download)
     if holdout_fraction is not None:
-        dataset = holdout(dataset, holdout_fraction, data_seed)
+        try:
+            dataset = holdout(dataset, holdout_fraction, data_seed)
+        except ValueError as error:
+            raise ValueError(f"holdout: {error}") from error
     if train_size is not None:
         dataset = subsample(dataset, train_size, data_seed)
     made = normalize(make_task(dataset, task, image_size, data_seed))

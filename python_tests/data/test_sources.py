@@ -432,6 +432,32 @@ def test_a_file_too_large_for_cifar_is_not_read(tmp_path, monkeypatch):
         load("cifar100", tmp_path)
 
 
+def test_an_archive_with_a_file_twice_is_refused_before_it_is_read_again(tmp_path):
+    size = 40_000_000
+    header = tarfile.TarInfo("a")
+    header.size = size
+    with gzip.open(tmp_path / "a.tar.gz", "wb", compresslevel=1) as file:
+        for name in ("a", "./a"):
+            header.name = name
+            file.write(header.tobuf(tarfile.GNU_FORMAT) + bytes(-(-size // 512) * 512))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"a\.tar\.gz has a twice in it"):
+            read_archive(tmp_path / "a.tar.gz", ["a"])
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * size  # its parts, and the whole
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_archive_with_a_file_of_negative_size_is_refused(tmp_path, name):
+    header = tarfile.TarInfo(name)
+    header.size = -1
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)))
+    with pytest.raises(ValueError, match=rf"a\.tar\.gz.*({name} has -1 bytes|damaged or truncated)"):
+        read_archive(tmp_path / "a.tar.gz", ["a"])
+
+
 def digests(folder: Path) -> dict[str, str]:
     """The MD5 of every file's content, compressed or not, by its name without .gz."""
     contents = {p.name.removesuffix(".gz"): p for p in folder.iterdir()}

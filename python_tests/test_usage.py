@@ -106,7 +106,11 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
             "prior_prec_init must be positive",
             "positive and finite, got -1.0. (given: --prior-prec-init)",
         ),
-        (["train", "--prior-prec-init", "1e-39"], "prior_prec_init must be at least 1.18e-38", "(given: --prior-prec-init)"),
+        (
+            ["train", "--prior-prec-init", "1e-39"],
+            "prior_prec_init must be at least 1.18e-38",
+            "(given: --prior-prec-init)",
+        ),
         (["train", "--holdout", "1e-30"], "holdout must lie between 1e-06", "(given: --holdout)"),
         (
             ["train", "--layer", "s_fc", "--inverse-lengthscale", "1e300"],

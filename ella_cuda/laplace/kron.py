@@ -116,7 +116,10 @@ class KronLaplace:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
         likelihood = check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
-        fisher, resolution = check_choice("fisher", fisher, FISHERS), check_choice("resolution", resolution, RESOLUTIONS)
+        fisher, resolution = (
+            check_choice("fisher", fisher, FISHERS),
+            check_choice("resolution", resolution, RESOLUTIONS),
+        )
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if memory_budget is not None and memory_budget < 1:

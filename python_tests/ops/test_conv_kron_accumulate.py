@@ -271,3 +271,16 @@ def test_a_float64_factor_loses_nothing_of_short_float32_sums(shape, kernel, mod
     else:
         assert torch.equal(got, expected)
     assert torch.equal(got, got.T)
+
+
+def test_vmap_inside_a_compiled_function_and_inside_vmap():
+    def accumulate(factor, x):
+        return ops.conv_kron_accumulate_(factor, x, 1)
+
+    images = torch.randn(2, 3, 4, 2, 1, 5)
+    expected = torch.einsum("abncij,abndij->abcd", images, images)
+    nested, compiled = torch.zeros(2, 3, 2, 2), torch.zeros(2, 2, 2)
+    torch.vmap(torch.vmap(accumulate))(nested, images)
+    torch.testing.assert_close(nested, expected)
+    torch.compile(torch.vmap(accumulate), backend="aot_eager", fullgraph=True)(compiled, images[:, 0])
+    torch.testing.assert_close(compiled, expected[:, 0])

@@ -11,6 +11,7 @@ import errno
 import io
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -28,6 +29,7 @@ CHOICES, OTHERS = (
     ("OMP_", "GOMP_", "KMP_", "MKL_NUM_THREADS", "MKL_DYNAMIC"),
     ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
 )
+THREADS = re.compile(r"\+?0*[1-9]\d*(\s*,\s*\+?0*[1-9]\d*)*")  # what OpenMP takes: one number for each level of nesting
 NOTE = "ELLA_CUDA_THREADS"  # the environment variable that says what was chosen and why, for `info` and the folder of a run
 SAMPLE = 0.15  # seconds
 BUSY = 0.3  # cores; less is what any system does by itself
@@ -53,16 +55,20 @@ def main() -> int:
 
 
 def choose_threads(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> dict[str, str]:
-    """The environment variables that fit torch's threads to the cores that are free now; none where the user has set one of them, or
-    the system is not Linux.
+    """The environment variables that fit torch's threads to the cores that are free now; none where the user has set one of them, to
+    more than an empty word, or the system is not Linux.
 
     The number of threads follows from what this process may use alone, its CPU affinity and its control groups' quota: results depend on
     it by rounding, and are not to depend on what else runs. How threads wait follows from what else runs too.
     """
     if NOTE in environ or not sys.platform.startswith("linux"):
         return {}
-    if set_by_user := sorted(n for n in environ if n.startswith(CHOICES) and n not in OTHERS):
-        return {NOTE: f"by the environment: {', '.join(f'{n}={environ[n]}' for n in set_by_user)}"}
+    if set_by_user := sorted(n for n in environ if n.startswith(CHOICES) and n not in OTHERS and environ[n].strip()):
+        note = f"by the environment: {', '.join(f'{n}={environ[n]}' for n in set_by_user)}"
+        threads = environ.get("OMP_NUM_THREADS", "").strip()
+        if threads and not THREADS.fullmatch(threads):
+            note += "; OMP_NUM_THREADS is not a number of threads, and OpenMP ignores it"
+        return {NOTE: note}
     allowed = os.sched_getaffinity(0)
     quota = _quota(root)
     cores = min(len(allowed), quota)

@@ -82,6 +82,27 @@ def test_what_the_user_set_is_kept(tmp_path, monkeypatch, name):
 
 
 @linux
+@pytest.mark.parametrize(
+    ("value", "ignored"),
+    [("many", True), ("0", True), ("-2", True), ("2.5", True), ("2 ", False), ("4,2", False), ("16", False)],
+)
+def test_a_number_of_threads_that_is_none_is_said_to_be_ignored(tmp_path, monkeypatch, value, ignored):
+    Machine(tmp_path, monkeypatch, ONE_BUSY)
+    chosen = command.choose_threads({"OMP_NUM_THREADS": value}, tmp_path)
+    why = "; OMP_NUM_THREADS is not a number of threads, and OpenMP ignores it" if ignored else ""
+    assert chosen == {command.NOTE: f"by the environment: OMP_NUM_THREADS={value}{why}"}
+
+
+@linux
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_word_is_no_choice(tmp_path, monkeypatch, value):
+    machine = Machine(tmp_path, monkeypatch, ALONE)
+    machine.write("sys/fs/cgroup/cpu.max", "100000 100000\n")
+    chosen = command.choose_threads({"OMP_NUM_THREADS": value}, tmp_path)
+    assert chosen["OMP_NUM_THREADS"] == "1" and "were free at the start" in chosen[command.NOTE]
+
+
+@linux
 def test_what_says_nothing_of_threads_is_no_choice(tmp_path, monkeypatch):
     Machine(tmp_path, monkeypatch, ONE_BUSY)
     assert "GOMP_SPINCOUNT" in command.choose_threads({"KMP_DUPLICATE_LIB_OK": "True", "PATH": "/bin"}, tmp_path)
@@ -94,6 +115,7 @@ def test_what_says_nothing_of_threads_is_no_choice(tmp_path, monkeypatch):
     [
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, "1"),
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "cpu.max": "50000 100000"}, "1"),
+        ("0::/a/b\n", {"a/b/cpu.max": "150000 100000", "a/cpu.max": "800000 100000"}, "1"),
         ("0::/not/mounted\n", {"cpu.max": "100000 100000"}, "1"),
         ("2:cpu:/a\n1:name=x:/\n", {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "100000"}, "1"),
         ("2:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, None),
@@ -208,8 +230,9 @@ def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-def test_output_that_cannot_be_written_is_a_failure_in_one_line(tmp_path):
-    done = shell("--version >/dev/full", tmp_path)
+@pytest.mark.parametrize("line", ["--version", "--help", "train --help"])
+def test_output_that_cannot_be_written_is_a_failure_in_one_line(line, tmp_path):
+    done = shell(f"{line} >/dev/full", tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "the output could not be written" in done.stderr
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
     if interruption is not None or (stop is not None and stop.came):
         _complain("; ".join(("interrupted", *map(str, getattr(interruption, "args", ())))))
         code = INTERRUPTED if stop is None else stop.code
-    return code if _flushed() else code or FAILED
+    return code if _flushed(failed=code != 0) else code or FAILED
 
 
 def _code_of(error: BaseException, verbose: bool) -> int:
@@ -69,8 +69,9 @@ def _code_of(error: BaseException, verbose: bool) -> int:
     raise error
 
 
-def _flushed() -> bool:
-    """Write out what was printed, here, where it may fail; what cannot be written then goes nowhere."""
+def _flushed(failed: bool) -> bool:
+    """Write out what was printed, here, where it may fail; what cannot be written then goes nowhere, and is spoken of unless the command
+    has failed already, and said so."""
     whole = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -78,7 +79,7 @@ def _flushed() -> bool:
         except OSError as error:
             whole = False
             lead_nowhere(stream.fileno())
-            if not isinstance(error, BrokenPipeError):
+            if not failed and not isinstance(error, BrokenPipeError):
                 _complain(f"failed: the output could not be written: {error}")
     return whole
 
@@ -111,7 +112,19 @@ def _fail(what: str, error: Exception, verbose: bool, code: int) -> int:
     return code
 
 
-class _Command(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help fails where it cannot be written; argparse keeps silent."""
+
+    def print_help(self, file: Any = None) -> None:
+        try:
+            print(self.format_help(), end="", file=file, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(f"the output could not be written: {error}") from error
+
+
+class _Command(_Parser):
     """A command's parser, which refuses unknown options itself: the top level, to which argparse leaves them, knows no usage of them."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
@@ -123,7 +136,7 @@ class _Command(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
+    parser = _Parser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
     parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     add_train(commands)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import pickle
 import random
 import re
@@ -77,8 +79,10 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
         try:
             with open(name, "wb") as file:  # by a name torch would store it in the file
                 torch.save(_plain({"format": FORMAT, **state}), file)
-        except RuntimeError as error:  # torch's word for a failed write
-            raise OSError(str(error)) from error
+        except RuntimeError as error:  # torch's word for a failed write, or for its end after one
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
 
     write_file(path, save)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -40,6 +44,29 @@ def test_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
     ):
         save_checkpoint(path, {"epoch": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+    assert read_checkpoint(path)["epoch"] == 1
+
+
+def test_a_write_that_the_system_cuts_short_is_said_in_the_systems_words(tmp_path):
+    """The operating system refuses to go on writing, of which torch makes an error of its own."""
+    code = """
+import resource, signal, sys, torch
+from ella_cuda.training.checkpoint import save_checkpoint
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    save_checkpoint(sys.argv[1], {"tensor": torch.zeros(100_000)})
+except OSError as error:
+    print(error.errno == 27, error)
+"""
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, {"epoch": 1})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    call = [sys.executable, "-c", code.replace("27", str(errno.EFBIG)), str(path)]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.startswith(f"True [Errno {errno.EFBIG}] {path} could not be written (File too large); free"), (
+        done
+    )
     assert read_checkpoint(path)["epoch"] == 1
 
 

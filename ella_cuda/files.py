@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable
@@ -76,7 +77,7 @@ def read_json(path: Path, advice: str) -> Any:
         ValueError: not UTF-8, not JSON, whose numbers are finite, or a folder; the message names the file.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except IsADirectoryError as error:
         raise damaged(path, "a folder", advice) from error
     except (ValueError, RecursionError) as error:  # a ValueError of its own kind or, for too many digits, of int's
@@ -90,3 +91,9 @@ def _refuse_constant(name: str) -> None:
 def damaged(path: Path, why: object, advice: str) -> ValueError:
     """The error that says that a file is damaged, why, and what to do."""
     return ValueError(f"{path} is damaged or of another version ({why}); {advice}.")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is no finite number")
+    return value

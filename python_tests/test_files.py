@@ -127,8 +127,8 @@ def test_threads_that_write_one_file_leave_one_of_their_texts_whole(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xff\xfe{}", b"{", b"[" * 100_000, b"9" * 10_000, b'{"a": NaN}', b"[-Infinity]"],
-    ids=["not UTF-8", "cut", "too deep", "too many digits", "no number", "infinite"],
+    [b"\xff\xfe{}", b"{", b"[" * 100_000, b"9" * 10_000, b'{"a": NaN}', b"[-Infinity]", b"[1.5, 1e999]"],
+    ids=["not UTF-8", "cut", "too deep", "too many digits", "no number", "infinite", "too large"],
 )
 def test_json_that_cannot_be_read_names_its_file(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)

@@ -216,7 +216,7 @@ def test_sigma_scales_the_curvature():
         expected = expected - 0.5 * (2 * theta.square().sum() + log_det - theta.numel() * math.log(2))
     torch.testing.assert_close(la.log_marginal_likelihood(2.0, sigma), expected, rtol=1e-12, atol=0)
     assert torch.autograd.gradcheck(lambda s: la.log_marginal_likelihood(2.0, s), sigma)
-    gammas = KronLaplace(model, "regression", 2.0, 0.6).fit([(x, y)]).effective_parameters()
+    gammas = KronLaplace(model, "regression", prior_precision=2.0, sigma_noise=0.6).fit([(x, y)]).effective_parameters()
     for name, factor in la.factors.items():
         eigenvalues = torch.linalg.eigvalsh(factor.to_dense()) / 0.6**2
         assert gammas[name] == pytest.approx((eigenvalues / (eigenvalues + 2)).sum().item(), rel=1e-9)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace.second_moment import WHOLE
 
 
 def moment(total: torch.Tensor, rows: int = 1) -> SecondMoment:
@@ -53,8 +54,8 @@ def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not(
 def test_a_layer_that_was_switched_off_is_no_error():
     """Rows of 1e-22 in float32: their products are subnormal, and the rounded sum is indefinite."""
     torch.set_flush_denormal(False)  # which the command turns on for its process
-    dead = SecondMoment(1, 12, torch.zeros((), dtype=torch.float32), "dead (input side)")
-    dead.add(1e-22 * torch.randn(3, 1, 12))
+    dead = SecondMoment(2, 12, torch.zeros((), dtype=torch.float32), "dead (input side)")
+    dead.add(1e-22 * torch.randn(3, 2, 12))
     spectrum = torch.linalg.eigvalsh(dead.total.double())
     assert spectrum.min() < -1e-5 * spectrum.max()
     assert (dead.eigenvalues() >= 0).all()
@@ -76,7 +77,7 @@ def test_a_sum_that_is_not_finite_is_reported(bad):
 
 
 def test_overflow_in_a_fit_names_the_layer():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(2, WHOLE + 1), nn.Linear(WHOLE + 1, 2))
     with torch.no_grad():
         model[0].bias[0] = 1e30
         model[1].weight[:, 0] = 1e-30

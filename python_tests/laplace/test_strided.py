@@ -168,7 +168,7 @@ def test_memory_is_charged_for_what_is_formed(device):
             for rule in run.rules:
                 rule.allocate()
             run.forward(data(device)[0][0])
-            return run._column_bytes
+            return run.column_bytes
 
     whole, pooled = 2 * 8 * 4 * (2 * 64 + 3 * 64), 2 * 8 * 4 * (2 * 64 + 3 * 16)
     assert charged((3, 3), Apart) == whole

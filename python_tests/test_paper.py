@@ -529,6 +529,7 @@ def test_without_a_number_of_both_there_is_no_picture(tmp_path):
 
 
 def test_a_folder_of_other_runs_has_no_comparison(tmp_path):
-    (tmp_path / "config.json").write_text('{"options": {}, "runs": []}')
+    run = dataclasses.asdict(configure("digits", "digit", "conv", "map"))
+    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [run]}))
     with pytest.raises(ValueError, match="not the folder of a table"):
         paper.save_comparison(tmp_path)

@@ -409,7 +409,7 @@ def test_numbers_without_measure_are_wrong_usage_of_tables_too(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "toy", f"--{option}", str(value)]) == 2
     err = capsys.readouterr().err
-    assert f"(--{option})" in err and err.count("\n") == 1
+    assert f"(given: --{option})" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 

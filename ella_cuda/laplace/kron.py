@@ -141,7 +141,8 @@ class KronLaplace:
 
     def __copy__(self) -> KronLaplace:
         """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
-        return copy.deepcopy(self, {id(module): module for module in self.model.modules()})
+        kept = [*self.model.modules(), self._bases]  # the latter knows the model's own bases
+        return copy.deepcopy(self, {id(one): one for one in kept})
 
     def __repr__(self) -> str:
         settings = f"likelihood={self.likelihood!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
     """
     verbose = False
     interruption: BaseException | None = None
+    args = None
     try:
         if stop is not None:
             stop.cleanly = True
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None, stop: Stop | None = None) -> int:
         elif not (stop is not None and stop.came):  # what came of an interruption says nothing else
             code = _code_of(error, verbose)
     if interruption is not None or (stop is not None and stop.came):
-        _complain("; ".join(("interrupted", *map(str, getattr(interruption, "args", ())))))
+        _complain("; ".join(("interrupted", *([args.go_on] if hasattr(args, "go_on") else []))))
         code = INTERRUPTED if stop is None else stop.code
     return code if _flushed(failed=code != 0) else code or FAILED
 

@@ -305,13 +305,11 @@ def do_runs(
     """Do the runs that are not done yet, and print a line for each.
 
     Args:
+        args: of the command; ``go_on`` becomes what an interruption says of how to go on.
         on_row: called after each, when the folder's summary has it.
 
     Returns:
         All rows.
-
-    Raises:
-        KeyboardInterrupt: interrupted; its argument says how to go on.
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
@@ -329,24 +327,21 @@ def do_runs(
         _print_row(row)
         on_row()
 
-    try:
-        return experiments.run_grid(
-            configs,
-            out_dir,
-            options=options,
-            jobs=jobs,
-            progress=interactive,
-            data_dir=args.data_dir,
-            download=bool(args.download),
-            tensorboard=bool(args.tensorboard),
-            cuda_graph=bool(args.cuda_graph),
-            on_begin=begin,
-            on_row=finish,
-        )
-    except KeyboardInterrupt as interruption:
-        where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
-        how = f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
-        raise KeyboardInterrupt(how) from interruption
+    where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+    args.go_on = f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
+    return experiments.run_grid(
+        configs,
+        out_dir,
+        options=options,
+        jobs=jobs,
+        progress=interactive,
+        data_dir=args.data_dir,
+        download=bool(args.download),
+        tensorboard=bool(args.tensorboard),
+        cuda_graph=bool(args.cuda_graph),
+        on_begin=begin,
+        on_row=finish,
+    )
 
 
 def say_written(out_dir: Path) -> None:

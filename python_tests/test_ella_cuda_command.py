@@ -176,9 +176,8 @@ def test_torch_is_loaded_with_what_was_chosen(module, tmp_path):
         for k, v in environment(first=str(tmp_path)).items()
         if not k.startswith(("OMP_", "GOMP_", "MKL_", "ELLA_"))
     }
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--version"], env=env, capture_output=True, text=True, timeout=300
-    )
+    call = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("AT EXIT"))
     spin = line.split()[2]
@@ -187,11 +186,11 @@ def test_torch_is_loaded_with_what_was_chosen(module, tmp_path):
         assert f"GOMP_SPINCOUNT={spin}" in line
 
 
-def test_importing_the_package_or_the_entry_point_changes_nothing():
+def test_importing_the_package_or_the_entry_point_changes_nothing(tmp_path):
     code = "import os, sys\nbefore = dict(os.environ)\nimport ella_cuda_command\nassert 'torch' not in sys.modules\n"
     code += "import ella_cuda\nassert dict(os.environ) == before\nimport signal\n"
     code += "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\nassert sys.stdout is sys.__stdout__"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), check=True, timeout=300)
 
 
 def test_info_says_what_was_chosen(monkeypatch, capsys):

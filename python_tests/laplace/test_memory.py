@@ -39,11 +39,10 @@ print(said, status("VmHWM") - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", ["classes", "wide", "images"])
-def test_the_estimate_is_about_what_a_process_takes(name):
+def test_the_estimate_is_about_what_a_process_takes(name, beside_the_tests):
     """The three sides of it: columns of many classes, eigenvalues of large blocks, activations."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS.format(name=name)], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", PROCESS.format(name=name)]
+    done = subprocess.run(command, cwd=beside_the_tests, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said, taken = map(int, done.stdout.split())
     assert 0.5 < said / taken < 2, (said, taken)

@@ -328,9 +328,10 @@ for n, g, d in [(300, 1, 5), (600, 21, 4), (300, 3, 16), (70, 27, 40), (300, 3, 
 
 
 @pytest.mark.parametrize("capability", checks.KERNEL_SETS)
-def test_float64_factors_in_every_instruction_set(capability):
+def test_float64_factors_in_every_instruction_set(capability, beside_the_tests):
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    subprocess.run([sys.executable, "-c", INSTRUCTION_SETS], check=True, env=environment, timeout=300)
+    command = [sys.executable, "-c", INSTRUCTION_SETS]
+    subprocess.run(command, check=True, env=environment, cwd=beside_the_tests, timeout=300)
 
 
 def test_graphs_are_refused(device):

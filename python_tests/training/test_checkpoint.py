@@ -47,7 +47,7 @@ def test_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
     assert read_checkpoint(path)["epoch"] == 1
 
 
-def test_a_write_that_the_system_cuts_short_is_said_in_the_systems_words(tmp_path):
+def test_a_write_that_the_system_cuts_short_is_said_in_the_systems_words(tmp_path, beside_the_tests):
     """The operating system refuses to go on writing, of which torch makes an error of its own."""
     code = """
 import resource, signal, sys, torch
@@ -63,7 +63,7 @@ except OSError as error:
     save_checkpoint(path, {"epoch": 1})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     call = [sys.executable, "-c", code.replace("27", str(errno.EFBIG)), str(path)]
-    done = subprocess.run(call, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(call, cwd=beside_the_tests, capture_output=True, text=True, timeout=120, env=environment)
     assert done.stdout.startswith(f"True [Errno {errno.EFBIG}] {path} could not be written (File too large); free"), (
         done
     )

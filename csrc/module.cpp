@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "common/cuda_path.h"
 #include "cpu/kernels.h"
 #include "ella_build_info.h"
 
@@ -42,4 +43,8 @@ PYBIND11_MODULE(_C, m) {
         "How this extension was built: version, cuda (version of the toolkit, \"\" if built without), cuda_archs, compiler,\n"
         "torch_headers (version of the torch whose headers were used), cpu_kernels (instruction set in use on this processor:\n"
         "baseline, avx2, avx512 or neon; held back by ATEN_CPU_CAPABILITY as torch's own kernels are), summary (one line).");
+  m.def("cuda_path", [] { return ella::CudaPathSetting::instance().text(); }, "The code path of CUDA launches, as it was set.");
+  m.def(
+      "set_cuda_path", [](const std::string& path) { ella::CudaPathSetting::instance().set(path); },
+      "Fix the code path of CUDA launches for the process; \"\" leaves all to the launchers (csrc/common/cuda_path.h).");
 }

@@ -1,0 +1,49 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ella_cuda import _C
+from ella_cuda.cuda_path import cuda_path
+
+
+def test_the_path_holds_within_the_context():
+    with cuda_path(product="mma", split=4):
+        with cuda_path(tile=64, lags="no", intermediate="fused"):
+            assert _C.cuda_path() == "tile=64,lags=no,intermediate=fused"
+        assert _C.cuda_path() == "product=mma,split=4"
+    assert _C.cuda_path() == ""
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"product": "dot"}, "product must be one of scalar, mma, wgmma, got 'dot'"),
+        ({"intermediate": ""}, "intermediate must be one of stored, fused, got ''"),
+        ({"lags": 1}, "lags must be one of yes, no, got '1'"),
+        ({"split": 0}, "split must be a whole number from 1 on, got '0'"),
+        ({"tile": "-64"}, "tile must be a whole number from 1 on, got '-64'"),
+        ({"split": 1 << 40}, "split must be a whole number"),
+        ({"depth": 3}, "a key of product, intermediate, split, tile, lags, .* got 'depth=3'"),
+    ],
+)
+def test_what_there_is_not_is_refused_and_changes_nothing(choices, message):
+    with cuda_path(split=2):
+        with pytest.raises(RuntimeError, match=message), cuda_path(**choices):
+            raise AssertionError
+        assert _C.cuda_path() == "split=2"
+
+
+def test_the_environment_says_it_at_first(beside_the_tests):
+    def said(path: str) -> str:
+        code = "import ella_cuda\ntry:\n    print(ella_cuda._C.cuda_path())\nexcept RuntimeError as error:\n    print(error)"
+        env = {**os.environ, "ELLA_CUDA_PATH": path}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(
+            command, cwd=beside_the_tests, env=env, capture_output=True, text=True, check=True, timeout=300
+        ).stdout.strip()
+
+    assert said("product=scalar,split=3") == "product=scalar,split=3"
+    assert said("") == ""
+    assert "KEY=VALUE" in said("scalar")

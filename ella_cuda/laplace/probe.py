@@ -66,22 +66,29 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
     parameters = {rule: dict(rule.module.named_parameters(recurse=False)) for rule in rules}
     with torch.enable_grad():  # for both: a forward may put hooks on its tensors
         try:
-            two, _ = _run(model, known, _images(x, 2))
-            calls, outputs = _run(model, known, few := _images(x, 3))
+            two, of_two = _run(model, known, _images(x, 2))
+            calls, outputs = _run(model, known, _images(x, 3))
         except Exception as error:
             model(x)  # if it does not take the batch either, that is the error to show
             raise ValueError(
                 f"fit: the model takes a batch of {x.shape[0]} but not of two or three images ({type(error).__name__}: {error}). Images "
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
-    outputs, axes = checked_outputs(outputs), _axes(known, two, calls)
+    of_two, outputs, axes = checked_outputs(of_two), checked_outputs(outputs), _axes(known, two, calls)
+    _require_own_parameters(known, parameters, calls, outputs)
     if not outputs.requires_grad:  # the fit has words for that
         return Findings(axes, True)
-    _require_own_parameters(known, parameters, calls, outputs)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
-    _require_independence(known, axes, found, few, outputs, directions[0])
+    for image in (0, 1):  # the second alone stays where it is when images are put in reverse
+        _require_independence(known, axes, found, outputs, directions[0], image)
+    if _differ_by_images(of_two, outputs) and not _differ_by_images(_run(model, known, _images(x, 2))[1], of_two):
+        raise ValueError(
+            "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. Take "
+            "the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis or of "
+            "its size, mix them."
+        )
     reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
     if reason is None:
         return Findings(axes, True)
@@ -120,16 +127,29 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
 
 
 def _images(x: Tensor, count: int) -> Tensor:
-    """So many of the batch's images, which require a gradient if they can."""
+    """A copy of so many of the batch's images. Where the batch has one, the others are made of it, because images that are all the same
+    would not show that they mix.
+    """
     few = x[torch.arange(count, device=x.device) % x.shape[0]].detach()
-    return few.requires_grad_(x.is_floating_point() or x.is_complex())
+    if x.shape[0] == 1 and (x.is_floating_point() or x.is_complex()):
+        few *= 0.75 ** torch.arange(count, device=x.device, dtype=torch.float32).view(-1, *[1] * (x.dim() - 1)).to(
+            x.dtype
+        )
+    return few
 
 
 def _run(model: nn.Module, modules: Iterable[nn.Module], few: Tensor) -> tuple[list[_Call], Any]:
     """The calls of the modules on these images, and what the model returns."""
     calls: list[_Call] = []
     with _watched(modules, calls):
-        return calls, model(few.clone())  # no leaf, which a forward could not work on in place
+        return calls, model(few)
+
+
+def _differ_by_images(one: Tensor, other: Tensor) -> bool:
+    """Whether outputs of the first two images differ beyond rounding."""
+    one, other = one.detach()[:2], other.detach()[:2]
+    bound = torch.finfo(other.dtype).eps ** 0.5 * other.abs().amax() if other.numel() else 0
+    return bool(((one - other).abs() > bound).any())  # what is not finite is found in the factors
 
 
 def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, int]:
@@ -203,26 +223,27 @@ def _require_independence(
     known: dict[nn.Module, Rule],
     axes: dict[Rule, int],
     calls: Sequence[_Call],
-    images: Tensor,
     outputs: Tensor,
     direction: Tensor,
+    image: int,
 ) -> None:
-    """ValueError where the second of three images' outputs depend on the first or the third, or on a layer's output for them."""
+    """ValueError where the outputs of one of three images depend on a layer's output for the others."""
     calls = [call for call in calls if known[call.module] in axes]
-    second = torch.zeros_like(outputs)
-    second[1] = direction[1]
-    watched = [call.out for call in calls] + [images] * images.requires_grad
-    gradients = torch.autograd.grad(outputs, watched, second, retain_graph=True, allow_unused=True) if watched else ()
-    places = [(known[call.module].label, axes[known[call.module]], call.shape) for call in calls] + [
-        ("the input", 0, images.shape)
-    ]
+    if not calls:
+        return
+    of_image = torch.zeros_like(outputs)
+    of_image[image] = direction[image]
+    gradients = torch.autograd.grad(
+        outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
+    )
     parts: list[tuple[str, Tensor]] = []
-    for (label, axis, shape), gradient in zip(places, gradients, strict=False):
-        if gradient is not None and gradient.shape == shape:
-            others = gradient.index_select(axis, torch.tensor([0, 2], device=gradient.device))
-            parts.append(
-                (label, (others.isfinite() & (others != 0)).any())
-            )  # what is not finite is found in the factors
+    for call, gradient in zip(calls, gradients, strict=True):
+        rule = known[call.module]
+        if gradient is not None and gradient.shape == call.shape:
+            rest = torch.tensor([i for i in range(3) if i != image], device=gradient.device)
+            others = gradient.index_select(axes[rule], rest)
+            # What is not finite is found in the factors.
+            parts.append((rule.label, (others.isfinite() & (others != 0)).any()))
     mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
     for (label, _), wrong in zip(parts, mixed, strict=True):
         if wrong:
@@ -237,7 +258,7 @@ def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -
     """None where gradients under vmap are those of plain backward passes; else why not, "" where they differ."""
     try:
         differ = _differ(outputs, tensors, directions)
-    except RuntimeError as error:
+    except Exception as error:  # a backward of the user's own may look at its argument's type
         return f"gradients of this model cannot be taken by torch.func.vmap ({' '.join(str(error).split())[:300]})"
     return "" if any(differ) else None
 
@@ -262,22 +283,21 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> l
 
 def _culprit(model: nn.Module, x: Tensor) -> str:
     """Words for the module in whose forward the gradients of several columns at once go wrong."""
-    names = {module: name for name, module in model.named_modules()}
+    # Scripted modules take no hooks.
+    names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     with torch.enable_grad():
-        calls, outputs = _run(model, names, _images(x, 2))
-        outputs = checked_outputs(outputs)
-    tensors: list[Tensor] = []
-    for call in calls:
-        tensors += [t for t in (*call.inputs, call.out) if isinstance(t, Tensor) and t.requires_grad]
-    tensors = list({id(t): t for t in tensors}.values())
-    directions = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-        outputs
-    )
-    wrong = {id(t) for t, differs in zip(tensors, _differ(outputs, tensors, directions), strict=True) if differs}
-    # In the order in which calls end: the last whose output has a wrong gradient, and after it the first that took a tensor with one,
-    # or whose forward contains that last call.
-    last = max((i for i, call in enumerate(calls) if id(call.out) in wrong), default=-1)
-    inside = calls[last].inside if last >= 0 else ()
-    through = (c.module for c in calls[last + 1 :] if c.module in inside or any(id(t) in wrong for t in c.inputs))
-    module = next(through, model)
-    return f"torch.func.vmap takes wrong gradients through {names[module] or '(the model itself)'!r} ({type(module).__name__})"
+        calls, _ = _run(model, names, _images(x, 2))
+    generator = torch.Generator().manual_seed(0)
+    # In the order in which calls end: a module comes after those in its forward.
+    for at, call in enumerate(calls):
+        if not isinstance(call.out, Tensor) or not call.out.requires_grad:
+            continue
+        behind = [c.out for c in calls[:at] if call.module in c.inside]
+        tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
+        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64).to(call.out)
+        if tensors and any(_differ(call.out, list(tensors.values()), directions)):
+            module = call.module
+            break
+    else:
+        module = model
+    return f"torch.func.vmap takes wrong gradients through {names.get(module) or '(the model itself)'!r} ({type(module).__name__})"

@@ -230,18 +230,145 @@ class Mixing(nn.Module):
         lambda h: h + h.roll(2, 0),
         lambda h: h.cumsum(0),
         lambda h: h.flip(0).cumsum(0).flip(0),
+        lambda h: h + h.flip(0),
+        lambda h: torch.cat([h[-1:], h[1:-1], h[:1]]) if len(h) > 1 else h,
     ],
-    ids=["batch statistics", "mean", "softmax", "roll", "roll by two", "those before", "those behind"],
+    ids=["batch statistics", "mean", "softmax", "roll", "roll by two", "before", "behind", "reverse", "ends"],
 )
 def test_outputs_that_depend_on_other_images_are_refused(mix):
     with pytest.raises(ValueError, match=r"layer 'first' \(Linear\): an image's outputs depend on .* other images"):
         KronLaplace(Mixing(mix).double()).fit([labelled(3)])
 
 
-def test_inputs_that_mix_before_the_first_layer_are_refused():
+class MixingOutOfSight(nn.Module):
+    """Where no gradient goes: what follows the only layer is a function of constants, or what comes before it."""
+
+    def __init__(self, before=lambda x: x, behind=lambda h: h):
+        super().__init__()
+        self.layer, self.before, self.behind = nn.Linear(3, 3), before, behind
+
+    def forward(self, x):
+        return self.behind(self.layer(self.before(x.double())))
+
+
+def without_gradient(x):
+    with torch.no_grad():
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"before": nn.BatchNorm1d(3, affine=False, track_running_stats=False)},
+        {"before": without_gradient},
+        {"before": lambda x: x.flip(0)},
+        {"behind": lambda h: h - h.mean(0).detach()},
+        {"behind": lambda h: h / len(h)},
+        {"behind": lambda h: h + h.roll(3, 0)},
+    ],
+    ids=["batch statistics", "no gradient", "reverse", "constants", "size", "roll by three"],
+)
+@pytest.mark.parametrize("images", [2, 3, 6])
+def test_mixing_that_no_gradient_shows_is_refused(parts, integers, images):
+    x, y = labelled(3, images=images)
+    x = torch.randperm(256)[: x.numel()].view_as(x).to(torch.uint8) if integers else x
+    with pytest.raises(ValueError, match="outputs for two images are others when a third is in the batch"):
+        KronLaplace(MixingOutOfSight(**parts).double()).fit([(x, y)])
+
+
+def test_one_image_shows_mixing_too():
     mixing = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
-    with pytest.raises(ValueError, match="the input: an image's outputs depend on"):
-        KronLaplace(nn.Sequential(mixing, nn.Linear(3, 3)).double()).fit([labelled(3)])
+    with pytest.raises(ValueError, match="outputs for two images are others"):
+        KronLaplace(nn.Sequential(mixing, nn.Linear(3, 3)).double()).fit([labelled(3, images=1)])
+
+
+class Noisy(nn.Module):
+    """Another function at each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h + torch.randn_like(h)
+
+
+def test_outputs_that_are_drawn_do_not_mix():
+    assert KronLaplace(Noisy().double()).fit([labelled(3)]).n_data == 4
+
+
+# ---- forwards that do unusual things with tensors ----
+
+
+class Free(nn.Module):
+    """Two layers, a buffer and a forward to be given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layer, self.last, self.body = nn.Linear(3, 3), nn.Linear(3, 3), forward
+        self.register_buffer("buffer", torch.zeros(8, 3))
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+def kept(model, x):
+    model.buffer[: len(x)] = x
+    return model.last(torch.tanh(model.layer(model.buffer[: len(x)])))
+
+
+def lengthened(model, x):
+    h = model.layer(x)
+    h.unsqueeze_(0)
+    return model.last(torch.tanh(h[0]))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, x: model.last(torch.tanh(model.layer(torch.from_numpy(x.numpy() * 1)))),
+        lambda model, x: model.last(torch.tanh(model.layer(x.mul_(1)))),
+        lambda model, x: model.last(torch.tanh(model.layer(torch.mul(x, 1, out=torch.empty_like(x))))),
+        lambda model, x: model.last(torch.tanh(model.layer(x.requires_grad_(False)))),
+        kept,
+        lengthened,
+    ],
+    ids=["numpy", "in place", "out", "no gradient", "buffer", "another shape"],
+)
+def test_forwards_that_a_fit_serves_are_served(forward):
+    batch = labelled(3)
+    model = Free(forward).double()
+    plain = nn.Sequential(model.layer, nn.Tanh(), model.last)
+    got, expected = (KronLaplace(m).fit([batch]).log_marginal_likelihood() for m in (model, plain))
+    torch.testing.assert_close(got, expected)
+    assert not model.buffer.requires_grad and model.buffer.is_leaf
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda model, x: model.last(model.layer(input=F.linear(x, model.layer.weight))),
+        lambda model, x: model.last(model.layer(x).mul_(model.layer.weight[0, 0])),
+    ],
+    ids=["in the input", "in place"],
+)
+def test_a_parameter_used_just_before_or_behind_its_layer_is_refused(forward):
+    with pytest.raises(ValueError, match=r"layer 'layer' \(Linear\): its parameter 'weight' is used outside"):
+        KronLaplace(Free(forward).double()).fit([labelled(3)])
+
+
+def test_a_hook_that_uses_the_layers_parameter_is_refused():
+    model = Free(lambda model, x: model.last(model.layer(x))).double()
+    model.layer.register_forward_hook(lambda module, args, out: out * module.weight.sum())
+    with pytest.raises(ValueError, match="its parameter 'weight' is used outside"):
+        KronLaplace(model).fit([labelled(3)])
+
+
+def test_a_layer_called_twice_has_the_fits_words():
+    with pytest.raises(ValueError, match="was called twice"):
+        KronLaplace(Free(lambda model, x: model.last(model.layer(model.layer(x).tanh()))).double()).fit([labelled(3)])
 
 
 def test_what_is_not_finite_is_no_dependence():
@@ -305,6 +432,46 @@ class Cube(nn.Module):
         return _Cube.apply(x)
 
 
+class _Strict(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if torch._C._functorch.is_batchedtensor(gradient):
+            raise TypeError("a tensor of this kind is not known")
+        return 2 * gradient
+
+
+class Strict(nn.Module):
+    def forward(self, x):
+        return _Strict.apply(x)
+
+
+class Beside(nn.Module):
+    """The right one and the wrong one take the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.right, self.wrong = nn.Linear(4, 3), Distances()
+
+    def forward(self, h):
+        return self.right(h) + self.wrong(h)
+
+
+class Within(nn.Module):
+    """The wrong one is behind the module's own layer, in its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("prototypes", torch.randn(3, 4))
+
+    def forward(self, h):
+        return -torch.cdist(torch.tanh(self.layer(h)), self.prototypes)
+
+
 def bias_block(model, x, likelihood):
     """Of the first layer's bias, by plain backward passes."""
     f = model(x)
@@ -322,19 +489,28 @@ def bias_block(model, x, likelihood):
     [
         (Distances(), r"takes wrong gradients through '1\.0' \(Distances\); columns go back one at a time"),
         (Cube(), r"cannot be taken by torch\.func\.vmap \(.*\); columns go back one at a time"),
+        (Strict(), r"cannot be taken by torch\.func\.vmap \(.*\); columns go back one at a time"),
+        (Beside(), r"takes wrong gradients through '1\.0\.wrong' \(Distances\)"),
+        (Within(), r"takes wrong gradients through '1\.0' \(Within\)"),
+        (nn.Sequential(torch.jit.script(nn.Tanh()), Distances()), r"wrong gradients through '1\.0\.1' \(Distances\)"),
     ],
-    ids=["wrong", "impossible"],
+    ids=["wrong", "impossible", "refused", "beside", "within", "scripted"],
 )
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 def test_columns_that_vmap_has_wrong_go_back_one_at_a_time(middle, words, likelihood):
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(middle), nn.Tanh()).double()
-    if isinstance(middle, Cube):
+    if isinstance(middle, (Cube, Strict)):
         model.append(nn.Linear(4, 3).double())
     x, y = labelled(3)
     y = y if likelihood == "classification" else torch.randn(4, 3).double()
     with pytest.warns(UserWarning, match=words):
         la = KronLaplace(model, likelihood).fit([(x, y)])
     torch.testing.assert_close(la.factors["0.bias"].outputs[0], bias_block(model, x, likelihood))
+
+
+def test_a_module_is_named_whose_input_has_no_gradient():
+    with pytest.warns(UserWarning, match=r"wrong gradients through '0' \(Within\)"):
+        KronLaplace(nn.Sequential(Within(), nn.Identity()).double()).fit([labelled(4)])
 
 
 def test_one_column_needs_no_vmap():

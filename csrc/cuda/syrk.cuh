@@ -8,6 +8,7 @@
 //   kRowsAdjacent)
 #pragma once
 
+#include "../common/cuda_path.h"
 #include "syrk_scalar.cuh"
 #include "syrk_tensor.cuh"
 #ifdef ELLA_WARPGROUPS
@@ -18,8 +19,9 @@ namespace ella {
 
 template <class T, int BT, class Rows>
 void scalar_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha) {
-  launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, rows, factor, groups, d, count, alpha);
+                 int64_t count, double alpha, int64_t split) {
+  launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, rows, factor, groups, d, count, alpha,
+                                        split);
 }
 
 // Calls run with the way of copying that the rows allow, as a type.
@@ -38,28 +40,26 @@ void with_copy(const Rows& rows, int64_t groups, int64_t d, const Run& run) {
 
 template <int BT, class Rows>
 void tensor_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha) {
+                 int64_t count, double alpha, int64_t split) {
   with_copy(rows, groups, d, [&](auto copy) {
     launch_syrk<float, SyrkTensorTile<BT>>(device, name, syrk_tensor_kernel<BT, decltype(copy)::value, Rows>, rows, factor,
-                                           groups, d, count, alpha);
+                                           groups, d, count, alpha, split);
   });
 }
 
-// The widest tiles: by warpgroups where this build and the device have them.
-template <class Rows>
-void widest_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha) {
 #ifdef ELLA_WARPGROUPS
-  if (device.warpgroups()) {
-    with_copy(rows, groups, d, [&](auto copy) {
-      launch_syrk<float, SyrkWarpgroupTile>(device, name, syrk_warpgroup_kernel<decltype(copy)::value, Rows>, rows, factor,
-                                            groups, d, count, alpha);
-    });
-    return;
-  }
-#endif
-  tensor_syrk<128>(device, name, rows, factor, groups, d, count, alpha);
+template <class Rows>
+void warpgroup_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
+                    int64_t count, double alpha, int64_t split) {
+  with_copy(rows, groups, d, [&](auto copy) {
+    launch_syrk<float, SyrkWarpgroupTile>(device, name, syrk_warpgroup_kernel<decltype(copy)::value, Rows>, rows, factor,
+                                          groups, d, count, alpha, split);
+  });
 }
+constexpr bool kWarpgroupBuild = true;
+#else
+constexpr bool kWarpgroupBuild = false;
+#endif
 
 // The products that tiles of BT take for a block, those that are wasted included.
 inline int64_t syrk_products(int64_t d, int64_t BT) {
@@ -67,22 +67,68 @@ inline int64_t syrk_products(int64_t d, int64_t BT) {
   return side * (side + 1) / 2 * BT * BT;
 }
 
+// How a block is computed: what multiplies, the tile's rows and columns, and the shares of the rows, 0 for the launcher's
+// choice.
+struct SyrkPath {
+  CudaPath::Product product;
+  int64_t tile, split;
+};
+
+// The path for blocks of d columns; what cuda_path() fixes, or the widest tile that wastes few products, by warpgroups where
+// this build and the device have them. Narrow blocks, and double, are for ordinary instructions.
+inline SyrkPath syrk_path(const Device& device, const char* name, bool single, int64_t d) {
+  using Product = CudaPath::Product;
+  const CudaPath fixed = cuda_path();
+  Product product = fixed.product;
+  const bool warpgroups = kWarpgroupBuild && device.warpgroups();
+  const int64_t tensor_tile = d <= 32 ? 32 : d <= 64 || 3 * syrk_products(d, 64) <= 2 * syrk_products(d, 128) ? 64 : 128;
+  if (product == Product::automatic) {
+    const int64_t tile = fixed.tile ? fixed.tile : tensor_tile;
+    const bool narrow = d < 32 && tile < 128;
+    product = !single || narrow ? Product::scalar : tile == 128 && warpgroups ? Product::wgmma : Product::mma;
+  }
+  ELLA_CHECK(product == Product::scalar || single, name,
+             ": ELLA_CUDA_PATH: product=mma and product=wgmma multiply float32 only, got float64 rows");
+  ELLA_CHECK(
+      product != Product::wgmma || kWarpgroupBuild, name,
+      ": ELLA_CUDA_PATH: product=wgmma needs a build for compute capability 9.0a, which TORCH_CUDA_ARCH_LIST did not name");
+  ELLA_CHECK(product != Product::wgmma || warpgroups, name,
+             ": ELLA_CUDA_PATH: product=wgmma needs a device of compute capability 9.0");
+  const int64_t scalar_tile = d <= 16 ? 16 : d <= 32 ? 32 : 64;
+  const int64_t natural = product == Product::scalar ? scalar_tile : product == Product::mma ? tensor_tile : 128;
+  const int64_t tile = fixed.tile ? fixed.tile : natural;
+  const bool there = product == Product::scalar ? tile == 16 || tile == 32 || tile == 64
+                     : product == Product::mma  ? tile == 32 || tile == 64 || tile == 128
+                                                : tile == 128;
+  ELLA_CHECK(there, name, ": ELLA_CUDA_PATH: tile must be ",
+             product == Product::scalar ? "16, 32 or 64 for ordinary instructions"
+             : product == Product::mma  ? "32, 64 or 128 for products of warps"
+                                        : "128 for products of warpgroups",
+             ", got ", tile);
+  ELLA_CHECK(tile >= 64 || d <= tile, name, ": ELLA_CUDA_PATH: tile=", tile, " is for blocks of at most ", tile,
+             " columns, got ", d);
+  return {product, tile, fixed.split};
+}
+
 // factor (groups, d, d), of T or double, += alpha * sum over `count` rows; `count` and the factor are not empty.
 template <class T, class Rows>
 void syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
           int64_t count, double alpha) {
-  if (d <= 16) {
-    scalar_syrk<T, 16>(device, name, rows, factor, groups, d, count, alpha);
-  } else if (sizeof(T) == 8 ? d <= 32 : d < 32) {
-    scalar_syrk<T, 32>(device, name, rows, factor, groups, d, count, alpha);
-  } else if constexpr (sizeof(T) == 8) {
-    scalar_syrk<T, 64>(device, name, rows, factor, groups, d, count, alpha);
-  } else if (d == 32) {
-    tensor_syrk<32>(device, name, rows, factor, groups, d, count, alpha);
-  } else if (d <= 64 || 3 * syrk_products(d, 64) <= 2 * syrk_products(d, 128)) {
-    tensor_syrk<64>(device, name, rows, factor, groups, d, count, alpha);
-  } else {
-    widest_syrk(device, name, rows, factor, groups, d, count, alpha);
+  constexpr bool kSingle = sizeof(T) == sizeof(float);
+  const SyrkPath path = syrk_path(device, name, kSingle, d);
+  const auto run = [&](const auto& with) { with(device, name, rows, factor, groups, d, count, alpha, path.split); };
+  if (path.product == CudaPath::Product::scalar) {
+    run(path.tile == 16 ? scalar_syrk<T, 16, Rows> : path.tile == 32 ? scalar_syrk<T, 32, Rows> : scalar_syrk<T, 64, Rows>);
+    return;
+  }
+  if constexpr (kSingle) {
+#ifdef ELLA_WARPGROUPS
+    if (path.product == CudaPath::Product::wgmma) {
+      run(warpgroup_syrk<Rows>);
+      return;
+    }
+#endif
+    run(path.tile == 32 ? tensor_syrk<32, Rows> : path.tile == 64 ? tensor_syrk<64, Rows> : tensor_syrk<128, Rows>);
   }
 }
 

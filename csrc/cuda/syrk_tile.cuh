@@ -156,12 +156,13 @@ inline int64_t syrk_shares(int64_t blocks, int64_t slots, int64_t most) {
 // Rows of a share whose sums in float join a factor in double: 64 sums of 16 rows on tensor cores.
 constexpr int64_t kSyrkShortRows = 1024;
 
-// Launches `kernel`, whose tiles are Shape's, for all blocks and shares of the rows, and adds the shares up. A factor wider
-// than T gets shares of no more than kSyrkShortRows rows: the rest of the rows is for launches to come.
+// Launches `kernel`, whose tiles are Shape's, for all blocks and shares of the rows, and adds the shares up: `split` shares, 0
+// for as many as fill the device, but of a slab at least. A factor wider than T gets shares of no more than kSyrkShortRows
+// rows: the rest of the rows is for launches to come.
 template <class T, class Shape, class Rows>
 void launch_syrk(const Device& device, const char* name,
                  void (*kernel)(Rows, SyrkFactor<T>, T*, int64_t, int64_t, int64_t, int64_t, int64_t, double), const Rows& rows,
-                 const Tensor& factor, int64_t groups, int64_t d, int64_t count, double alpha) {
+                 const Tensor& factor, int64_t groups, int64_t d, int64_t count, double alpha, int64_t split) {
   constexpr int BT = Shape::BT;
   constexpr int64_t kSlab = Shape::kSlabRows;
   static_assert(kSyrkShortRows % kSlab == 0, "whole slabs");
@@ -169,7 +170,7 @@ void launch_syrk(const Device& device, const char* name,
   const SyrkFactor<T> target(factor, widens);
   const int64_t side = ceil_div(d, int64_t{BT}), blocks = groups * side * (side + 1) / 2;
   const int64_t most = ceil_div(ceil_div(count, kSlab), int64_t{4});  // at least four slabs a share
-  const int64_t wanted = syrk_shares(blocks, Shape::kBlocks * device.multiprocessors(), most);
+  const int64_t wanted = split ? split : syrk_shares(blocks, Shape::kBlocks * device.multiprocessors(), most);
   const int64_t launches = widens ? ceil_div(count, wanted * kSyrkShortRows) : 1;
   const int64_t each = ceil_div(ceil_div(count, launches), kSlab), share_rows = ceil_div(each, wanted) * kSlab;
   std::optional<Tensor> parts;  // of one launch after the other

@@ -18,11 +18,14 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
         call_every_op(simulator.ops)
     with simulator.scheduled(multiprocessors=PROCESSORS, warpgroups=True):
         accumulate(simulator.ops, torch.float32, [100])
+    with simulator.scheduled(multiprocessors=PROCESSORS), simulator.path(product="scalar"):
+        accumulate(simulator.ops, torch.float32, [40])
     return simulator.launches()
 
 
 def call_every_op(ops: Any) -> None:
-    """Reaches every kernel but those of warpgroups, on a device of PROCESSORS multiprocessors with a small cache."""
+    """Reaches every kernel that launchers choose themselves but those of warpgroups, on a device of PROCESSORS multiprocessors
+    with a small cache."""
     for dtype in (torch.float32, torch.float64):
         precision = torch.tensor(0.5, dtype=dtype)
         eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)

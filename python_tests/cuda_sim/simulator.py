@@ -182,6 +182,18 @@ class Simulator:
         finally:
             self.schedule()
 
+    @contextmanager
+    def path(self, **choices: str | int) -> Iterator[None]:
+        """`ella_cuda.cuda_path.cuda_path` for this library, for the duration of a block; none is fixed outside of it."""
+        text = ",".join(f"{key}={value}" for key, value in choices.items())
+        set_path = self._library.cusim_set_path
+        set_path.argtypes, set_path.restype = [ctypes.c_char_p], ctypes.c_bool
+        assert set_path(text.encode()), text
+        try:
+            yield
+        finally:
+            set_path(b"")
+
 
 def all_sources() -> list[str]:
     """The names of the CUDA sources."""

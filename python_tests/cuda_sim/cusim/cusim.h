@@ -18,6 +18,7 @@
 #include "block.h"
 #include "language.h"
 #include "launches.h"
+#include "path.h"
 #include "schedule.h"
 #include "shared.h"
 #include "tensor_core.h"

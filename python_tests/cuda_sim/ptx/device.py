@@ -116,7 +116,8 @@ class PtxDevice:
                 self._address_asked
             ),
         )
-        self._attach = ctypes.CDLL(str(self._path)).ella_ptx_attach
+        loaded = ctypes.CDLL(str(self._path))
+        self._attach, self._set_path = loaded.ella_ptx_attach, loaded.ella_ptx_set_path
         self._capability = int(arch.rstrip("a"))
         self.schedule()
 
@@ -169,6 +170,15 @@ class PtxDevice:
         finally:
             torch.use_deterministic_algorithms(before)
             self.schedule()
+
+    @contextmanager
+    def path(self, **choices: str | int) -> Iterator[None]:
+        """`ella_cuda.cuda_path.cuda_path` for this library, for the duration of a block; none is fixed outside of it."""
+        self._set_path(",".join(f"{key}={value}" for key, value in choices.items()).encode())
+        try:
+            yield
+        finally:
+            self._set_path(b"")
 
     @contextmanager
     def counting(self, most_blocks: int) -> Iterator[list[Counted]]:

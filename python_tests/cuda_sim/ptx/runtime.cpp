@@ -10,6 +10,8 @@
 #include <map>
 #include <string>
 
+#include "../../../csrc/common/cuda_path.h"
+
 namespace {
 
 // A launch: the kernel's mangled name, blocks, threads, bytes of dynamic shared memory, pointers to the arguments; true if it
@@ -58,6 +60,8 @@ void ella_ptx_attach(Launch launch, AddressAsked address_asked, int processors, 
   on_launch = launch, on_address = address_asked, multiprocessors = processors, cache_bytes = cache;
   major = capability / 10, minor = capability % 10;
 }
+
+void ella_ptx_set_path(const char* text) { ella::CudaPathSetting::instance().set(text); }
 
 void** __cudaRegisterFatBinary(void*) {
   static void* handle = nullptr;

@@ -56,6 +56,8 @@ def test_every_kernel(ampere: PtxDevice) -> None:
     ampere.launched.clear()
     with ampere.scheduled(multiprocessors=PROCESSORS):
         call_every_op(Checked(ampere))
+        with ampere.path(product="scalar"):
+            accumulate(Checked(ampere), torch.float32, [40])
     assert ampere.launched == set(ampere.kernels)
 
 

@@ -1,0 +1,114 @@
+"""Both Kronecker accumulations on each code path that ELLA_CUDA_PATH can fix, whatever the launchers would choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from . import test_conv_kron_accumulate as conv
+from . import test_kron_accumulate as strided
+from .checking import arrange, assert_accurate, in_every_order
+from .simulator import Simulator
+
+pytestmark = pytest.mark.simulator
+
+# product, tile, the kernel of float32
+TILES = [("scalar", tile, f"syrk_scalar_kernelIfLi{tile}E") for tile in (16, 32, 64)]
+TILES += [("mma", tile, f"syrk_tensor_kernelILi{tile}E") for tile in (32, 64, 128)]
+TILES += [("wgmma", 128, "syrk_warpgroup_kernel")]
+
+
+def kernels(simulator: Simulator) -> set[str]:
+    """Those launched since the last call."""
+    return {launch.kernel for launch in simulator.launches()}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "permuted"])
+@pytest.mark.parametrize(("product", "tile", "kernel"), TILES)
+def test_each_product_and_tile(simulator: Simulator, product: str, tile: int, kernel: str, layout: str) -> None:
+    """Blocks narrower than a tile, as wide, and of several tiles where the path has them."""
+    for N, G, d in [(70, 2, 7), (37, 1, tile)] + [(45, 1, tile + 9)] * (tile >= 64):
+        start, rows = strided.symmetric(G, d, torch.float32), arrange(torch.randn(N, G, d), layout)
+        kernels(simulator)
+        with simulator.path(product=product, tile=tile):
+            (got,) = in_every_order(
+                simulator, lambda: strided.accumulated(simulator, start, rows, 0.3), warpgroups=True
+            )
+        assert all(kernel in name for name in kernels(simulator))
+        assert_accurate(got, strided.exact(start.double(), rows.double(), 0.3), strided.exact(start, rows, 0.3))
+        assert torch.equal(got, got.mT)
+
+
+@pytest.mark.parametrize(("product", "tile", "kernel"), TILES)
+def test_each_product_and_tile_of_patches(simulator: Simulator, product: str, tile: int, kernel: str) -> None:
+    geometry = ((3, 4, 5, 4), (2, 2), (1, 1), (1, 1), (1, 1))
+    start, x = conv.problem(geometry, torch.float32)
+    call = (x, *geometry[1:], True, 0.7)
+    kernels(simulator)
+    with simulator.path(product=product, tile=tile, split=2), simulator.scheduled(warpgroups=True):
+        got = conv.accumulated(simulator, start, *call)
+    assert any(kernel in name for name in kernels(simulator))
+    assert_accurate(got, conv.exact(start.double(), x.double(), *call[1:]), conv.exact(start, x, *call[1:]))
+    assert torch.equal(got, got.T)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64])
+def test_tiles_of_float64(simulator: Simulator, tile: int) -> None:
+    start, rows = strided.symmetric(2, 13, torch.float64), torch.randn(40, 2, 13, dtype=torch.float64)
+    kernels(simulator)
+    with simulator.path(tile=tile):
+        (got,) = in_every_order(simulator, lambda: strided.accumulated(simulator, start, rows, 0.3))
+    assert all(f"syrk_scalar_kernelIdLi{tile}E" in name for name in kernels(simulator))
+    assert_accurate(got, strided.exact(start, rows, 0.3))
+
+
+@pytest.mark.parametrize("product", ["scalar", "mma", "wgmma"])
+@pytest.mark.parametrize("split", [1, 2, 5, 1000])
+def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, split: int) -> None:
+    """Of float32 rows a float64 factor takes no more than 1,024 a share, so that the shares tell how many launches there are."""
+    start, rows = strided.symmetric(1, 34, torch.float64) + 2.0**40, strided.integers(5000, 1, 34)
+    with (
+        simulator.scheduled(threads="random", blocks="random", warpgroups=True),
+        simulator.path(product=product, split=split),
+    ):
+        before = simulator.launch_count()
+        got = strided.accumulated(simulator, start, rows, 0.5)
+    launches = -(-5000 // (1024 * split))
+    assert simulator.launch_count() - before == launches * (1 if split == 1 else 2)
+    assert torch.equal(got, strided.exact(start, rows.double(), 0.5))
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_shares_of_float32_factors(simulator: Simulator, split: int) -> None:
+    start, rows = strided.symmetric(2, 40, torch.float32), torch.randn(300, 2, 40)
+    kernels(simulator)
+    with simulator.path(split=split):
+        (got,) = in_every_order(simulator, lambda: strided.accumulated(simulator, start, rows, 0.3))
+    assert any("syrk_finish_kernel" in name for name in kernels(simulator)) == (split > 1)
+    assert_accurate(got, strided.exact(start.double(), rows.double(), 0.3), strided.exact(start, rows, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("path", "d", "dtype", "message"),
+    [
+        ({"product": "mma"}, 5, torch.float64, "multiply float32 only, got float64 rows"),
+        ({"product": "wgmma"}, 5, torch.float64, "multiply float32 only, got float64 rows"),
+        ({"product": "wgmma"}, 200, torch.float32, r"needs a device of compute capability 9\.0"),
+        ({"tile": 32}, 33, torch.float32, "tile=32 is for blocks of at most 32 columns, got 33"),
+        ({"product": "scalar", "tile": 16}, 20, torch.float32, "tile=16 is for blocks of at most 16 columns, got 20"),
+        ({"tile": 128}, 20, torch.float64, "tile must be 16, 32 or 64 for ordinary instructions, got 128"),
+        ({"product": "mma", "tile": 16}, 5, torch.float32, "tile must be 32, 64 or 128 for products of warps, got 16"),
+    ],
+)
+def test_paths_that_are_not_there(simulator: Simulator, path, d: int, dtype: torch.dtype, message: str) -> None:
+    factor = torch.zeros(1, d, d, dtype=dtype)
+    with simulator.path(**path), pytest.raises(RuntimeError, match=f"kron_accumulate_: ELLA_CUDA_PATH: .*{message}"):
+        simulator.ops.kron_accumulate_(factor, torch.ones(3, 1, d, dtype=dtype), 1.0)
+    assert not factor.any()
+
+
+def test_tiles_of_warpgroups(simulator: Simulator) -> None:
+    factor = torch.zeros(1, 5, 5)
+    with simulator.scheduled(warpgroups=True), simulator.path(product="wgmma", tile=64):
+        with pytest.raises(RuntimeError, match="tile must be 128 for products of warpgroups, got 64"):
+            simulator.ops.kron_accumulate_(factor, torch.ones(3, 1, 5), 1.0)

@@ -22,7 +22,7 @@ from typing import Any
 
 MINIMUM_TORCH = (2, 11)
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020b000000000000ULL"  # the stable ABI of 2.11, also under newer headers
-DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
+DEFAULT_ARCHS = "8.0;9.0a;10.0+PTX"
 WARPGROUP_ARCH = "9.0a"
 HEADERS = {".h", ".cuh", ".inc"}
 NAMED_ARCHS = {
@@ -119,7 +119,11 @@ def find_toolkit(environ: Mapping[str, str], usual: Path = Path("/usr/local/cuda
 
 
 def arch_list(environ: Mapping[str, str]) -> list[str]:
-    """TORCH_CUDA_ARCH_LIST (torch's numbers or names, separated by ; or spaces) or the default: ["8.0", "10.0+PTX"]."""
+    """TORCH_CUDA_ARCH_LIST (torch's numbers or names, separated by ; or spaces) or the default: ["8.0", "10.0+PTX"].
+
+    9.0 is built as 9.0a: GPUs of compute capability 9.0 load either, and only 9.0a has products of warpgroups. No newer GPU loads 9.0a's
+    PTX, so that 9.0+PTX becomes 9.0a and, as "compute_90", the PTX of 9.0.
+    """
     text = environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_ARCHS
     archs: list[str] = []
     for item in re.split(r"[;,\s]+", text.strip(";, ")):
@@ -133,22 +137,23 @@ def arch_list(environ: Mapping[str, str]) -> list[str]:
                     f"TORCH_CUDA_ARCH_LIST: {item!r} is not an architecture. Use numbers like {DEFAULT_ARCHS!r} "
                     f"or the names {', '.join(NAMED_ARCHS)}"
                 )
-            if arch not in archs:
-                archs.append(arch)
-    numbers = [arch.removesuffix("+PTX") for arch in archs]
-    if "9.0" in numbers and WARPGROUP_ARCH in numbers:
-        raise BuildError(f"TORCH_CUDA_ARCH_LIST names 9.0 and {WARPGROUP_ARCH}, which serve the same GPUs: name one")
-    return archs
+            with_ptx = [WARPGROUP_ARCH, "compute_90"]
+            archs += {"9.0": [WARPGROUP_ARCH], "9.0+PTX": with_ptx}.get(arch, [arch])
+    return [arch for arch in dict.fromkeys(archs) if f"{arch}+PTX" not in archs]
 
 
 def gencode_flags(archs: list[str]) -> list[str]:
-    """nvcc's flags for an arch list; +PTX adds code that newer GPUs compile when they load it.
+    """nvcc's flags for an arch list; +PTX adds code that newer GPUs compile when they load it, "compute_90" is that code alone.
 
-    9.0a, and only that, has the asynchronous products of warpgroups; the kernels made of them are built where it is named.
+    9.0a, and only that, has the asynchronous products of warpgroups; the kernels made of them are built where it is named, and
+    launched on GPUs of compute capability 9.0.
     """
     flags = ["-DELLA_WARPGROUPS"] if any(arch.startswith(WARPGROUP_ARCH) for arch in archs) else []
     for arch in archs:
-        number = arch.removesuffix("+PTX").replace(".", "")
+        number = arch.removesuffix("+PTX").removeprefix("compute_").replace(".", "")
+        if arch.startswith("compute_"):
+            flags += ["-gencode", f"arch={arch},code={arch}"]
+            continue
         code = f"[sm_{number},compute_{number}]" if arch.endswith("+PTX") else f"sm_{number}"
         flags += ["-gencode", f"arch=compute_{number},code={code}"]
     return flags

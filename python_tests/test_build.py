@@ -312,12 +312,15 @@ def test_headers_that_nvcc_cannot_compile(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "archs"),
     [
-        (None, ["8.0", "9.0", "10.0+PTX"]),
-        ("", ["8.0", "9.0", "10.0+PTX"]),
+        (None, ["8.0", "9.0a", "10.0+PTX"]),
+        ("", ["8.0", "9.0a", "10.0+PTX"]),
         ("8.6", ["8.6"]),
-        ("8.0 9.0+PTX;8.0", ["8.0", "9.0+PTX"]),
-        ("9.0a;12.0", ["9.0a", "12.0"]),
-        ("Ampere;Hopper", ["8.0", "8.6+PTX", "9.0+PTX"]),
+        ("8.0;8.0 8.0+PTX", ["8.0+PTX"]),
+        ("8.0 9.0;8.0", ["8.0", "9.0a"]),
+        ("9.0a;12.0 9.0", ["9.0a", "12.0"]),
+        ("9.0 9.0a+PTX", ["9.0a+PTX"]),
+        ("9.0+PTX", ["9.0a", "compute_90"]),
+        ("Ampere;Hopper", ["8.0", "8.6+PTX", "9.0a", "compute_90"]),
     ],
 )
 def test_arch_list(text: str | None, archs: list[str]):
@@ -336,12 +339,38 @@ def test_gencode_flags():
     assert set(flags[::2]) == {"-gencode"}
 
 
-def test_kernels_of_warpgroups_are_built_for_their_architecture_only():
-    for archs, built in [(["9.0"], False), (["8.0", "9.0a"], True), (["9.0a+PTX"], True), (["10.0a"], False)]:
-        assert ("-DELLA_WARPGROUPS" in config.gencode_flags(archs)) == built
-    for both in ("9.0;9.0a", "9.0a 9.0+PTX"):
-        with pytest.raises(config.BuildError, match=r"names 9\.0 and 9\.0a"):
-            config.arch_list({"TORCH_CUDA_ARCH_LIST": both})
+def test_kernels_of_warpgroups_are_built_wherever_their_architecture_is():
+    """In a build that names none too; the code of newer GPUs comes from the PTX of 9.0, since they load none of 9.0a."""
+    cases = [(None, True), ("9.0", True), ("8.0;9.0a", True), ("9.0a+PTX", True), ("8.0;8.6", False), ("10.0a", False)]
+    for text, built in cases:
+        archs = config.arch_list({} if text is None else {"TORCH_CUDA_ARCH_LIST": text})
+        flags = config.gencode_flags(archs)
+        assert ("-DELLA_WARPGROUPS" in flags) == built
+        assert any("sm_90a" in flag for flag in flags) == built
+    flags = config.gencode_flags(config.arch_list({"TORCH_CUDA_ARCH_LIST": "9.0+PTX"}))
+    assert flags[2::2] == ["arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
+
+
+@pytest.mark.parametrize("archs", [None, "9.0+PTX"])
+def test_what_a_build_says_it_has_is_what_nvcc_makes(archs: str | None, tmp_path: Path):
+    """The architectures of build_info() are those of a file that nvcc compiled with the flags of the build."""
+    kit, reason = config.find_toolkit({k: v for k, v in os.environ.items() if k != "ELLA_CUDA"})
+    if kit is None:
+        pytest.skip(reason)
+    listed = config.arch_list({} if archs is None else {"TORCH_CUDA_ARCH_LIST": archs})
+    source = tmp_path / "a.cu"
+    source.write_text("__global__ void kernel() {}\n")
+    command = [kit.root / "bin" / "nvcc", *config.gencode_flags(listed), "-fatbin", source, "-o", tmp_path / "a.fatbin"]
+    done = subprocess.run([*command, "--verbose"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    images = re.findall(r"kind=(elf|ptx),sm=(\w+)", done.stderr)
+    made = {("sm_" if kind == "elf" else "compute_") + number for kind, number in images}
+    said = set()
+    for arch in listed:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        said |= {arch} if arch.startswith("compute_") else {f"sm_{number}"}
+        said |= {f"compute_{number}"} if arch.endswith("+PTX") else set()
+    assert made == said
 
 
 def test_summary_and_header(tmp_path: Path):

@@ -1,7 +1,6 @@
 """Compiles csrc/cuda with nvcc, device code only and with the flags of the build, and disassembles what came out.
 
-One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources; and
-one more of each source that has kernels of its own for the architecture whose instructions no other has.
+One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources.
 """
 
 from __future__ import annotations
@@ -37,16 +36,6 @@ def build_config() -> ModuleType:
     sys.modules["build_config"] = module  # its dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
-
-
-def compilations() -> list[tuple[str, list[str]]]:
-    """(source, architectures): all for those shipped, and those with products of warpgroups for 9.0a too."""
-    config = build_config()
-    return [(name, config.DEFAULT_ARCHS.split(";")) for name in build.all_sources()] + [
-        (name, [config.WARPGROUP_ARCH])
-        for name in build.all_sources()
-        if '#include "syrk.cuh"' in (build.SOURCES / "cuda" / f"{name}.cu").read_text()
-    ]
 
 
 def find_nvcc() -> tuple[Path | None, str]:
@@ -96,9 +85,10 @@ def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
 
 
 def compile_all(nvcc: Path) -> list[Compiled]:
-    """All compilations, MAX_JOBS at once."""
+    """All sources for the architectures that are shipped, MAX_JOBS at once."""
+    archs = build_config().arch_list({})
     with ThreadPoolExecutor(build.jobs()) as pool:
-        return list(pool.map(lambda one: compile_source(nvcc, *one), compilations()))
+        return list(pool.map(lambda name: compile_source(nvcc, name, archs), build.all_sources()))
 
 
 def disassemble(cuobjdump: Path, fatbin: Path) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -29,11 +31,10 @@ def test_each_product_and_tile(simulator: Simulator, product: str, tile: int, ke
     """Blocks narrower than a tile, as wide, and of several tiles where the path has them."""
     for N, G, d in [(70, 2, 7), (37, 1, tile)] + [(45, 1, tile + 9)] * (tile >= 64):
         start, rows = strided.symmetric(G, d, torch.float32), arrange(torch.randn(N, G, d), layout)
+        accumulated = partial(strided.accumulated, simulator, start, rows, 0.3)
         kernels(simulator)
         with simulator.path(product=product, tile=tile):
-            (got,) = in_every_order(
-                simulator, lambda: strided.accumulated(simulator, start, rows, 0.3), warpgroups=True
-            )
+            (got,) = in_every_order(simulator, accumulated, warpgroups=True)
         assert all(kernel in name for name in kernels(simulator))
         assert_accurate(got, strided.exact(start.double(), rows.double(), 0.3), strided.exact(start, rows, 0.3))
         assert torch.equal(got, got.mT)
@@ -109,6 +110,7 @@ def test_paths_that_are_not_there(simulator: Simulator, path, d: int, dtype: tor
 
 def test_tiles_of_warpgroups(simulator: Simulator) -> None:
     factor = torch.zeros(1, 5, 5)
-    with simulator.scheduled(warpgroups=True), simulator.path(product="wgmma", tile=64):
-        with pytest.raises(RuntimeError, match="tile must be 128 for products of warpgroups, got 64"):
-            simulator.ops.kron_accumulate_(factor, torch.ones(3, 1, 5), 1.0)
+    message = "tile must be 128 for products of warpgroups, got 64"
+    path = simulator.path(product="wgmma", tile=64)
+    with simulator.scheduled(warpgroups=True), path, pytest.raises(RuntimeError, match=message):
+        simulator.ops.kron_accumulate_(factor, torch.ones(3, 1, 5), 1.0)

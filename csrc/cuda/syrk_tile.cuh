@@ -77,6 +77,40 @@ __device__ __forceinline__ void update_factor(const SyrkFactor<T>& factor, int64
   update_block(factor.own + g * d * d, d, i, j, static_cast<T>(alpha), value);
 }
 
+// factor[i0 + r, j0 + c] += alpha * square[r, c] and, off the diagonal, the mirror image, for a square of SIDE rows in shared
+// memory; nothing outside the factor and below the diagonal. Neighbouring threads update neighbouring numbers, of the mirror
+// image too, and each reads a batch of them before it writes the first: compilers keep the order of what may be the same
+// memory, and a thread would wait for each.
+//   factor (d, d); stride: from row to row of the square, odd for its columns too to lie in different banks
+template <int SIDE, int THREADS, class Total, class T>
+__device__ __forceinline__ void update_square(Total* factor, int64_t d, int64_t i0, int64_t j0, Total alpha,
+                                              SharedArray<T> square, int stride) {
+  constexpr int kRows = THREADS / SIDE, kEach = SIDE / kRows;  // rows at once; rows of a thread
+  constexpr int kBatch = kEach < 8 ? kEach : 8;                // of them: 16 numbers are under way
+  static_assert(kRows * SIDE == THREADS && kBatch * (kEach / kBatch) * kRows == SIDE, "whole rows, whole batches");
+  const int column = threadIdx.x % SIDE, first = threadIdx.x / SIDE;
+#pragma unroll 1
+  for (int batch = 0; batch < kEach; batch += kBatch) {
+    Total upper[kBatch], lower[kBatch];
+#pragma unroll
+    for (int e = 0; e < kBatch; ++e) {
+      const int row = first + (batch + e) * kRows;
+      const int64_t i = i0 + row, j = j0 + column, mirror_i = i0 + column, mirror_j = j0 + row;
+      upper[e] = i <= j && j < d ? factor[i * d + j] : Total(0);
+      lower[e] = mirror_i < mirror_j && mirror_j < d ? factor[mirror_j * d + mirror_i] : Total(0);
+    }
+#pragma unroll
+    for (int e = 0; e < kBatch; ++e) {
+      const int row = first + (batch + e) * kRows;
+      const int64_t i = i0 + row, j = j0 + column, mirror_i = i0 + column, mirror_j = j0 + row;
+      const Total here = static_cast<Total>(square[row * stride + column]);
+      const Total mirror = static_cast<Total>(square[column * stride + row]);
+      if (i <= j && j < d) factor[i * d + j] = fma(alpha, here, upper[e]);
+      if (mirror_i < mirror_j && mirror_j < d) factor[mirror_j * d + mirror_i] = fma(alpha, mirror, lower[e]);
+    }
+  }
+}
+
 // Squares of a tile, for which a thread block adds the shares up: a row of 32 floats is 128 bytes of a factor.
 template <int BT>
 struct SyrkFinishSquare {
@@ -123,21 +157,10 @@ __global__ void __launch_bounds__(SyrkFinishSquare<BT>::kThreads)
     for (int e = 0; e < Shape::kEach; ++e) total[e] += from[e * Shape::kRows * BT];
   }
 
-  factor += g * d * d;
 #pragma unroll
-  for (int e = 0; e < Shape::kEach; ++e) {
-    const int row = first + e * Shape::kRows;
-    square[row * Shape::kStride + column] = total[e];
-    const int64_t i = i0 + row, j = j0 + column;
-    if (i <= j && j < d) factor[i * d + j] = fma(alpha, total[e], factor[i * d + j]);
-  }
-  __syncthreads();  // the square is there for its mirror image
-#pragma unroll
-  for (int e = 0; e < Shape::kEach; ++e) {
-    const int row = first + e * Shape::kRows;  // of the mirror image
-    const int64_t i = i0 + column, j = j0 + row;
-    if (i < j && j < d) factor[j * d + i] = fma(alpha, square[column * Shape::kStride + row], factor[j * d + i]);
-  }
+  for (int e = 0; e < Shape::kEach; ++e) square[(first + e * Shape::kRows) * Shape::kStride + column] = total[e];
+  __syncthreads();  // the square is there for all
+  update_square<Shape::kSide, Shape::kThreads>(factor + g * d * d, d, i0, j0, alpha, square, Shape::kStride);
 }
 
 // Into how many shares to cut the rows so that `blocks` of each fill the device's `slots` in the fewest rounds for the work; a

@@ -1,10 +1,11 @@
 // conv_kron_accumulate_: factor += alpha * sum a a^T over the patches a of a convolution, gathered from the images into the
-// tiles of the product. Images with a border are copied with it first: an element's address is then its row's and its column's
-// sum; asking each whether it lies beyond a border would take a third of all instructions.
+// tiles of the product, or by lags (lags.cuh). Images with a border are copied with it first: an element's address is then its
+// row's and its column's sum; asking each whether it lies beyond a border would take a third of all instructions.
 #include <algorithm>
 #include <optional>
 
 #include "../common/checks.h"
+#include "lags.cuh"
 #include "padded_images.cuh"
 #include "syrk.cuh"
 
@@ -73,6 +74,36 @@ int64_t span(const Image<T>& x, const ConvGeometry& g) {
   return (g.C - 1) * x.c + (g.H - 1) * x.h + (g.W - 1) * x.w;
 }
 
+// Whether patches are those of a convolution on a torus that keeps the size.
+bool same_on_torus(const ConvGeometry& g) {
+  return g.circular && g.stride_h == 1 && g.stride_w == 1 && g.dilation_h == 1 && g.dilation_w == 1 && g.kernel_h % 2 == 1 &&
+         g.kernel_w % 2 == 1 && g.padding_h == g.kernel_h / 2 && g.padding_w == g.kernel_w / 2;
+}
+
+// Adds by lags where the kernel is 3 or 5 wide, the images fit and the count says so; false where it did not.
+template <class T, int KW>
+bool tried_lags(const Device& device, const char* name, const Tensor& factor, const Tensor& x, const ConvGeometry& g,
+                double alpha) {
+  const CudaPath path = cuda_path();
+  const std::optional<LagShape> shape = lag_shape<T, KW>(g);
+  if (!shape || path.lags == CudaPath::Choice::no) return false;
+  if (path.lags == CudaPath::Choice::automatic) {
+    // A path of products is one of patches, and of ordinary instructions those have none of.
+    if (path.product != CudaPath::Product::automatic || path.tile != 0) return false;
+    // In multiply-adds by ordinary instructions. Of tensor cores' products, of which three make one, the time of five is taken
+    // for one.
+    const int64_t d = g.patch(), results = int64_t{shape->tasks} * LagTile<KW>::kResults;
+    const int64_t tile = sizeof(T) == 4 && d >= 32 ? 128 : d <= 16 ? 16 : d <= 32 ? 32 : 64;
+    const double patches = static_cast<double>(syrk_products(d, tile)) * (tile == 128 ? 0.6 : 1.0);
+    const double moved = static_cast<double>(kLagNumberCost) * static_cast<double>(results) *
+                         static_cast<double>(std::min(shape->units, 2 * device.multiprocessors()));
+    const double positions = static_cast<double>(g.positions());
+    if (positions * static_cast<double>(results) + moved > positions * patches) return false;
+  }
+  add_lags<T, KW>(device, name, factor, x, *shape, alpha, path.split);
+  return true;
+}
+
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                            const std::vector<int64_t>& dilation, bool circular, double alpha) {
@@ -85,6 +116,10 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
              " x ", padded_w);
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(x.scalar_type(), name, [&] {
+    if (same_on_torus(geometry)) {
+      if (geometry.kernel_w == 3 && tried_lags<scalar_t, 3>(device, name, factor, x, geometry, alpha)) return;
+      if (geometry.kernel_w == 5 && tried_lags<scalar_t, 5>(device, name, factor, x, geometry, alpha)) return;
+    }
     const Image<scalar_t> images = image<scalar_t>(x);
     const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(images, geometry) > kMostNumbers;
     // Positions, and numbers from the first to the last.

@@ -58,6 +58,11 @@ def call_every_op(ops: Any) -> None:
             for circular in (True, False):
                 ones = (1, 1)
                 ops.conv_kron_accumulate_(torch.zeros(1, 1, dtype=dtype), image, ones, ones, ones, ones, circular, 1.0)
+        for width in (3, 5):  # by lags
+            images, kernel = torch.randn(40, 2, 10, 10, dtype=dtype), (3, width)
+            for total in {dtype, torch.float64}:
+                factor = torch.zeros(6 * width, 6 * width, dtype=total)
+                ops.conv_kron_accumulate_(factor, images, kernel, ones, (1, width // 2), ones, True, 1.0)
 
 
 def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:

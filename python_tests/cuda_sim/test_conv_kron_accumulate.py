@@ -1,6 +1,8 @@
-"""conv_kron_accumulate_ against torch's pad and unfold."""
+"""conv_kron_accumulate_ by patches against torch's pad and unfold; by lags: test_lags.py."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +29,12 @@ GEOMETRIES = [
     ((90, 1, 10, 10), (1, 1), (1, 1), (0, 0), (1, 1)),  # and positions
     ((1, 3, 40, 27), (3, 2), (1, 2), (1, 1), (1, 1)),  # an image with its border whose places are counted in 63 bits
 ]
+
+
+@pytest.fixture(autouse=True)
+def by_patches(simulator: Simulator) -> Iterator[None]:
+    with simulator.path(lags="no"):
+        yield
 
 
 def exact(start: Tensor, x: Tensor, kernel, stride, padding, dilation, circular: bool, alpha: float) -> Tensor:

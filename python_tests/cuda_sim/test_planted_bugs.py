@@ -142,14 +142,6 @@ BUGS = [
         "race on shared memory: read after a write|nobody wrote",
     ),
     Bug(
-        "a mirror image that also has the diagonal",
-        "syrk_tile.cuh",
-        "if (mirror_i < mirror_j && mirror_j < d) factor",
-        "if (mirror_i <= mirror_j && mirror_j < d) factor",
-        "kron_accumulate",
-        WRONG,
-    ),
-    Bug(
         "columns split for products that are not made visible to them",
         "syrk_warpgroup.cuh",
         "  writes_before_products();\n",
@@ -274,6 +266,46 @@ BUGS = [
         "kron_accumulate",
         WRONG,
         warpgroups=True,
+    ),
+    Bug(
+        "a unit of images copied over one that is read",
+        "lags.cuh",
+        "    __syncthreads();  // all are done with the unit before\n",
+        "",
+        "conv_kron_accumulate",
+        "race on shared memory",
+    ),
+    Bug(
+        "a unit of images that is not waited for by all",
+        "lags.cuh",
+        "    __syncthreads();  // the unit is there for all\n",
+        "",
+        "conv_kron_accumulate",
+        "race on shared memory|nobody wrote|not waited for",
+    ),
+    Bug(
+        "sums laid over images that are read",
+        "lags.cuh",
+        "    __syncthreads();  // all are done with the last unit, over which the sums are laid\n",
+        "",
+        "conv_kron_accumulate",
+        "race on shared memory: .* after a read",
+    ),
+    Bug(
+        "positions beyond a row that count",
+        "lags.cuh",
+        "w + p < s.W ? own[p] : T(0)",
+        "own[p]",
+        "conv_kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "lags of two channels for those of the same two the other way round",
+        "lags.cuh",
+        "c = other, other = swapped, down = -down",
+        "down = -down",
+        "conv_kron_accumulate",
+        WRONG,
     ),
     Bug(
         "pieces not where the hardware looks for them",
@@ -570,6 +602,13 @@ def run(library, source, warpgroups):
                     got.append((factor / exact.abs().amax()).flatten())
                     want.append((exact / exact.abs().amax()).flatten())
                 got, want = torch.cat(got), torch.cat(want)
+                tolerance = 2e-6
+            elif source == "conv_kron_accumulate":
+                x, factor, ones = torch.randn(40, 3, 10, 10), torch.zeros(27, 27), (1, 1)
+                simulator.ops.conv_kron_accumulate_(factor, x, (3, 3), ones, ones, ones, True, 1.0)
+                patches = torch.nn.functional.pad(x.double(), (1, 1, 1, 1), mode="circular").unfold(2, 3, 1).unfold(3, 3, 1)
+                exact = torch.einsum("nchwij,ndhwkl->cijdkl", patches, patches).reshape(27, 27)
+                got, want = factor / exact.abs().amax(), exact / exact.abs().amax()
                 tolerance = 2e-6
             elif source == "factored_linear":
                 x, u, v, g = (torch.randn(size) for size in ((40, 2, 70), (5, 2, 70), (5, 2, 3), (40, 5, 3)))

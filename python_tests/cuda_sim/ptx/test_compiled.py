@@ -69,7 +69,8 @@ def test_products_of_warpgroups(hopper: PtxDevice) -> None:
         for d, layout in ((128, "contiguous"), (200, "contiguous"), (200, "permuted"), (200, "strided")):
             Checked(hopper).kron_accumulate_(torch.randn(2, d, d), arrange(torch.randn(70, 2, d), layout), 0.3)
         image, ones = torch.randn(2, 22, 8, 9), (1, 1)
-        Checked(hopper).conv_kron_accumulate_(torch.randn(198, 198), image, (3, 3), ones, ones, ones, True, 0.3)
+        with hopper.path(lags="no"):
+            Checked(hopper).conv_kron_accumulate_(torch.randn(198, 198), image, (3, 3), ones, ones, ones, True, 0.3)
     known = {name for name in hopper.kernels if "syrk_warpgroup_kernel" in name}
     assert known and known <= hopper.launched
 
@@ -132,11 +133,24 @@ GEOMETRIES = [
 def test_conv_kron_accumulate(ampere: PtxDevice, geometry: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
     shape, kernel, *rest = geometry
     side = shape[1] * kernel[0] * kernel[1]
-    with ampere.scheduled("random"):
+    with ampere.scheduled("random"), ampere.path(lags="no"):
         for layout, circular in (("contiguous", True), ("permuted", False)):
             half = torch.randn(side, side, dtype=dtype)
             image = arrange(torch.randn(shape, dtype=dtype), layout)
             Checked(ampere).conv_kron_accumulate_(half + half.T, image, kernel, *rest, circular, 0.7)
+
+
+@pytest.mark.parametrize(("dtype", "total"), TYPES)
+@pytest.mark.parametrize(
+    ("shape", "kernel"), [((3, 7, 6, 9), (3, 3)), ((2, 1, 33, 30), (3, 5)), ((1, 12, 5, 4), (1, 3))]
+)
+def test_lags(ampere: PtxDevice, shape, kernel, dtype: torch.dtype, total: torch.dtype) -> None:
+    """Channels and positions that fill neither groups nor vectors, images in bands, one image in a unit and several."""
+    side, padding, ones = shape[1] * kernel[0] * kernel[1], (kernel[0] // 2, kernel[1] // 2), (1, 1)
+    with ampere.scheduled("random"), ampere.path(lags="yes"):
+        for layout in ("contiguous", "permuted"):
+            half, image = torch.randn(side, side, dtype=total), arrange(torch.randn(shape, dtype=dtype), layout)
+            Checked(ampere).conv_kron_accumulate_(half + half.T, image, kernel, ones, padding, ones, True, 0.7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,12 +1,36 @@
 // factored_linear and its five gradients.
 #include <tuple>
-#include <type_traits>
 
+#include "../common/cuda_path.h"
 #include "factored_linear_fused.cuh"
+#include "factored_linear_library.cuh"
 #include "factored_linear_stored.cuh"
 
 namespace ella {
 namespace {
+
+// Whether the intermediate of float32 is stored: its products are those of tensor cores, and ordinary ones where it is not.
+bool is_stored(const Device& device, const FactoredLinearSizes& s) {
+  using Choice = CudaPath::Choice;
+  using Product = CudaPath::Product;
+  const CudaPath path = cuda_path();
+  const bool stored = path.stored == Choice::yes || path.product == Product::mma;
+  const bool fused = path.stored == Choice::no || path.product == Product::scalar;
+  ELLA_CHECK(
+      !(stored && fused),
+      "factored_linear: ELLA_CUDA_PATH: product=mma goes with intermediate=stored, product=scalar with intermediate=fused");
+  ELLA_CHECK(!stored || stored::countable(s),
+             "factored_linear: ELLA_CUDA_PATH: intermediate=stored is for axes below 2^31 - 64");
+  return stored || (!fused && stored::countable(s) && stored::fits(device, s));
+}
+
+// Whether float64's products are the library's, as they are; throws where the path names others.
+bool is_double(const Tensor& x) {
+  if (x.scalar_type() != ScalarType::Double) return false;
+  ELLA_CHECK(cuda_path().stored != CudaPath::Choice::no,
+             "factored_linear: ELLA_CUDA_PATH: float64 has no intermediate=fused, its products are the library's");
+  return true;
+}
 
 // The result, and z where `keep` and it is kept; else an empty tensor.
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
@@ -14,20 +38,16 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
   const Device device(x);
   const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s};
+  const Tensor none = device_empty(x, {0});
+  if (is_double(x)) return {library::forward(args, bias_out), none};
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
-  Tensor middle = device_empty(x, {0});
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
-    if constexpr (std::is_same_v<scalar_t, float>) {
-      if (stored::fits(device, s, false)) {
-        const Tensor z = stored::empty_middle(args);
-        stored::forward(device, args, bias_out, y, z);
-        if (keep && stored::keeps(device, s)) middle = z;
-        return;
-      }
-    }
-    fused::forward<scalar_t>(device, args, bias_out, y);
-  });
-  return {y, middle};
+  if (!is_stored(device, s)) {
+    fused::forward(device, args, bias_out, y);
+    return {y, none};
+  }
+  const Tensor z = stored::empty_middle(args);
+  stored::forward(device, args, bias_out, y, z);
+  return {y, keep && s.keeps_middle(s.N * s.D * s.C) ? z : none};
 }
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
@@ -53,20 +73,19 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
   const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
     return asked ? device_empty(x, shape) : device_empty(x, {0});
   };
-  const FactoredLinearGradients to{wanted,
-                                   make(wanted.x, {s.N, s.C, s.X}),
-                                   make(wanted.weight_in, {s.D, s.C, s.X}),
-                                   make(wanted.weight_out, {s.D, s.C, s.Y}),
-                                   make(wanted.bias_in, {s.D}),
-                                   make(wanted.bias_out, {s.Y})};
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
-    if constexpr (std::is_same_v<scalar_t, float>) {
-      if (stored::fits(device, s, wanted.weight_in || wanted.weight_out)) {
-        return stored::backward(device, grad, args, to, kept ? middle : nullptr);
-      }
-    }
-    fused::backward<scalar_t>(device, grad, args, to);
-  });
+  FactoredLinearGradients to{wanted,
+                             make(wanted.x, {s.N, s.C, s.X}),
+                             make(wanted.weight_in, {s.D, s.C, s.X}),
+                             make(wanted.weight_out, {s.D, s.C, s.Y}),
+                             make(wanted.bias_in, {s.D}),
+                             make(wanted.bias_out, {s.Y})};
+  if (is_double(x)) {
+    library::backward(grad, args, to);
+  } else if (is_stored(device, s)) {
+    stored::backward(device, grad, args, to, kept ? middle : nullptr);
+  } else {
+    fused::backward(device, grad, args, to);
+  }
   return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
 }
 

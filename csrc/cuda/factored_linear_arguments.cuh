@@ -1,4 +1,5 @@
-// What both ways to compute F-FC on CUDA (factored_linear_fused.cuh, factored_linear_stored.cuh) are given.
+// What the ways to compute F-FC on CUDA are given: in float32 factored_linear_stored.cuh and factored_linear_fused.cuh, in
+// float64 factored_linear_library.cuh.
 #pragma once
 
 #include <optional>
@@ -22,19 +23,17 @@ struct FactoredLinearGradients {
 };
 
 // The axes of a tensor of three dimensions in the order that a kernel wants them.
-template <class T>
-View3<T> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2) {
-  return {tensor.const_data_ptr<T>(), tensor.stride(first), tensor.stride(second), tensor.stride(third)};
+inline View3<float> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2) {
+  return {tensor.const_data_ptr<float>(), tensor.stride(first), tensor.stride(second), tensor.stride(third)};
 }
 
 // A bias is small: it is made contiguous rather than strided. The holder keeps the copy alive until the kernels are queued.
-template <class T>
 class Bias {
  public:
   explicit Bias(const std::optional<Tensor>& bias) {
     if (bias) holder_ = torch::stable::contiguous(*bias);
   }
-  const T* data() const { return holder_ ? holder_->const_data_ptr<T>() : nullptr; }
+  const float* data() const { return holder_ ? holder_->const_data_ptr<float>() : nullptr; }
 
  private:
   std::optional<Tensor> holder_;

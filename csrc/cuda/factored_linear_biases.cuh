@@ -11,16 +11,15 @@ namespace ella {
 
 // sums[d,y] = sum_n grad[n,d,y] in double. Block: 32 columns (d,y) x interleaved shares of n, one a warp.
 //   grad (N, D, Y), sums (D, Y)
-template <class T>
 struct SumImagesWork {
-  View3<T> grad;
+  View3<float> grad;
   double* sums;
   int64_t N, D, Y;
   Blocks blocks;
 };
 
-template <class T, int Threads>
-__device__ __forceinline__ void sum_images_block(const SumImagesWork<T>& work, int64_t block, SharedArray<double> partial) {
+template <int Threads>
+__device__ __forceinline__ void sum_images_block(const SumImagesWork& work, int64_t block, SharedArray<double> partial) {
   constexpr int kShares = Threads / kWarp;
   const int column = threadIdx.x % kWarp, share = threadIdx.x / kWarp;
   const int64_t at = block * kWarp + column;
@@ -38,24 +37,23 @@ __device__ __forceinline__ void sum_images_block(const SumImagesWork<T>& work, i
 
 // Blocks: some for grad_bias_out, a thread for each y; then one for each d of grad_bias_in.
 //   v = weight_out (D, C, Y), sums (D, Y), grad_bias_out (Y), grad_bias_in (D)
-template <class T>
 struct BiasWork {
-  View3<T> v;
+  View3<float> v;
   const double* sums;
-  T *grad_bias_out, *grad_bias_in;
+  float *grad_bias_out, *grad_bias_in;
   int64_t C, D, Y;
   int64_t out_blocks;
   Blocks blocks;
 };
 
-template <class T, int Threads>
-__device__ __forceinline__ void bias_block(const BiasWork<T>& work, int64_t block, SharedArray<double> scratch) {
+template <int Threads>
+__device__ __forceinline__ void bias_block(const BiasWork& work, int64_t block, SharedArray<double> scratch) {
   double total = 0;
   if (block < work.out_blocks) {
     const int64_t y = block * Threads + threadIdx.x;
     if (y >= work.Y) return;
     for (int64_t d = 0; d < work.D; ++d) total += work.sums[d * work.Y + y];
-    work.grad_bias_out[y] = static_cast<T>(total);
+    work.grad_bias_out[y] = static_cast<float>(total);
     return;
   }
   const int64_t d = block - work.out_blocks;
@@ -63,25 +61,24 @@ __device__ __forceinline__ void bias_block(const BiasWork<T>& work, int64_t bloc
     total += static_cast<double>(*work.v.at(d, i / work.Y, i % work.Y)) * work.sums[d * work.Y + i % work.Y];
   }
   total = block_reduce(total, scratch, Sum{});
-  if (threadIdx.x == 0) work.grad_bias_in[d] = static_cast<T>(total);
+  if (threadIdx.x == 0) work.grad_bias_in[d] = static_cast<float>(total);
 }
 
 // Both works, by blocks of `threads`, for the gradients that are wanted; none for neither. Gives the sums, to be kept until the
 // kernels are queued.
-template <class T>
-std::optional<Tensor> plan_biases(const Tensor& grad, const Tensor& weight_out, const FactoredLinearGradients& to, int threads,
-                                  SumImagesWork<T>& sum_images, BiasWork<T>& biases) {
+inline std::optional<Tensor> plan_biases(const Tensor& grad, const Tensor& weight_out, const FactoredLinearGradients& to,
+                                         int threads, SumImagesWork& sum_images, BiasWork& biases) {
   if (!to.wanted.bias_in && !to.wanted.bias_out) return std::nullopt;
   const int64_t N = grad.size(0), D = grad.size(1), Y = grad.size(2);
   const Tensor sums = device_empty(grad, {D, Y}, ScalarType::Double);
-  sum_images = {view<T>(grad), sums.mutable_data_ptr<double>(), N, D, Y, {0, ceil_div(D * Y, int64_t{kWarp}), 0}};
-  biases = {view<T>(weight_out), sum_images.sums, nullptr, nullptr, weight_out.size(1), D, Y, 0, {}};
+  sum_images = {view(grad), sums.mutable_data_ptr<double>(), N, D, Y, {0, ceil_div(D * Y, int64_t{kWarp}), 0}};
+  biases = {view(weight_out), sum_images.sums, nullptr, nullptr, weight_out.size(1), D, Y, 0, {}};
   if (to.wanted.bias_out) {
-    biases.grad_bias_out = to.bias_out.mutable_data_ptr<T>();
+    biases.grad_bias_out = to.bias_out.mutable_data_ptr<float>();
     biases.out_blocks = biases.blocks.count = ceil_div(Y, static_cast<int64_t>(threads));
   }
   if (to.wanted.bias_in) {
-    biases.grad_bias_in = to.bias_in.mutable_data_ptr<T>();
+    biases.grad_bias_in = to.bias_in.mutable_data_ptr<float>();
     biases.blocks.count += D;
   }
   return sums;

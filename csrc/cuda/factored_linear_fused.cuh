@@ -1,4 +1,4 @@
-// F-FC whose middle is never written out: all of float64, and float32 where it is large.
+// F-FC in float32 whose intermediate is never written out, where it is large.
 //
 // All large results have one of two forms over the same inner products, which are computed tile by tile in shared memory and
 // never written out:
@@ -26,20 +26,18 @@ namespace ella::fused {
 // Block: (y part, q tile, r tile), y part fastest; it recomputes the inner products for its part of y.
 //   left (rows, batches, reduce), right (columns, batches, reduce), outer (columns, batches, outputs),
 //   bias_in (columns) or null, bias_out (outputs) or null, out (rows, columns, outputs) contiguous
-template <class T>
 struct ApplyWork {
-  View3<T> left, right, outer;
-  const T *bias_in, *bias_out;
-  T* out;
+  View3<float> left, right, outer;
+  const float *bias_in, *bias_out;
+  float* out;
   Sizes size;
   int results;  // TY
   int64_t part_width, parts;
   Blocks blocks;
 };
 
-template <class T>
-__device__ __forceinline__ void apply_block(const ApplyWork<T>& work, int64_t block, const InnerStorage<T>& storage) {
-  using Shape = Tile<T>;
+__device__ __forceinline__ void apply_block(const ApplyWork& work, int64_t block, const InnerStorage& storage) {
+  using Shape = Tile;
   const Sizes& size = work.size;
   const int64_t q_tiles = ceil_div(size.columns, int64_t{kColumns});
   const int64_t part = block % work.parts, tile = block / work.parts;
@@ -47,17 +45,17 @@ __device__ __forceinline__ void apply_block(const ApplyWork<T>& work, int64_t bl
   const int64_t y_begin = part * work.part_width;
   int64_t b0 = 0;
   do {  // at least once: without any b the result is the bias
-    inner_tile<T, true>(storage, work.left, work.right, work.bias_in, size, r0, b0, q0);
-    const ResultTile<T> tile_out{work.out + (r0 * size.columns + q0) * size.outputs + y_begin,
-                                 size.columns * size.outputs,
-                                 size.outputs,
-                                 static_cast<int>(min(size.rows - r0, int64_t{Shape::kRows})),
-                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
-                                 static_cast<int>(min(work.part_width, size.outputs - y_begin))};
-    const View3<T> outer{work.outer.at(q0, b0, y_begin), work.outer.stride1, work.outer.stride0,
-                         work.outer.stride2};  // (b,q,y)
-    outer_tile<T, Shape::kRows>(work.results, storage.inner, outer, static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
-                                tile_out, b0 == 0, work.bias_out == nullptr ? nullptr : work.bias_out + y_begin);
+    inner_tile<true>(storage, work.left, work.right, work.bias_in, size, r0, b0, q0);
+    const ResultTile tile_out{work.out + (r0 * size.columns + q0) * size.outputs + y_begin,
+                              size.columns * size.outputs,
+                              size.outputs,
+                              static_cast<int>(min(size.rows - r0, int64_t{Shape::kRows})),
+                              static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
+                              static_cast<int>(min(work.part_width, size.outputs - y_begin))};
+    const View3<float> outer{work.outer.at(q0, b0, y_begin), work.outer.stride1, work.outer.stride0,
+                             work.outer.stride2};  // (b,q,y)
+    outer_tile<Shape::kRows>(work.results, storage.inner, outer, static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
+                             tile_out, b0 == 0, work.bias_out == nullptr ? nullptr : work.bias_out + y_begin);
     b0 += kBatches;
   } while (b0 < size.batches);
 }
@@ -67,11 +65,10 @@ __device__ __forceinline__ void apply_block(const ApplyWork<T>& work, int64_t bl
 // result for each, added up in order afterwards.
 //   left (rows, batches, reduce), right (columns, batches, reduce), outer (rows, columns, outputs), bias_in (columns) or null
 //   out (shares, ...) whose element (b, q, y) lies at b * out_batch + q * out_column + y
-template <class T>
 struct WeightWork {
-  View3<T> left, right, outer;
-  const T* bias_in;
-  T* out;
+  View3<float> left, right, outer;
+  const float* bias_in;
+  float* out;
   Sizes size;
   int results;  // TY
   int64_t out_batch, out_column;
@@ -79,103 +76,96 @@ struct WeightWork {
   Blocks blocks;
 };
 
-template <class T>
-__device__ __forceinline__ void weight_block(const WeightWork<T>& work, int64_t block, const InnerStorage<T>& storage) {
-  using Shape = Tile<T>;
+__device__ __forceinline__ void weight_block(const WeightWork& work, int64_t block, const InnerStorage& storage) {
+  using Shape = Tile;
   const Sizes& size = work.size;
   const int64_t q_tiles = ceil_div(size.columns, int64_t{kColumns});
   const int64_t share = block % work.shares, part = block / work.shares % work.parts, tile = block / work.shares / work.parts;
   const int64_t q0 = tile % q_tiles * kColumns, b0 = tile / q_tiles * kBatches;
   const int64_t y_begin = part * work.part_width;
   const int64_t r_begin = share * work.share_rows, r_end = min(r_begin + work.share_rows, size.rows);
-  T* const result =
+  float* const result =
       work.out + share * (size.batches * size.columns * size.outputs) + b0 * work.out_batch + q0 * work.out_column + y_begin;
   // The outer stage reads b's eight at a time, also those beyond the last, which no slab fills.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < Shape::kInner; i += kThreads) storage.inner[i] = T(0);
+  for (int i = threadIdx.x; i < Shape::kInner; i += kThreads) storage.inner[i] = 0.0f;
   for (int64_t r0 = r_begin; r0 < r_end; r0 += Shape::kRows) {
-    inner_tile<T, false>(storage, work.left, work.right, work.bias_in, size, r0, b0, q0);
-    const ResultTile<T> tile_out{result,
-                                 work.out_batch,
-                                 work.out_column,
-                                 static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
-                                 static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
-                                 static_cast<int>(min(work.part_width, size.outputs - y_begin))};
-    const View3<T> outer{work.outer.at(r0, q0, y_begin), work.outer.stride0, work.outer.stride1,
-                         work.outer.stride2};  // (r,q,y)
-    outer_tile<T, kBatches>(work.results, storage.inner, outer, static_cast<int>(min(r_end - r0, int64_t{Shape::kRows})),
-                            tile_out, r0 == r_begin, static_cast<const T*>(nullptr));
+    inner_tile<false>(storage, work.left, work.right, work.bias_in, size, r0, b0, q0);
+    const ResultTile tile_out{result,
+                              work.out_batch,
+                              work.out_column,
+                              static_cast<int>(min(size.batches - b0, int64_t{kBatches})),
+                              static_cast<int>(min(size.columns - q0, int64_t{kColumns})),
+                              static_cast<int>(min(work.part_width, size.outputs - y_begin))};
+    const View3<float> outer{work.outer.at(r0, q0, y_begin), work.outer.stride0, work.outer.stride1,
+                             work.outer.stride2};  // (r,q,y)
+    outer_tile<kBatches>(work.results, storage.inner, outer, static_cast<int>(min(r_end - r0, int64_t{Shape::kRows})), tile_out,
+                         r0 == r_begin, static_cast<const float*>(nullptr));
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) apply_kernel(ApplyWork<T> work) {
+__global__ void __launch_bounds__(kThreads, Tile::kBlocks) apply_kernel(ApplyWork work) {
   ELLA_SHARED_MEMORY(memory);
-  apply_block<T>(work, blockIdx.x, InnerStorage<T>(memory));
+  apply_block(work, blockIdx.x, InnerStorage(memory));
 }
 
 // Everything of the backward pass that reads images, one launch. What it leaves in several shares, and the bias gradients,
 // are finished by gather_kernel.
-template <class T>
 struct BackwardWork {
-  ApplyWork<T> dx;
-  WeightWork<T> d_weight_in, d_weight_out;
-  SumImagesWork<T> sum_images;
+  ApplyWork dx;
+  WeightWork d_weight_in, d_weight_out;
+  SumImagesWork sum_images;
 };
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, Tile<T>::kBlocks) backward_kernel(BackwardWork<T> work) {
+__global__ void __launch_bounds__(kThreads, Tile::kBlocks) backward_kernel(BackwardWork work) {
   ELLA_SHARED_MEMORY(memory);
   const int64_t block = blockIdx.x;
   if (work.dx.blocks.have(block)) {
-    apply_block<T>(work.dx, block - work.dx.blocks.first, InnerStorage<T>(memory));
+    apply_block(work.dx, block - work.dx.blocks.first, InnerStorage(memory));
   } else if (work.d_weight_in.blocks.have(block)) {
-    weight_block<T>(work.d_weight_in, block - work.d_weight_in.blocks.first, InnerStorage<T>(memory));
+    weight_block(work.d_weight_in, block - work.d_weight_in.blocks.first, InnerStorage(memory));
   } else if (work.d_weight_out.blocks.have(block)) {
-    weight_block<T>(work.d_weight_out, block - work.d_weight_out.blocks.first, InnerStorage<T>(memory));
+    weight_block(work.d_weight_out, block - work.d_weight_out.blocks.first, InnerStorage(memory));
   } else {
-    sum_images_block<T, kThreads>(work.sum_images, block - work.sum_images.blocks.first, memory.array<double>(kThreads));
+    sum_images_block<kThreads>(work.sum_images, block - work.sum_images.blocks.first, memory.array<double>(kThreads));
   }
 }
 
 // What the second launch of the backward pass adds up: the shares of both weights, and the biases.
 //   out[i] = sum_s parts[s][i], s ascending; zero without shares     parts (shares, count), out (count)
-template <class T>
 struct GatherWork {
   struct Shares {
-    const T* parts;
-    T* out;
+    const float* parts;
+    float* out;
     int64_t shares, count;
     Blocks blocks;
   };
   Shares weight_in, weight_out;
-  BiasWork<T> biases;
+  BiasWork biases;
 };
 
-template <class T>
-__device__ __forceinline__ void sum_shares_block(const typename GatherWork<T>::Shares& work, int64_t block) {
+__device__ __forceinline__ void sum_shares_block(const GatherWork::Shares& work, int64_t block) {
   const int64_t i = block * kThreads + threadIdx.x;
   if (i >= work.count) return;
-  T total = work.shares == 0 ? T(0) : work.parts[i];
+  float total = work.shares == 0 ? 0.0f : work.parts[i];
   for (int64_t s = 1; s < work.shares; ++s) total += work.parts[s * work.count + i];
   work.out[i] = total;
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) gather_kernel(GatherWork<T> work) {
+__global__ void __launch_bounds__(kThreads) gather_kernel(GatherWork work) {
   ELLA_SHARED_MEMORY(memory);
   const int64_t block = blockIdx.x;
   if (work.weight_in.blocks.have(block)) {
-    sum_shares_block<T>(work.weight_in, block - work.weight_in.blocks.first);
+    sum_shares_block(work.weight_in, block - work.weight_in.blocks.first);
   } else if (work.weight_out.blocks.have(block)) {
-    sum_shares_block<T>(work.weight_out, block - work.weight_out.blocks.first);
+    sum_shares_block(work.weight_out, block - work.weight_out.blocks.first);
   } else {
-    bias_block<T, kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
+    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
   }
 }
 
 // Kernels get their work as parameters, of which every architecture takes 4 KB.
-static_assert(sizeof(BackwardWork<double>) <= 4096 && sizeof(GatherWork<double>) <= 4096, "too large for kernel parameters");
+static_assert(sizeof(BackwardWork) <= 4096 && sizeof(GatherWork) <= 4096, "too large for kernel parameters");
 
 constexpr int64_t kMaxPart = 1 << 20;
 
@@ -196,13 +186,12 @@ struct Parts {
 // TY: the widest that does not leave most lanes without a result.
 constexpr int results_per_thread(int64_t outputs) { return outputs >= 128 ? 4 : outputs >= 64 ? 2 : 1; }
 
-template <class T>
-ApplyWork<T> plan_apply(const Device& device, View3<T> left, View3<T> right, View3<T> outer, const T* bias_in,
-                        const T* bias_out, const Tensor& out, const Sizes& size) {
-  ApplyWork<T> work{left, right, outer, bias_in, bias_out, out.mutable_data_ptr<T>(), size};
+inline ApplyWork plan_apply(const Device& device, View3<float> left, View3<float> right, View3<float> outer,
+                            const float* bias_in, const float* bias_out, const Tensor& out, const Sizes& size) {
+  ApplyWork work{left, right, outer, bias_in, bias_out, out.mutable_data_ptr<float>(), size};
   if (out.numel() == 0) return work;
   work.results = results_per_thread(size.outputs);
-  const int64_t tiles = ceil_div(size.rows, int64_t{Tile<T>::kRows}) * ceil_div(size.columns, int64_t{kColumns});
+  const int64_t tiles = ceil_div(size.rows, int64_t{Tile::kRows}) * ceil_div(size.columns, int64_t{kColumns});
   const Parts parts(size.outputs, tiles, 32 * work.results, device.multiprocessors());
   work.part_width = parts.width, work.parts = parts.count;
   work.blocks.count = tiles * parts.count;
@@ -212,11 +201,10 @@ ApplyWork<T> plan_apply(const Device& device, View3<T> left, View3<T> right, Vie
 
 // A weight's gradient: `out` is contiguous; out_batch and out_column say which of its first two axes is b and which q. Where
 // the rows are shared out over blocks, `workspace` keeps their results and `gather` says how to add them.
-template <class T>
-WeightWork<T> plan_weight(const Device& device, View3<T> left, View3<T> right, View3<T> outer, const T* bias_in,
-                          const Tensor& out, const Sizes& size, int64_t out_batch, int64_t out_column,
-                          std::optional<Tensor>& workspace, typename GatherWork<T>::Shares& gather) {
-  WeightWork<T> work{left, right, outer, bias_in, out.mutable_data_ptr<T>(), size};
+inline WeightWork plan_weight(const Device& device, View3<float> left, View3<float> right, View3<float> outer,
+                              const float* bias_in, const Tensor& out, const Sizes& size, int64_t out_batch, int64_t out_column,
+                              std::optional<Tensor>& workspace, GatherWork::Shares& gather) {
+  WeightWork work{left, right, outer, bias_in, out.mutable_data_ptr<float>(), size};
   if (out.numel() == 0) return work;
   work.results = results_per_thread(size.outputs);
   work.out_batch = out_batch, work.out_column = out_column;
@@ -225,9 +213,9 @@ WeightWork<T> plan_weight(const Device& device, View3<T> left, View3<T> right, V
   const Parts parts(size.outputs, tiles, 32 * work.results, wanted);
   work.part_width = parts.width, work.parts = parts.count;
   // What still lacks blocks is split over the rows, which costs no recomputation but a workspace: at most 32 copies of out.
-  const int64_t row_tiles = ceil_div(size.rows, int64_t{Tile<T>::kRows});
+  const int64_t row_tiles = ceil_div(size.rows, int64_t{Tile::kRows});
   const int64_t most = std::clamp<int64_t>(std::min(ceil_div(wanted, tiles * parts.count), row_tiles), 1, 32);
-  work.share_rows = ceil_div(row_tiles, most) * Tile<T>::kRows;
+  work.share_rows = ceil_div(row_tiles, most) * Tile::kRows;
   work.shares = row_tiles == 0 ? 0 : ceil_div(size.rows, work.share_rows);
   work.blocks.count = tiles * parts.count * work.shares;
   work.blocks.length = ceil_div(row_tiles, most) * (size.reduce + parts.width);
@@ -235,49 +223,47 @@ WeightWork<T> plan_weight(const Device& device, View3<T> left, View3<T> right, V
     gather = {nullptr, work.out, work.shares, out.numel(), {0, ceil_div(out.numel(), int64_t{kThreads}), work.shares}};
     if (work.shares > 0) {
       workspace = device_empty(out, {work.shares, out.numel()});
-      work.out = workspace->mutable_data_ptr<T>();
+      work.out = workspace->mutable_data_ptr<float>();
       gather.parts = work.out;
     }
   }
   return work;
 }
 
-template <class T>
-void forward(const Device& device, const FactoredLinearArguments& args, const std::optional<Tensor>& bias_out,
-             const Tensor& y) {
+inline void forward(const Device& device, const FactoredLinearArguments& args, const std::optional<Tensor>& bias_out,
+                    const Tensor& y) {
   const FactoredLinearSizes& s = args.size;
-  const Bias<T> in(args.bias_in), out(bias_out);
-  const ApplyWork<T> work = plan_apply<T>(device, view<T>(args.x), view<T>(args.weight_in), view<T>(args.weight_out), in.data(),
-                                          out.data(), y, {s.N, s.C, s.D, s.X, s.Y});
-  launch(device, "factored_linear", apply_kernel<T>, work.blocks.count, kThreads, Tile<T>::shared_bytes(), work);
+  const Bias in(args.bias_in), out(bias_out);
+  const ApplyWork work = plan_apply(device, view(args.x), view(args.weight_in), view(args.weight_out), in.data(), out.data(), y,
+                                    {s.N, s.C, s.D, s.X, s.Y});
+  launch(device, "factored_linear", apply_kernel, work.blocks.count, kThreads, Tile::shared_bytes(), work);
 }
 
-template <class T>
-void backward(const Device& device, const Tensor& grad, const FactoredLinearArguments& args,
-              const FactoredLinearGradients& to) {
+inline void backward(const Device& device, const Tensor& grad, const FactoredLinearArguments& args,
+                     const FactoredLinearGradients& to) {
   const FactoredLinearSizes& s = args.size;
-  const View3<T> g = view<T>(grad), v = view<T>(args.weight_out, 1, 0, 2);
+  const View3<float> g = view(grad), v = view(args.weight_out, 1, 0, 2);
   const Sizes dz_by_x{s.N, s.D, s.C, s.Y, s.X};  // r = n, b = d, q = c, k = y, outputs x
   const Sizes z_by_y{s.N, s.C, s.D, s.X, s.Y};   // r = n, b = c, q = d, k = x, outputs y
-  const Bias<T> in(args.bias_in);
-  BackwardWork<T> work{};
-  GatherWork<T> gather{};
+  const Bias in(args.bias_in);
+  BackwardWork work{};
+  GatherWork gather{};
   std::optional<Tensor> shares_in, shares_out;  // kept until the kernels are queued
-  if (to.wanted.x) work.dx = plan_apply<T>(device, g, v, view<T>(args.weight_in, 1, 0, 2), nullptr, nullptr, to.x, dz_by_x);
+  if (to.wanted.x) work.dx = plan_apply(device, g, v, view(args.weight_in, 1, 0, 2), nullptr, nullptr, to.x, dz_by_x);
   if (to.wanted.weight_in) {
-    work.d_weight_in = plan_weight<T>(device, g, v, view<T>(args.x), nullptr, to.weight_in, dz_by_x, s.C * s.X, s.X, shares_in,
-                                      gather.weight_in);
+    work.d_weight_in =
+        plan_weight(device, g, v, view(args.x), nullptr, to.weight_in, dz_by_x, s.C * s.X, s.X, shares_in, gather.weight_in);
   }
   if (to.wanted.weight_out) {
-    work.d_weight_out = plan_weight<T>(device, view<T>(args.x), view<T>(args.weight_in), g, in.data(), to.weight_out, z_by_y,
-                                       s.Y, s.C * s.Y, shares_out, gather.weight_out);
+    work.d_weight_out = plan_weight(device, view(args.x), view(args.weight_in), g, in.data(), to.weight_out, z_by_y, s.Y,
+                                    s.C * s.Y, shares_out, gather.weight_out);
   }
-  const std::optional<Tensor> sums = plan_biases<T>(grad, args.weight_out, to, kThreads, work.sum_images, gather.biases);
+  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, kThreads, work.sum_images, gather.biases);
   const int64_t blocks =
       number_blocks({&work.dx.blocks, &work.d_weight_in.blocks, &work.d_weight_out.blocks, &work.sum_images.blocks});
-  launch(device, "factored_linear_backward", backward_kernel<T>, blocks, kThreads, Tile<T>::shared_bytes(), work);
+  launch(device, "factored_linear_backward", backward_kernel, blocks, kThreads, Tile::shared_bytes(), work);
   const int64_t gather_blocks = number_blocks({&gather.weight_in.blocks, &gather.weight_out.blocks, &gather.biases.blocks});
-  launch(device, "factored_linear_backward (gather)", gather_kernel<T>, gather_blocks, kThreads,
+  launch(device, "factored_linear_backward (gather)", gather_kernel, gather_blocks, kThreads,
          shared_size(kThreads / kWarp * sizeof(double)), gather);
 }
 

@@ -22,31 +22,27 @@ namespace ella::stored {
 #define ELLA_LARGEST_MIDDLE 2
 #endif
 constexpr int64_t kLargest = ELLA_LARGEST_MIDDLE;
-// Images whose sums, the gradients of the weights, a block computes by itself; the fused blocks share more of them out.
-constexpr int64_t kImages = 4096;
 
-inline bool fits(const Device& device, const FactoredLinearSizes& s, bool weights) {
-  const int64_t middle = s.N * s.D * s.C, others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
-  const bool small = middle <= kLargest * others || middle * static_cast<int64_t>(sizeof(float)) <= device.cache_bytes();
-  const bool in_int = std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max() - ProductTile::kSide;
-  return small && in_int && !(weights && s.N > kImages);
+// Whether the products' axes are counted in 32 bits.
+inline bool countable(const FactoredLinearSizes& s) {
+  return std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max() - ProductTile::kSide;
 }
 
-// Whether the forward pass keeps z for the backward pass.
-inline bool keeps(const Device& device, const FactoredLinearSizes& s) {
-  return s.keeps_middle(s.N * s.D * s.C) && fits(device, s, true);
+inline bool fits(const Device& device, const FactoredLinearSizes& s) {
+  const int64_t middle = s.N * s.D * s.C, others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
+  return middle <= kLargest * others || middle * static_cast<int64_t>(sizeof(float)) <= device.cache_bytes();
 }
 
 constexpr int kThreads = ProductTile::kThreads;
 
 struct MiddlesWork {
   ProductWork z, dz;
-  SumImagesWork<float> sum_images;
+  SumImagesWork sum_images;
 };
 
 struct ResultsWork {
   ProductWork apply, d_weight_in, d_weight_out;  // apply: y or dx
-  BiasWork<float> biases;
+  BiasWork biases;
 };
 
 // Kernels get their work as parameters, of which every architecture takes 4 KB.
@@ -56,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linea
   ELLA_SHARED_MEMORY(memory);
   const int64_t block = blockIdx.x;
   if (work.sum_images.blocks.have(block)) {
-    sum_images_block<float, kThreads>(work.sum_images, block - work.sum_images.blocks.first, memory.array<double>(kThreads));
+    sum_images_block<kThreads>(work.sum_images, block - work.sum_images.blocks.first, memory.array<double>(kThreads));
     return;
   }
   const ProductWork& product = work.z.blocks.have(block) ? work.z : work.dz;
@@ -68,7 +64,7 @@ __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linea
   ELLA_SHARED_MEMORY(memory);
   const int64_t block = blockIdx.x;
   if (work.biases.blocks.have(block)) {
-    bias_block<float, kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
+    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
   } else if (work.apply.blocks.have(block)) {
     product_block<Together::lines, Together::lines>(work.apply, static_cast<int>(block - work.apply.blocks.first),
                                                     product_staging(memory));
@@ -99,7 +95,7 @@ inline Tensor empty_middle(const FactoredLinearArguments& args) {
 // The arrays of the products.
 struct Arrays {
   explicit Arrays(const FactoredLinearArguments& args)
-      : s(args.size), x(view<float>(args.x)), u(view<float>(args.weight_in)), v(view<float>(args.weight_out)) {}
+      : s(args.size), x(view(args.x)), u(view(args.weight_in)), v(view(args.weight_out)) {}
 
   ProductWork z(const float* bias_in, const Tensor& to) const {  // for each c: d, n from x
     return product_work<Together::depth, Together::depth>({s.C, s.D, s.N, s.X}, {u.data, u.stride1, u.stride0, u.stride2},
@@ -139,7 +135,7 @@ struct Arrays {
 inline void forward(const Device& device, const FactoredLinearArguments& args, const std::optional<Tensor>& bias_out,
                     const Tensor& y, const Tensor& z) {
   const Arrays arrays(args);
-  const Bias<float> in(args.bias_in), out(bias_out);
+  const Bias in(args.bias_in), out(bias_out);
   MiddlesWork first{};
   ResultsWork second{};
   first.z = arrays.z(in.data(), z);
@@ -152,8 +148,8 @@ inline void forward(const Device& device, const FactoredLinearArguments& args, c
 inline void backward(const Device& device, const Tensor& grad, const FactoredLinearArguments& args,
                      const FactoredLinearGradients& to, const Tensor* kept) {
   const Arrays arrays(args);
-  const View3<float> g = view<float>(grad);
-  const Bias<float> in(args.bias_in);
+  const View3<float> g = view(grad);
+  const Bias in(args.bias_in);
   std::optional<Tensor> z, dz;  // kept until the kernels are queued
   MiddlesWork first{};
   ResultsWork second{};
@@ -168,7 +164,7 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
   }
   if (to.wanted.x) second.apply = arrays.dx(*dz, to.x);
   if (to.wanted.weight_in) second.d_weight_in = arrays.d_weight_in(*dz, to.weight_in);
-  const std::optional<Tensor> sums = plan_biases<float>(grad, args.weight_out, to, kThreads, first.sum_images, second.biases);
+  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, kThreads, first.sum_images, second.biases);
   launch_middles(device, first);
   launch_results(device, second);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from torch import Tensor
 from python_tests.ops.checks import before_a_guard_page
 
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order, same_bits
-from .simulator import Simulator
+from .simulator import FEW_AT_A_TIME, Simulator
 
 pytestmark = pytest.mark.simulator
 
 # (N, C, X, D, Y). Float32 products on tensor cores (of a stored middle) have tiles of 64 x 64, slabs of 16 and five of them at
-# a time, copies of 4 where sizes allow. Fused tiles are 32 (16) images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16
-# channels; results come in columns of 1, 2 or 4 x 32. Every shape crosses some of these by a little, or stays far below.
+# a time, copies of 4 where sizes allow. Fused tiles are 32 images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16
+# channels; results come in columns of 1, 2 or 4 x 32. Float64 is torch's, for a few channels at a time. Every shape crosses some
+# of these by a little, or stays far below.
 SHAPES = [
     (1, 1, 1, 1, 1),
     (5, 3, 9, 10, 7),
@@ -32,8 +34,9 @@ SHAPES = [
     (65, 1, 66, 67, 70),
     (8, 16, 1, 12, 1),  # a middle that is large, but not for the cache
 ]
-# In float32 too; the last one by its images, which are too many for one block.
-FUSED = [(35, 17, 5, 70, 1), (64, 40, 9, 60, 1), (33, 37, 1, 19, 2), (4100, 1, 70, 2, 3)]
+# In float32.
+FUSED = [(35, 17, 5, 70, 1), (64, 40, 9, 60, 1), (33, 37, 1, 19, 2)]
+MANY = (4100, 1, 70, 2, 3)
 EMPTY = [(0, 3, 4, 5, 6), (3, 0, 4, 5, 6), (3, 4, 0, 5, 6), (3, 4, 5, 0, 6), (3, 4, 5, 6, 0)]
 
 
@@ -71,7 +74,7 @@ def doubles(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, *FUSED[:3]])
+@pytest.mark.parametrize("shape", [*SHAPES, *FUSED])
 def test_forward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, u, v, b_in, b_out, _ = arguments(shape, dtype, "contiguous")
     for biases in ((b_in, b_out), (None, b_out), (None, None)):
@@ -80,9 +83,7 @@ def test_forward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtyp
         assert_accurate(y, forward(*doubles(x, u, v, *biases)), forward(x, u, v, *biases))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [*itertools.product([*SHAPES, *FUSED[:3]], DTYPES), (FUSED[3], torch.float32)]
-)
+@pytest.mark.parametrize(("shape", "dtype"), [*itertools.product([*SHAPES, *FUSED], DTYPES), (MANY, torch.float32)])
 def test_backward(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
     got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
@@ -132,9 +133,10 @@ def test_nothing_past_the_end_is_read(simulator: Simulator, shape: tuple[int, ..
         assert_accurate(result, exact, torchs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", EMPTY)
-def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
-    x, u, v, b_in, b_out, g = arguments(shape, torch.float64, "contiguous")
+def test_empty(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
     (y,) = in_every_order(simulator, lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out))
     assert_accurate(y, forward(x, u, v, b_in, b_out))
     got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
@@ -142,9 +144,10 @@ def test_empty(simulator: Simulator, shape: tuple[int, ...]) -> None:
         assert_accurate(result, exact)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wanted", range(5))
-def test_only_what_is_asked_for(simulator: Simulator, wanted: int) -> None:
-    x, u, v, b_in, _, g = arguments((5, 3, 9, 10, 7), torch.float64, "contiguous")
+def test_only_what_is_asked_for(simulator: Simulator, wanted: int, dtype: torch.dtype) -> None:
+    x, u, v, b_in, _, g = arguments((5, 3, 9, 10, 7), dtype, "contiguous")
     asked = [i == wanted for i in range(5)]
     got = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *asked)
     assert_accurate(got[wanted], backward(x, u, v, b_in, g)[wanted])
@@ -179,14 +182,14 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
         (4, 2, 31, 40, 3),  # larger than x: y counts from 32 positions on
         (4, 2, 32, 40, 3),
         (8, 4, 20, 12, 8),
-        FUSED[3],
+        FUSED[2],
     ],
 )
 def test_a_kept_middle(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """It is z, where that is small; from it the gradients are the same to the bit."""
     x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
     N, C, X, D, Y = shape
-    kept = dtype == torch.float32 and C * X + (X >= 32) * D * Y >= D * C and shape not in FUSED
+    kept = dtype == torch.float32 and C * X + (X >= 32) * D * Y >= D * C
     y, middle = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out)
     assert same_bits(y, simulator.ops.factored_linear(x, u, v, b_in, b_out))
     assert middle.shape == ((D, C, N) if kept else (0,))
@@ -208,52 +211,114 @@ def test_a_kept_middle(simulator: Simulator, shape: tuple[int, ...], dtype: torc
                 simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, other, *[True] * 5)
 
 
+def kernels(simulator: Simulator, call: Callable[[], object]) -> set[str]:
+    """Which of F-FC's kernels a call launches: of a stored middle, of a fused one."""
+    simulator.launches()
+    call()
+    names = {"middles_kernel": "stored", "apply_kernel": "fused", "backward_kernel": "fused"}
+    return {way for launch in simulator.launches() for name, way in names.items() if name in launch.kernel}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES[:3], SHAPES[-1], *FUSED])
+@pytest.mark.parametrize("shape", [*SHAPES[:3], SHAPES[-1], *FUSED, MANY])
 def test_the_middle_is_stored_where_it_is_small(
     simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """In float32; in float64 it never is. Of many images too, unless the gradients of the weights are asked for."""
+    """In float32, unless the path says otherwise; float64 launches none of our kernels."""
     x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
-    small = shape not in FUSED
-    small_or_many = small or shape == FUSED[3]
+    own = {"fused" if shape in FUSED else "stored"}
 
     def backward(*wanted: bool) -> None:
         simulator.ops.factored_linear_backward(g, x, u, v, b_in, *wanted)
 
-    for call, fused, stored in (
-        (lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out), "apply_kernel", small_or_many),
-        (lambda: backward(*[True] * 5), "backward_kernel", small),
-        (lambda: backward(True, *[False] * 4), "backward_kernel", small_or_many),
+    for call in (
+        lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out),
+        lambda: backward(*[True] * 5),
+        lambda: backward(True, *[False] * 4),
     ):
-        simulator.launches()
-        call()
-        kernels = [launch.kernel for launch in simulator.launches()]
-        stored = stored and dtype == torch.float32
-        assert any("middles_kernel" in kernel for kernel in kernels) == stored
-        assert any(fused in kernel for kernel in kernels) == (not stored)
+        assert kernels(simulator, call) == (own if dtype == torch.float32 else set())
+
+
+WAYS = [
+    ({"intermediate": "stored"}, "stored"),
+    ({"intermediate": "fused"}, "fused"),
+    ({"product": "mma"}, "stored"),
+    ({"product": "scalar"}, "fused"),
+]
+
+
+@pytest.mark.parametrize(("path", "way"), WAYS)
+@pytest.mark.parametrize("shape", [SHAPES[1], FUSED[2]])
+def test_the_path_says_whether_the_middle_is_stored(
+    simulator: Simulator, shape: tuple[int, ...], path: dict[str, str], way: str
+) -> None:
+    x, u, v, b_in, b_out, g = arguments(shape, torch.float32, "contiguous")
+    calls = (
+        lambda: (simulator.ops.factored_linear(x, u, v, b_in, b_out),),
+        lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5),
+    )
+    wanted = (
+        ((forward(*doubles(x, u, v, b_in, b_out)),), (forward(x, u, v, b_in, b_out),)),
+        (backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g)),
+    )
+    with simulator.path(**path):
+        for call, (exact, torchs) in zip(calls, wanted, strict=True):
+            assert kernels(simulator, call) == {way}
+            for got, one, other in zip(call(), exact, torchs, strict=True):
+                assert_accurate(got, one, other)
+
+
+def test_paths_that_there_are_not(simulator: Simulator) -> None:
+    for path, dtype, words in (
+        ({"product": "scalar", "intermediate": "stored"}, torch.float32, "product=mma goes with intermediate=stored"),
+        ({"product": "mma", "intermediate": "fused"}, torch.float32, "product=mma goes with intermediate=stored"),
+        ({"intermediate": "fused"}, torch.float64, "float64 has no intermediate=fused"),
+    ):
+        x, u, v, b_in, b_out, g = arguments(SHAPES[1], dtype, "contiguous")
+        with simulator.path(**path):
+            with pytest.raises(RuntimeError, match=words):
+                simulator.ops.factored_linear(x, u, v, b_in, b_out)
+            with pytest.raises(RuntimeError, match=words):
+                simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]])
+def test_float64_has_few_numbers_of_the_middle_at_a_time(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    """At most so many as the build allows: by output channels forward, by input channels backward."""
+    N, C, _, D, _ = shape
+    x, u, v, _, _, g = arguments(shape, torch.float64, "contiguous")
+    at_a_time = int(FEW_AT_A_TIME.split("=")[1])
+    for call, channels, each in (
+        (lambda: simulator.ops.factored_linear(x, u, v, None, None), D, C * N),
+        (lambda: simulator.ops.factored_linear_backward(g, x, u, v, None, *[True] * 3, False, False), C, D * N),
+    ):
+        with torch.profiler.profile() as profile:
+            call()
+        products = sum(event.name == "aten::bmm" for event in profile.events())
+        pieces = -(-channels // max(at_a_time // each, 1))
+        assert pieces > 1 and products == pieces * (2 if channels == D else 5)
 
 
 @pytest.mark.parametrize("shape", [(40, 3, 5, 2, 70), (3, 2, 4, 3, 5), *EMPTY])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_backward_takes_two_launches(simulator: Simulator, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("way", ["stored", "fused"])
+def test_the_backward_takes_two_launches(simulator: Simulator, way: str, shape: tuple[int, ...]) -> None:
     """Fused: one for what is asked for, a second for biases and for weights whose sums over images are shared out over blocks.
 
     With a stored middle: one for that, one for what is asked for.
     """
-    x, u, v, b_in, _, g = arguments(shape, dtype, "contiguous")
+    x, u, v, b_in, _, g = arguments(shape, torch.float32, "contiguous")
     for asked in itertools.product([False, True], repeat=5):
         _, weight_in, weight_out, bias_in, bias_out = asked
-        with simulator.scheduled(multiprocessors=64):
+        with simulator.scheduled(multiprocessors=64), simulator.path(intermediate=way):
             before = simulator.launch_count()
             simulator.ops.factored_linear_backward(g, x, u, v, b_in, *asked)
             launches = simulator.launch_count() - before
         if 0 in shape:
             assert launches <= 2
-        elif dtype == torch.float32:
+        elif way == "stored":
             assert launches == 2 * any(asked)
         else:
-            shared = (weight_in or weight_out) and shape[0] > 16
+            shared = (weight_in or weight_out) and shape[0] > 32
             assert launches == any(asked) + (bias_in or bias_out or shared)
 
 

@@ -327,8 +327,8 @@ BUGS = [
     Bug(
         "blocks of one gradient that take the places of another's",
         "factored_linear_fused.cuh",
-        "weight_block<T>(work.d_weight_in, block - work.d_weight_in.blocks.first,",
-        "weight_block<T>(work.d_weight_in, block,",
+        "weight_block(work.d_weight_in, block - work.d_weight_in.blocks.first,",
+        "weight_block(work.d_weight_in, block,",
         "factored_linear",
         "|".join([WRONG, "out of bounds", "nobody wrote"]),
     ),
@@ -613,10 +613,10 @@ def run(library, source, warpgroups):
             elif source == "factored_linear":
                 x, u, v, g = (torch.randn(size) for size in ((40, 2, 70), (5, 2, 70), (5, 2, 3), (40, 5, 3)))
                 got = []
-                for dtype in (torch.float32, torch.float64):  # with the middle stored, fused
-                    arguments = [a.to(dtype) for a in (x, u, v)]
-                    y = simulator.ops.factored_linear(*arguments, None, None)
-                    gradient = simulator.ops.factored_linear_backward(g.to(dtype), *arguments, None, *[True] * 5)
+                for way in ("stored", "fused"):
+                    with simulator.path(intermediate=way):
+                        y = simulator.ops.factored_linear(x, u, v, None, None)
+                        gradient = simulator.ops.factored_linear_backward(g, x, u, v, None, *[True] * 5)
                     got.append(torch.cat([result.flatten().double() for result in (y, *gradient)]))
                 got = torch.stack(got)
                 x, u, v, g = x.double(), u.double(), v.double(), g.double()

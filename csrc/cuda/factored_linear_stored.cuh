@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linea
     return;
   }
   const ProductWork& product = work.z.blocks.have(block) ? work.z : work.dz;
-  product_block<Together::depth, Together::depth>(product, static_cast<int>(block - product.blocks.first),
-                                                  product_staging(memory));
+  product_block<Together::depth, Together::depth>(product, static_cast<int>(block - product.blocks.first), memory);
 }
 
 __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linear_results_kernel(ResultsWork work) {
@@ -66,12 +65,10 @@ __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linea
   if (work.biases.blocks.have(block)) {
     bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
   } else if (work.apply.blocks.have(block)) {
-    product_block<Together::lines, Together::lines>(work.apply, static_cast<int>(block - work.apply.blocks.first),
-                                                    product_staging(memory));
+    product_block<Together::lines, Together::lines>(work.apply, static_cast<int>(block - work.apply.blocks.first), memory);
   } else {
     const ProductWork& product = work.d_weight_in.blocks.have(block) ? work.d_weight_in : work.d_weight_out;
-    product_block<Together::depth, Together::lines>(product, static_cast<int>(block - product.blocks.first),
-                                                    product_staging(memory));
+    product_block<Together::depth, Together::lines>(product, static_cast<int>(block - product.blocks.first), memory);
   }
 }
 
@@ -140,6 +137,7 @@ inline void forward(const Device& device, const FactoredLinearArguments& args, c
   ResultsWork second{};
   first.z = arrays.z(in.data(), z);
   second.apply = arrays.y(z, out.data(), y);
+  const ProductShares shares(device, "factored_linear (shares)", y, {&first.z, &second.apply});
   launch_middles(device, first);
   launch_results(device, second);
 }
@@ -165,6 +163,8 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
   if (to.wanted.x) second.apply = arrays.dx(*dz, to.x);
   if (to.wanted.weight_in) second.d_weight_in = arrays.d_weight_in(*dz, to.weight_in);
   const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, kThreads, first.sum_images, second.biases);
+  const ProductShares shares(device, "factored_linear (shares)", grad,
+                             {&first.z, &first.dz, &second.apply, &second.d_weight_in, &second.d_weight_out});
   launch_middles(device, first);
   launch_results(device, second);
 }

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads)
       parts[2 * static_cast<int64_t>(blockIdx.x) + 1] = quotients;
     }
   }
-  if (!last_block(ticket, flag)) return;
+  if (!last_block(ticket, flag, gridDim.x)) return;
   double total = 0;
   for (int64_t b = threadIdx.x / kWarp; b < spectra.tensors; b += kWarps) {
     const double logs = sum_of_tensor(parts, 2, spectra.starts, b), gamma = sum_of_tensor(parts + 1, 2, spectra.starts, b);
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
     const double total = block_reduce(sum.total(), scratch, Sum{});
     if (threadIdx.x == 0) parts[blockIdx.x] = total;
   }
-  if (!last_block(ticket, flag)) return;
+  if (!last_block(ticket, flag, gridDim.x)) return;
   for (int64_t b = threadIdx.x / kWarp; b < spectra.tensors; b += kWarps) {
     const double total = sum_of_tensor(parts, 1, spectra.starts, b);
     if (threadIdx.x % kWarp == 0) out[b] = static_cast<T>(total);

@@ -46,13 +46,14 @@ __device__ __forceinline__ T block_reduce(T value, SharedArray<T> scratch, Opera
   return value;
 }
 
-// Whether this is the last of the grid's blocks to come here: what thread 0 of every other block wrote to global memory before
-// is then seen by all threads of this one. Which block is last depends on the run; what it computes from what all have left, in
-// an order of its own, does not. `ticket` counts the blocks from zero, `flag` holds one value.
-__device__ __forceinline__ bool last_block(unsigned* ticket, SharedArray<unsigned> flag) {
+// Whether this is the last of so many blocks to come here: what thread 0 of every other block wrote to global memory before
+// (with a barrier before the call, what all of its threads wrote) is then seen by all threads of this one. Which block is last
+// depends on the run; what it computes from what all have left, in an order of its own, does not. `ticket` counts the blocks
+// from zero, `flag` holds one value.
+__device__ __forceinline__ bool last_block(unsigned* ticket, SharedArray<unsigned> flag, unsigned blocks) {
   if (threadIdx.x == 0) {
     __threadfence();
-    flag[0] = atomicAdd(ticket, 1u) == gridDim.x - 1 ? 1u : 0u;
+    flag[0] = atomicAdd(ticket, 1u) == blocks - 1 ? 1u : 0u;
   }
   __syncthreads();
   const bool last = static_cast<unsigned>(flag[0]) != 0;

@@ -8,6 +8,9 @@
 // the second-level cache (about 24, were all of it to miss the first): wider tiles would read less, but the products of a layer
 // have few tiles, and multiprocessors would be left without one.
 //
+// Where tiles are few, several blocks share one's slabs (split-K). Each leaves its sums in a workspace; the last to do so adds
+// them in the order of the slabs, so that the result does not depend on which one that is.
+//
 // A slab is 16 k's of both operands, five stages of 9 KB, filled by asynchronous copies four slabs ahead, so that one barrier a
 // slab suffices.
 //
@@ -16,8 +19,11 @@
 // both.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
+#include <optional>
 
+#include "../common/cuda_path.h"
 #include "tensor_fragments.cuh"
 #include "works.cuh"
 
@@ -38,7 +44,8 @@ struct ProductTile {
   static constexpr int kColumnStride = kDepth;  // of lines, where k's lie together
   static constexpr int kGroupStride = 0;        // there is but one group of 16 k's
   static constexpr int kOperand = kDepth * kStride, kStage = 2 * kOperand;
-  static constexpr size_t kSharedBytes = shared_size(kStages * kStage * sizeof(float));
+  static constexpr size_t kSharedBytes = shared_size(kStages * kStage * sizeof(float)) + shared_size(sizeof(unsigned));
+  static constexpr int kShare = kSide * kSide;  // sums that a block leaves in the workspace
   static_assert(kSide * kColumnStride <= kOperand, "both layouts must fit");
 };
 
@@ -61,17 +68,17 @@ class ProductSlabs {
   static constexpr bool kDeep = TOGETHER == Together::depth;
 
  public:
-  // Lines from `line` on, of which there are `lines`, of batch p; `depth` k's in all.
-  __device__ __forceinline__ ProductSlabs(const ProductOperand& operand, int p, int line, int lines, int depth,
+  // Lines from `line` on, of which there are `lines`, of batch p; the k's from `begin` to `end`.
+  __device__ __forceinline__ ProductSlabs(const ProductOperand& operand, int p, int line, int lines, int begin, int end,
                                           SharedArray<float> staging)
       : operand_(operand), staging_(staging) {
     const int t = threadIdx.x, wide = operand.vectors ? 4 : 1;
     const int across = (kDeep ? Shape::kDepth : Shape::kSide) / wide;
     const int first = t % across * wide, other = t / across;
-    const int k = kDeep ? first : other, in_tile = kDeep ? column_of_slot(other) : first;
+    const int k = kDeep ? first : other, from_k = begin + k, in_tile = kDeep ? column_of_slot(other) : first;
     lines_ = lines - line - in_tile;
-    left_ = kDeep || lines_ > 0 ? depth - k : 0;
-    from_ = operand.data + p * operand.batch + static_cast<int64_t>(line + in_tile) * operand.stride + k * operand.depth;
+    left_ = kDeep || lines_ > 0 ? end - from_k : 0;
+    from_ = operand.data + p * operand.batch + static_cast<int64_t>(line + in_tile) * operand.stride + from_k * operand.depth;
     to_ = kDeep ? other * Shape::kColumnStride + k : depth_place(k) * Shape::kStride + in_tile;
   }
 
@@ -118,9 +125,10 @@ class ProductSlabs {
   const float* from_;
 };
 
-// Block: (column tile, row tile, p), column tile fastest.
+// Block: (share of the depth, column tile, row tile, p), share fastest.
 //   a (batches, rows, depth), b (batches, columns, depth), row_bias (rows) or null, column_bias (columns) or null
 //   out: element (p, i, j) at out + p * out_batch + i * out_row + j; `vectors`: four j's at a time may be written
+//   parts (tiles, shares, 8, threads, 4) and tickets (tiles), zero at first, where there is more than one share
 struct ProductWork {
   ProductOperand a, b;
   const float *row_bias, *column_bias;
@@ -129,33 +137,82 @@ struct ProductWork {
   int batches, rows, columns, depth;
   bool vectors;
   Blocks blocks;
+  int shares = 1;  // at most one for each slab
+  float* parts = nullptr;
+  unsigned* tickets = nullptr;
 };
 
-// The shared memory of a block, all of what a launch asks for.
-__device__ __forceinline__ SharedArray<float> product_staging(SharedMemory memory) {
-  return memory.array<float>(ProductTile::kStages * ProductTile::kStage);
+// What a block computes: a share of a tile, which begins at row i0 and column j0 of batch p.
+struct ProductPlace {
+  int share, tile, i0, j0, p;
+
+  __device__ __forceinline__ ProductPlace(const ProductWork& work, int block) {
+    const int across = ceil_div(work.columns, ProductTile::kSide), down = ceil_div(work.rows, ProductTile::kSide);
+    share = block % work.shares, tile = block / work.shares;
+    j0 = tile % across * ProductTile::kSide, i0 = tile / across % down * ProductTile::kSide, p = tile / across / down;
+  }
+};
+
+// Leaves a share's sums in the workspace. The last of the tile's blocks to do so gets the sum of all of them, in their order;
+// false in the others. `inside`: whether the thread has results.
+__device__ __forceinline__ bool add_shares(const ProductWork& work, const ProductPlace& place, bool inside, Results& sum,
+                                           SharedArray<unsigned> flag) {
+  using Shape = ProductTile;
+  constexpr int kVector = 4 * Shape::kThreads;
+  float (&flat)[8][4] = reinterpret_cast<float (&)[8][4]>(sum);
+  float* const parts = work.parts + static_cast<int64_t>(place.tile) * work.shares * Shape::kShare + 4 * threadIdx.x;
+  if (inside) {
+    float* const own = parts + static_cast<int64_t>(place.share) * Shape::kShare;
+#pragma unroll
+    for (int v = 0; v < 8; ++v) store_vector(own + v * kVector, flat[v]);
+  }
+  __syncthreads();  // thread 0 tells of what all threads have left
+  if (!last_block(work.tickets + place.tile, flag, work.shares)) return false;
+  if (!inside) return true;
+  const float* from = parts;
+#pragma unroll
+  for (int v = 0; v < 8; ++v) load_vector(flat[v], from + v * kVector);
+#pragma unroll 1
+  for (int other = 1; other < work.shares; ++other) {
+    from += Shape::kShare;
+    float part[8][4];
+#pragma unroll
+    for (int v = 0; v < 8; ++v) load_vector(part[v], from + v * kVector);  // all on their way before the first is added
+#pragma unroll
+    for (int v = 0; v < 8; ++v) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) flat[v][c] += part[v][c];
+    }
+  }
+  return true;
 }
 
 template <Together A, Together B>
-__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedArray<float> staging) {
+__device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory) {
   using Shape = ProductTile;
-  const int across = ceil_div(work.columns, Shape::kSide), down = ceil_div(work.rows, Shape::kSide);
-  const int j0 = block % across * Shape::kSide, i0 = block / across % down * Shape::kSide, p = block / across / down;
-  ProductSlabs<A, A != B && A == Together::lines> a_slabs(work.a, p, i0, work.rows, work.depth, staging);
-  ProductSlabs<B, A != B && B == Together::lines> b_slabs(work.b, p, j0, work.columns, work.depth, staging + Shape::kOperand);
+  const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
+  const SharedArray<unsigned> flag = memory.array<unsigned>(1);
+  const ProductPlace at(work, block);
+  // This share's slabs; the first shares have one more where they do not come out even.
+  const int slabs = ceil_div(work.depth, Shape::kDepth), each = slabs / work.shares, more = slabs % work.shares;
+  const int begin = (at.share * each + min(at.share, more)) * Shape::kDepth;
+  const int end = min(begin + (each + (at.share < more ? 1 : 0)) * Shape::kDepth, work.depth);
+  ProductSlabs<A, A != B && A == Together::lines> a_slabs(work.a, at.p, at.i0, work.rows, begin, end, staging);
+  ProductSlabs<B, A != B && B == Together::lines> b_slabs(work.b, at.p, at.j0, work.columns, begin, end,
+                                                          staging + Shape::kOperand);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int in_a = warp / 2 * Shape::kWarpSide, in_b = warp % 2 * Shape::kWarpSide;
-  const bool wanted = i0 + in_a < work.rows && j0 + in_b < work.columns;  // the same for all lanes
+  const bool wanted = at.i0 + in_a < work.rows && at.j0 + in_b < work.columns;  // the same for all lanes
   Results sum = {};
 
 #pragma unroll 1
   for (int s = 0; s < Shape::kStages - 1; ++s) {
-    if (s * Shape::kDepth < work.depth) a_slabs.start(s), b_slabs.start(s);
+    if (s * Shape::kDepth < end - begin) a_slabs.start(s), b_slabs.start(s);
     copy_async_commit();
   }
   int stage = 0;
-  for (int left = work.depth; left > 0; left -= Shape::kDepth) {
+  for (int left = end - begin; left > 0; left -= Shape::kDepth) {
     copy_async_wait<Shape::kStages - 2>();
     __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next
     if (left > (Shape::kStages - 1) * Shape::kDepth) {
@@ -172,14 +229,18 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
     stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
   }
 
-  if (!wanted) return;
-  const int i = i0 + in_a + result_row();
+  // From a copy of the number that the compiler does not know to be one: to keep the place takes registers that the loop needs.
+  const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));
+  const int i = place.i0 + in_a + result_row();
+  const bool inside = i < work.rows && place.j0 + in_b + result_column() < work.columns;
+  if (work.shares > 1 && !add_shares(work, place, inside, sum, flag)) return;
+  if (!inside) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int j = j0 + in_b + result_column() + 4 * half;
+    const int j = place.j0 + in_b + result_column() + 4 * half;
     float values[4][4];
     result_block(sum, half, values);
-    float* to = work.out + p * work.out_batch + i * work.out_row + j;
+    float* to = work.out + place.p * work.out_batch + i * work.out_row + j;
 #pragma unroll
     for (int r = 0; r < 4; ++r, to += work.out_row) {
       if (i + r >= work.rows) break;
@@ -232,7 +293,7 @@ struct ProductSizes {
   int64_t batches, rows, columns, depth;  // a tile less than 2^31 at most
 };
 
-// A work with its blocks, none where there is no result.
+// A work with its blocks, none where there is no result; the depth is not shared out yet.
 template <Together A, Together B>
 ProductWork product_work(const ProductSizes& s, const ProductSource& a, const ProductSource& b, const ProductTarget& out,
                          const float* row_bias = nullptr, const float* column_bias = nullptr) {
@@ -251,5 +312,62 @@ ProductWork product_work(const ProductSizes& s, const ProductSource& a, const Pr
           product_vectors(out.data, s.columns, 1, {out.batch, out.row}),
           {0, s.batches * ceil_div(s.rows, kSide) * ceil_div(s.columns, kSide), s.depth}};
 }
+
+// The k's that a block adds up by itself: 256 sums of 16.
+constexpr int64_t kLongestSum = 4096;
+
+// How many blocks share the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
+// blocks of a multiprocessor fit beside each other without waiting longer. To add a share takes about half as long: it is 16
+// KB, 256 cycles of what a multiprocessor gets from the second-level cache, against about 500 (estimates: nothing has been
+// measured). The ticket costs one. A larger number has to save a tenth.
+inline int64_t product_shares(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
+  const auto time = [&](int64_t shares) {
+    const double all = static_cast<double>(tiles * slabs) / static_cast<double>(2 * multiprocessors);
+    const double adding = shares == 1 ? 0 : 1 + 0.5 * static_cast<double>(shares);
+    return std::max(static_cast<double>(ceil_div(slabs, shares)), all) + adding;
+  };
+  const int64_t least = std::max<int64_t>(ceil_div(slabs * ProductTile::kDepth, kLongestSum), 1);
+  int64_t best = least;
+  for (int64_t shares = least + 1; shares <= std::min<int64_t>(slabs, 64); ++shares) {
+    if (time(shares) < 0.9 * time(best)) best = shares;
+  }
+  return best;
+}
+
+// Shares the depths of products out over blocks, as many as the path says or as the device has room for. What a product gets
+// does not depend on the others: its result is the same to the bit in whatever company. The workspace is one for all of them;
+// it must be kept until the kernels are queued.
+class ProductShares {
+ public:
+  ProductShares(const Device& device, const char* name, const Tensor& like, std::initializer_list<ProductWork*> works) {
+    const int64_t asked = cuda_path().split, multiprocessors = device.multiprocessors();
+    int64_t tiles = 0, shares = 0;
+    for (ProductWork* const work : works) {
+      const int64_t slabs = ceil_div<int64_t>(work->depth, ProductTile::kDepth);
+      if (work->blocks.count == 0 || slabs < 2) continue;
+      work->shares =
+          static_cast<int>(asked > 0 ? std::min(asked, slabs) : product_shares(work->blocks.count, slabs, multiprocessors));
+      if (work->shares == 1) continue;
+      tiles += work->blocks.count;
+      work->blocks.count *= work->shares;
+      work->blocks.length = ceil_div<int64_t>(slabs, work->shares) * ProductTile::kDepth;
+      shares += work->blocks.count;
+    }
+    if (tiles == 0) return;
+    parts_ = device_empty(like, {shares, ProductTile::kShare});
+    tickets_ = device_empty(like, {tiles}, ScalarType::Int);
+    clear(device, name, *tickets_);
+    float* parts = parts_->mutable_data_ptr<float>();
+    unsigned* tickets = static_cast<unsigned*>(tickets_->mutable_data_ptr());
+    for (ProductWork* const work : works) {
+      if (work->shares == 1) continue;
+      work->parts = parts, work->tickets = tickets;
+      parts += work->blocks.count * ProductTile::kShare, tickets += work->blocks.count / work->shares;
+    }
+  }
+
+ private:
+  std::optional<Tensor> parts_, tickets_;
+};
 
 }  // namespace ella

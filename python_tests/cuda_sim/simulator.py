@@ -149,6 +149,12 @@ class Simulator:
         count.restype = ctypes.c_longlong
         return count()
 
+    def block_count(self) -> int:
+        """Blocks of all launches since the library was loaded."""
+        count = self._library.cusim_block_count
+        count.restype = ctypes.c_longlong
+        return count()
+
     def launches(self) -> list[Launch]:
         """The different launches since the library was loaded or since the last call."""
         listed = subprocess.run(["nm", self._path], capture_output=True, text=True, check=True).stdout

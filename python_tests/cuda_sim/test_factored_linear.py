@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -168,6 +169,50 @@ def test_work_split_over_blocks(simulator: Simulator, multiprocessors: int, dtyp
             got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
         ):
             assert_accurate(result, exact, torchs)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 100])
+@pytest.mark.parametrize("layout", ["contiguous", "expanded", "offset"])
+@pytest.mark.parametrize("shape", [(35, 3, 70, 18, 40), (36, 20, 36, 3, 84)])
+def test_depth_split_over_blocks(simulator: Simulator, shape: tuple[int, ...], layout: str, split: int) -> None:
+    """Depths of up to 6 slabs, the last of them not whole: a share of several slabs, of one, more asked for than there are slabs."""
+    x, u, v, b_in, b_out, g = (lay_out(a, layout) for a in arguments(shape, torch.float32, "contiguous"))
+    with simulator.path(intermediate="stored", split=split):
+        (y,) = in_every_order(simulator, lambda: simulator.ops.factored_linear(x, u, v, b_in, b_out))
+        got = in_every_order(simulator, lambda: simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5))
+    assert_accurate(y, forward(*doubles(x, u, v, b_in, b_out)), forward(x, u, v, b_in, b_out))
+    for result, exact, torchs in zip(
+        got, backward(*doubles(x, u, v, b_in, g)), backward(x, u, v, b_in, g), strict=True
+    ):
+        assert_accurate(result, exact, torchs)
+
+
+def blocks_of(simulator: Simulator, call: Callable[[], object]) -> int:
+    before = simulator.block_count()
+    call()
+    return simulator.block_count() - before
+
+
+def test_how_many_blocks_share_a_depth(simulator: Simulator) -> None:
+    """So many as the path says, at most one a slab; else many where multiprocessors would be left without a tile, and so many that
+    none adds up more than 4,096 numbers."""
+    x, u, v, b_in, b_out, _ = arguments(
+        (3, 2, 1000, 4, 5), torch.float32, "contiguous"
+    )  # 2 tiles of 63 slabs, then 4 of one
+    call = partial(simulator.ops.factored_linear, x, u, v, b_in, b_out)
+    for split, shares in ((1, 1), (2, 2), (63, 63), (64, 63)):
+        with simulator.path(split=split):
+            assert blocks_of(simulator, call) == 2 * shares + 4, split
+    with simulator.scheduled(multiprocessors=132):
+        assert 2 * 4 + 4 <= blocks_of(simulator, call) <= 2 * 16 + 4
+    x, u, v, b_in, b_out, _ = arguments((640, 40, 20, 4, 5), torch.float32, "contiguous")  # enough tiles of few slabs
+    with simulator.path(intermediate="stored"):
+        assert blocks_of(simulator, partial(simulator.ops.factored_linear, x, u, v, None, None)) == 40 * 10 + 4 * 10
+    x, u, v, b_in, _, g = arguments((4097, 2, 1, 65, 1), torch.float32, "contiguous")
+    weight_in = False, True, False, False, False
+    with simulator.scheduled(multiprocessors=1), simulator.path(intermediate="stored"):
+        blocks = blocks_of(simulator, partial(simulator.ops.factored_linear_backward, g, x, u, v, b_in, *weight_in))
+    assert blocks == 65 * 65 + 2 * 2 * 2  # dz; dU in two shares of each tile
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

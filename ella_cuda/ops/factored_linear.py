@@ -28,9 +28,15 @@ _OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default
 _OP_BACKWARD_KEEPING = torch.ops.ella_cuda.factored_linear_backward_keeping.default
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-# Numbers of the intermediate from which weights are multiplied out where that saves operations: below, the dozen torch calls of
-# forward and backward take as long as the op. The CPU's op changes over at the same size (csrc/cpu/factored_linear_one_output.h).
+# Numbers of the intermediate from which weights are multiplied out on the CPU where that saves operations: below, the dozen torch
+# calls of forward and backward take as long as the op. The CPU's op changes over at the same size
+# (csrc/cpu/factored_linear_one_output.h).
 MULTIPLIED_OUT_FROM = 1 << 19
+# Bytes of the intermediate from which they are on CUDA. An estimate from counts: forward and backward are 4 launches of the op, and
+# move the intermediate 7 times (z written and read forward; z and dz written, z read once and dz twice backward). Multiplied out they
+# are about 20 launches of torch and move nothing of its size. At 2.5 us for each of the 16 launches more and 3 TB/s for the
+# intermediate, both take as long at 40 us * 3 TB/s / 7 = 17 MB.
+MULTIPLIED_OUT_FROM_BYTES_ON_CUDA = 1 << 24
 
 
 def factored_linear(
@@ -42,16 +48,17 @@ def factored_linear(
 
     Equivalent to :func:`factored_linear_torch`, without storing the ``(N, D, C)`` intermediate where it is large. It is kept for the
     backward where it is no larger than x (from 32 positions on: than x and the result together), for to compute it again is up to a
-    fifth of all products; on CUDA in float32 and for at most 4,096 inputs. There it is also stored within a call where it is no
-    larger than twice everything else or than the second-level cache (for gradients of weights, again, of at most 4,096 inputs), and
-    then all products run on tensor cores, from values that are split in two TF32 numbers: an infinite value, or one within 2^-12 of
-    overflow, gives NaN. On the CPU the backward has it, and its gradient, for at most 1,024 inputs and so many output channels that
-    each of the two is no larger than twice the larger one of those inputs' x and y, or 4 MiB, or six channels (float32 with AVX-512;
-    fewer inputs and channels otherwise).
+    fifth of all products; on CUDA in float32. There it is also stored within a call where it is no larger than twice everything else
+    or than the second-level cache, and then all products run on tensor cores, from values that are split in two TF32 numbers: an
+    infinite value, or one within 2^-12 of overflow, gives NaN. In float64 on CUDA the products are torch's, of at most 2^23 numbers
+    of the intermediate (or those of one channel) at a time. On the CPU the backward has it, and its gradient, for at most 1,024
+    inputs and so many output channels that each of the two is no larger than twice the larger one of those inputs' x and y, or 4 MiB,
+    or six channels (float32 with AVX-512; fewer inputs and channels otherwise).
 
     Where X or Y is 1, the weights multiplied out are no larger than they are apart, and take fewer operations: there, from
-    N D C = 2^19 on, the map is one matrix product with them, in which V U may overflow where V (U x) does not; by torch, whose
-    settings (TF32 on CUDA, if allowed) apply, in eager mode on CUDA, and on the CPU where Y is not 1.
+    N D C = 2^19 on (on CUDA from 16 MiB of the intermediate on), the map is one matrix product with them, in which V U may overflow
+    where V (U x) does not; by torch, whose settings (TF32 on CUDA, if allowed) apply, in eager mode on CUDA, and on the CPU where Y
+    is not 1.
 
     Args:
         x: ``(N, C, X)``, N inputs of C channels on X positions.
@@ -99,7 +106,10 @@ def _to_multiply_out(
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
     # On the CPU the op itself does so for one position of y.
     in_torch = x.is_cuda if y_size == 1 else x_size == 1
-    if not in_torch or not (x.is_cpu or x.is_cuda) or n * d * c < MULTIPLIED_OUT_FROM:
+    if not in_torch or not (x.is_cpu or x.is_cuda):
+        return False
+    numbers = n * d * c
+    if numbers < MULTIPLIED_OUT_FROM if x.is_cpu else numbers * x.element_size() < MULTIPLIED_OUT_FROM_BYTES_ON_CUDA:
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
     return (

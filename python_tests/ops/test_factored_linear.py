@@ -485,14 +485,29 @@ def multiplied_out_by_torch(shape: tuple[int, ...], device: torch.device) -> boo
     return 1 in shape[3:] and (shape[4] > 1 or device.type == "cuda")
 
 
+def multiply_out_from_nothing_on(monkeypatch) -> None:
+    for name in ("MULTIPLIED_OUT_FROM", "MULTIPLIED_OUT_FROM_BYTES_ON_CUDA"):
+        monkeypatch.setattr(factored_linear_module, name, 0)
+
+
 @pytest.mark.parametrize(
-    "shape", [(140, 60, 70, 1, 4), (140, 60, 70, 4, 1), (140, 60, 70, 1, 1), (120, 60, 70, 1, 4), (140, 60, 70, 2, 4)]
+    "shape",
+    [
+        (140, 60, 70, 1, 4),
+        (140, 60, 70, 4, 1),
+        (140, 60, 70, 1, 1),
+        (120, 60, 70, 1, 4),
+        (140, 60, 70, 2, 4),
+        (1000, 60, 70, 1, 4),  # 16.8 MB: more than 2^24 bytes
+        (990, 60, 70, 1, 4),
+    ],
 )
 def test_what_is_multiplied_out(shape, device):
-    """From 2^19 numbers of the middle on, by three products in all; batched gradients and those with a graph are the op's."""
+    """From 2^19 numbers of the middle on, 2^24 bytes on CUDA, by three products in all; batched gradients, and those with a graph,
+    are the op's."""
     args = [a.requires_grad_() for a in arguments(shape, device, torch.float32)]
     n, c, d, *_ = shape
-    out = multiplied_out_by_torch(shape, device) and n * c * d >= 1 << 19
+    out = multiplied_out_by_torch(shape, device) and n * c * d >= (1 << 22 if device.type == "cuda" else 1 << 19)
     assert products(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args)) == (
         (3, False) if out else (0, True)
     )
@@ -506,7 +521,7 @@ def test_what_is_multiplied_out(shape, device):
 
 @pytest.mark.parametrize("shape", ONE_POSITION)
 def test_multiplied_out(shape, device, monkeypatch):
-    monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
+    multiply_out_from_nothing_on(monkeypatch)
     args = tuple(a.requires_grad_() for a in arguments(shape, device))
     if multiplied_out_by_torch(shape, device):
         assert products(lambda: ops.factored_linear(*args)) == (1, False)
@@ -532,7 +547,7 @@ def test_multiplied_out(shape, device, monkeypatch):
     "shape", [(0, 2, 3, 4, 1), (2, 0, 3, 1, 5), (2, 3, 0, 1, 5), (2, 3, 4, 0, 1), (2, 3, 4, 1, 0), (2, 3, 4, 5, 0)]
 )
 def test_multiplied_out_empty(shape, device, monkeypatch):
-    monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
+    multiply_out_from_nothing_on(monkeypatch)
     args = [a.requires_grad_() for a in arguments(shape, device)]
     result = ops.factored_linear(*args)
     checks.assert_same(result, dense(*args))
@@ -545,7 +560,7 @@ def test_multiplied_out_empty(shape, device, monkeypatch):
 @pytest.mark.parametrize("shape", ONE_POSITION[:2])
 def test_multiplied_out_under_autocast(shape, device, monkeypatch):
     """In the arguments' precision, as the op, whatever autocast makes of matrix products; forward and backward."""
-    monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
+    multiply_out_from_nothing_on(monkeypatch)
     args = [a.requires_grad_() for a in arguments(shape, device, torch.float32)]
     expected = ops.factored_linear(*args)
     gradients = torch.autograd.grad(expected.sum(), args)
@@ -595,7 +610,7 @@ def test_meta_tensors(shape):
 )
 @pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
 def test_errors_name_the_argument(shape, position, bad, words, device, monkeypatch):
-    monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
+    multiply_out_from_nothing_on(monkeypatch)
     args = list(arguments(shape, device))
     args[position] = bad(args[position])
     with pytest.raises(RuntimeError, match=words):
@@ -604,7 +619,7 @@ def test_errors_name_the_argument(shape, position, bad, words, device, monkeypat
 
 @pytest.mark.parametrize("shape", [(3, 2, 4, 5, 3), *ONE_POSITION[:2]])
 def test_integers_are_refused(shape, device, monkeypatch):
-    monkeypatch.setattr(factored_linear_module, "MULTIPLIED_OUT_FROM", 0)
+    multiply_out_from_nothing_on(monkeypatch)
     args = [a.long() for a in arguments(shape, device)]
     with pytest.raises(RuntimeError, match="float32"):
         ops.factored_linear(*args)

@@ -96,7 +96,7 @@ def test_factored_linear(ampere: PtxDevice, shape: tuple[int, ...], dtype: torch
     weight_in, weight_out = (arrange(torch.randn(D, C, n, dtype=dtype), "contiguous") for n in (X, Y))
     bias_in, bias_out = torch.randn(D, dtype=dtype), torch.randn(Y, dtype=dtype)
     for cache_bytes in (64, 1 << 20):
-        with ampere.scheduled("reverse", cache_bytes=cache_bytes):
+        with ampere.scheduled("reverse", cache_bytes=cache_bytes, multiprocessors=PROCESSORS):  # some share depths out
             ops = Checked(ampere)
             ops.factored_linear(x, weight_in, weight_out, bias_in, bias_out)
             ops.factored_linear_backward(grad.contiguous(), x, weight_in, weight_out, bias_in, *[True] * 5)

@@ -13,6 +13,8 @@ from ella_cuda import ops
 from ella_cuda.reports.text import columns
 
 Tensors = tuple[Tensor, ...]
+KernelCase = tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]
+PRECISIONS = (torch.float32, torch.float64)
 # In float64 the reference is no better than what is checked: allow rounding of sums of this many terms.
 FLOAT64_TERMS = 1000
 
@@ -50,29 +52,36 @@ def float32_convolutions() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-@float32_convolutions()
 def check_kernels(device: torch.device | str) -> list[KernelCheck]:
     """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its twin.
 
     A kernel passes in float32 if its error against a float64 reference is at most twice that of the same computation
     by torch in float32, or below the rounding of the result. NaN never passes.
     """
+    return [check for case in kernel_cases() for check in check_kernel(case, device)]
+
+
+@float32_convolutions()
+def check_kernel(
+    case: KernelCase, device: torch.device | str, dtypes: Sequence[torch.dtype] = PRECISIONS
+) -> list[KernelCheck]:
+    """One of :func:`kernel_cases`, as :func:`check_kernels` does all."""
+    name, inputs, op, twin = case
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # the CPU's alone
+        exact_inputs = inputs()
+    reference = twin(*(t.clone() for t in exact_inputs))
     checks = []
-    for name, inputs, op, twin in kernel_cases():
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # the CPU's alone
-            exact_inputs = inputs()
-        reference = twin(*(t.clone() for t in exact_inputs))
-        for dtype in (torch.float32, torch.float64):
-            bound = float("nan")
-            try:  # all of it: after some failures nothing works any more on a device, and the table names the first
-                given = tuple(t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in exact_inputs)
-                own = _error(twin(*(t.clone() for t in given)), reference)
-                bound = 2 * own + torch.finfo(dtype).eps * (4 if dtype == torch.float32 else FLOAT64_TERMS)
-                error = _error(op(*(t.clone() for t in given)), reference)
-                checks.append(KernelCheck(name, dtype, error, bound, error <= bound))
-            except (RuntimeError, ValueError, TypeError, NotImplementedError) as raised:
-                checks.append(KernelCheck(name, dtype, float("nan"), bound, False, str(raised).splitlines()[0]))
+    for dtype in dtypes:
+        bound = float("nan")
+        try:  # all of it: after some failures nothing works any more on a device, and the table names the first
+            given = tuple(t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in exact_inputs)
+            own = _error(twin(*(t.clone() for t in given)), reference)
+            bound = 2 * own + torch.finfo(dtype).eps * (4 if dtype == torch.float32 else FLOAT64_TERMS)
+            error = _error(op(*(t.clone() for t in given)), reference)
+            checks.append(KernelCheck(name, dtype, error, bound, error <= bound))
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as raised:
+            checks.append(KernelCheck(name, dtype, float("nan"), bound, False, str(raised).splitlines()[0]))
     return checks
 
 
@@ -101,7 +110,7 @@ def _error(values: Tensors, reference: Tensors) -> float:
     return worst
 
 
-def kernel_cases() -> list[tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]]:
+def kernel_cases() -> list[KernelCase]:
     """What is checked: (name, makes float64 inputs, the op, its twin); op and twin take the inputs, some of which they change, and
     return the results to compare."""
 

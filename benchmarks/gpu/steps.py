@@ -1,0 +1,380 @@
+"""What the two calls do, the most telling first. The limits are seconds; together they are no more than a call's."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import build, report
+from benchmarks.gpu.run import GOOD, ROOT, Call, Folder, Row, Stopped
+
+SECONDS = 565  # of a call, at most: five seconds are for what is printed last
+REST = 30  # the least that the last step of the first call has
+Step = tuple[str, float, Callable[[Call], None]]
+# The paths of CUDA launches by which a failing case is bisected.
+PATHS = [
+    "product=scalar",
+    "product=mma",
+    "product=wgmma",
+    "intermediate=stored",
+    "intermediate=fused",
+    "split=1",
+    "lags=no",
+]
+MOST_BISECTED = 12
+SANITIZER = ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]
+NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation, whose bounds memcheck knows
+# Of ncu's several hundred numbers those that the rows have too.
+NCU = [
+    "Duration",
+    "Registers Per Thread",
+    "Achieved Occupancy",
+    "DRAM Throughput",
+    "L2 Hit Rate",
+    "Compute (SM) Throughput",
+]
+TESTS = ["ops", "laplace", "nn", "training/test_graph.py", "test_models.py"]
+TABLES = [
+    "training_step",
+    "factored_linear",
+    "kron_accumulate",
+    "factors",
+    "evidence_step",
+    "strided_conv",
+    "circular_pad",
+]
+
+
+def _items(call: Call, kind: str) -> list[str]:
+    found = call.items[kind]
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def facts(call: Call) -> None:
+    """The machine, one small kernel, the ceilings of copies and products."""
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,mig.mode.current"]
+    if shutil.which(smi[0], path=call.env["PATH"]):
+        call.run([*smi, "--format=csv"], 5)
+    rows = call.series("facts", _items(call, "facts"), 20)
+    bad = [row for row in rows if row.get("item") in ("machine", "tiny kernel") and row["status"] != "ok"]
+    if bad or not any(row.get("item") == "tiny kernel" for row in rows):
+        raise Stopped("one small kernel does not work: nothing that follows can")
+    ceilings = {row["item"]: row["rate"] for row in rows if "rate" in row}
+    if len(ceilings) == 5:
+        call.env["ELLA_CEILINGS"] = json.dumps(ceilings)
+
+
+def cases(call: Call) -> None:
+    """Every kernel in a process of its own, eight at once."""
+
+    def one(name: str) -> None:
+        call.series("case", [f"{name}, {precision}" for precision in ("float32", "float64")], 20)
+
+    call.pool(one, _items(call, "case"))
+
+
+def bisect(call: Call) -> None:
+    """Cases that failed, under memcheck and by other paths."""
+    failed = [
+        row["item"] for row in call.rows if row["step"] == "cases" and row["status"] not in GOOD and "item" in row
+    ]
+    failed = list(dict.fromkeys(failed))[:MOST_BISECTED]
+    if not failed:
+        return
+    sanitizer = call.tool("compute-sanitizer")
+    tries = [(item, path) for item in failed for path in (["memcheck"] if sanitizer else []) + PATHS]
+
+    def one(item: str, path: str) -> None:
+        if path == "memcheck":
+            prefix = [str(sanitizer), "--tool", "memcheck", *SANITIZER]
+            call.series("case", [item], 30, prefix=prefix, env=NO_CACHE, path=path)
+        else:
+            call.series("case", [item], 20, env={"ELLA_CUDA_PATH": path}, path=path)
+
+    call.pool(lambda pair: one(*pair), tries)
+    for item in failed:
+        ways = [row for row in call.rows if row["step"] == "bisect" and row.get("item") == item]
+        good = [row["path"] for row in ways if row["status"] == "ok" and row["path"] != "memcheck"]
+        bad = [row["path"] for row in ways if row["status"] not in GOOD]
+        call.row(item=item, status="ok", right_by=good, wrong_by=sorted(set(bad)))
+
+
+def timing(call: Call) -> None:
+    """Every op at the paper's sizes beside what torch offers."""
+    call.series("timing", _items(call, "timing"), 20)
+
+
+def profile(call: Call) -> None:
+    """The kernels that take most of a training step and of an evidence update."""
+    call.series("profile", _items(call, "profile"), 20, file="profile.txt")
+
+
+def eigenvalues(call: Call) -> None:
+    """Float64 eigenvalues of many blocks, which an evidence update needs."""
+    call.series("eigenvalues", _items(call, "eigenvalues"), 20)
+
+
+def ncu(call: Call) -> None:
+    """Nsight Compute's numbers of eight kernels."""
+    tool = call.tool("ncu")
+    if tool is None:
+        return
+    kernels = ["--kernel-name-base", "demangled", "--kernel-name", "regex:ella"]
+    options = ["--set", "full", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "details"]
+    for item in _items(call, "ncu"):
+        if call.left() < 2:
+            call.row(item=item, status="not run", message="no time left")
+            continue
+        said: list[str] = []
+
+        def line(text: str, said=said) -> bool:
+            said.append(text)
+            return text.startswith('"')
+
+        skip = ["--launch-skip", item.split("|")[1], "-c", "1"]
+        command = [tool, *kernels, *options, *skip, *call.worker, "ncu", item]
+        ended = call.run(command, 25 * call.scale, line=line)
+        table = [text for text in said if text.startswith('"')]
+        call.folder.append("ncu.csv", f"# {item}\n" + "".join(text + "\n" for text in table))
+        if ended.status != "ok":
+            call.row(item=item, status=ended.status, message=ended.message)
+            continue
+        metrics = {}
+        for values in csv.DictReader(io.StringIO("\n".join(table))):
+            metrics["kernel"] = (values.get("Kernel Name") or "")[:90]
+            if values.get("Metric Name") in NCU:
+                metrics[values["Metric Name"]] = f"{values.get('Metric Value')} {values.get('Metric Unit')}"
+        if metrics:
+            call.row(item=item, status="ok", **metrics)
+        else:
+            call.row(item=item, status="failed", message="ncu met no kernel of ours")
+
+
+def sweep(call: Call) -> None:
+    """The paths of launches, by time."""
+    call.series("sweep", _items(call, "sweep"), 20)
+
+
+def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
+    """pytest on files of the checkout; a row for every failure."""
+    failures: list[str] = []
+    last = [""]
+
+    def line(text: str) -> bool:
+        if text.startswith(("FAILED ", "ERROR ")):
+            failures.append(text)
+        if " passed" in text or " failed" in text or " error" in text:
+            last[0] = text.strip("= ")
+        return False
+
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    ended = call.run(command, line=line, interrupt=min(8, call.left() / 3), **options)
+    for text in failures[:60]:
+        call.row(status="failed", item=text.split(" - ")[0].split(" ", 1)[-1], message=text[:600])
+    status = "ok" if ended.code in (0, 1) and not failures else "failed" if failures else ended.status
+    message = last[0] if status == "ok" else f"{last[0]}; {ended.message}"
+    call.row(status=status, item="pytest", message=message[:800])
+
+
+def tests(call: Call) -> None:
+    """The tests that run on a GPU, where pytest-xdist is there eight at once."""
+    there = call.items["plugins"]
+    options = ["-n", "8"] if "xdist" in there else []
+    options += ["--timeout=60"] if "pytest_timeout" in there else ["-o", "faulthandler_timeout=40"]
+    chosen = ["test_cuda_path.py"] if call.rehearsal else TESTS
+    files = [str(ROOT / "python_tests" / name) for name in chosen]
+    _pytest(call, [*options, "--tb=short", "-k", "cuda and refused" if call.rehearsal else "cuda", *files])
+
+
+def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
+    """A step that runs all cases under one of compute-sanitizer's tools, in eight processes at once."""
+
+    def step(call: Call) -> None:
+        program = call.tool("compute-sanitizer")
+        if program is None:
+            return
+        prefix = [program, "--tool", tool, *SANITIZER]
+        if tool == "racecheck":
+            said: list[str] = []
+            call.run([program, "--help"], 10, line=lambda text: bool(said.append(text)) or True)
+            if any("--check-warpgroup-mma" in text for text in said):
+                prefix += ["--check-warpgroup-mma", "yes"]
+        items = [f"{name}, {precision}" for name in _items(call, "case") for precision in ("float32", "float64")]
+        env = NO_CACHE if alone else {}
+        call.pool(lambda i: call.series("case", items[i::8], 45, prefix=prefix, env=env, tool=tool), range(8))
+
+    return step
+
+
+def _benchmarks(call: Call, name: str, arguments: list[str]) -> None:
+    """pytest-benchmark, its report, and the table that compare makes of it."""
+    found = call.scratch / f"{name}.json"
+    device = "cpu" if call.rehearsal else "cuda"
+    _pytest(call, [*arguments, "--device", device, "--benchmark-json", str(found), "--rootdir", str(ROOT)])
+    if not found.exists() or not found.stat().st_size:
+        call.row(status="failed", item=name, message="no report was written")
+        return
+    if not call.folder.take(found):
+        call.row(status="skipped", item=name, message="the report is too large, or there are too many files")
+    call.run([sys.executable, "-m", "benchmarks.compare", str(found)], 20, file="tables.txt")
+
+
+def paper_scale(call: Call) -> None:
+    """An epoch and an evidence update on 50,000 images."""
+    if call.rehearsal:
+        call.row(status="skipped", message="a rehearsal has no time for it")
+        return
+    _benchmarks(call, "paper_scale", [str(ROOT / "benchmarks" / "bench_paper_scale.py")])
+
+
+def tables(call: Call) -> None:
+    """The benchmarks, eager calls and all."""
+    if call.rehearsal:
+        _benchmarks(call, "benchmarks", [str(ROOT / "benchmarks" / "bench_circular_pad.py"), "-k", "ella_cuda"])
+        return
+    files = [str(ROOT / "benchmarks" / f"bench_{name}.py") for name in TABLES]
+    _benchmarks(call, "benchmarks", [*files, "-k", "not compile"])
+
+
+def experiments(call: Call) -> None:
+    """The main job at full size: digits, both tasks, all layers and objectives."""
+    code = "import sys; from ella_cuda.cli import main; sys.exit(main(sys.argv[1:]))"
+    options = ["--device", "cpu" if call.rehearsal else "cuda"]
+    if call.rehearsal:
+        options += ["--epochs", "1", "--width", "1", "--train-size", "50", "--task", "digit", "--layer", "conv"]
+        options += ["--objective", "map"]
+    for more in ([],) if call.rehearsal else ([], ["--cuda-graph"]):
+        item = " ".join(["ella-cuda train", *options, *more])
+        out = call.scratch / f"train{len(more)}"
+        command = [sys.executable, "-c", code, "train", "--out", str(out), *options, *more]
+        ended = call.run(command, interrupt=min(5, call.left() / 3))
+        message = f"{ended.seconds:.0f} s" if ended.status == "ok" else ended.message
+        call.row(item=item, status=ended.status, seconds=round(ended.seconds, 1), message=message)
+
+
+FIRST: list[Step] = [
+    ("facts", 25, facts),
+    ("cases", 50, cases),
+    ("bisect", 45, bisect),
+    ("timing", 105, timing),
+    ("profile", 45, profile),
+    ("eigenvalues", 45, eigenvalues),
+    ("ncu", 110, ncu),
+    ("sweep", 75, sweep),
+    ("tests", SECONDS, tests),  # the rest, not less than REST
+]
+SECOND: list[Step] = [
+    ("facts", 25, facts),
+    ("memcheck", 75, sanitizer("memcheck", alone=True)),
+    ("racecheck", 75, sanitizer("racecheck", alone=False)),
+    ("synccheck", 45, sanitizer("synccheck", alone=False)),
+    ("initcheck", 60, sanitizer("initcheck", alone=True)),
+    ("paper_scale", 90, paper_scale),
+    ("tables", 80, tables),
+    ("experiments", SECONDS, experiments),
+]
+CALLS = {"first": FIRST, "second": SECOND}
+LOAD, FALLBACK = 35, 240  # seconds to load the carried build, and to build where that fails
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """The processes' variables: the present ones, the package and the checkout in front of the path that was there."""
+    env = dict(os.environ)
+    paths = [str(scratch / "site"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
+    programs = [*filter(None, [str(Path(sys.executable).parent), env.get("PATH")]), "/usr/local/cuda/bin"]
+    env |= {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
+    env |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONFAULTHANDLER": "1"}
+    env.setdefault("MPLBACKEND", "Agg")
+    env.setdefault("OMP_NUM_THREADS", "2")
+    return env
+
+
+def _greet(call: Call, item: str, seconds: float) -> None:
+    """Note what the processes load, and what items there are."""
+    said = call.ask("hello", seconds=seconds * call.scale)
+    call.items = said.pop("items")
+    call.row(item=item, status="ok", **said)
+
+
+def load(carried: Path | None) -> Callable[[Call], None]:
+    """A step that puts the package where the processes find it: the carried build, or one made here."""
+
+    def step(call: Call) -> None:
+        why = "no build was carried along" if carried is None else build.misfit(carried)
+        if why is None:
+            build.assemble(call.scratch / "site", carried)
+            try:
+                _greet(call, "carried build", LOAD)
+                return
+            except RuntimeError as error:
+                why = str(error)
+        call.row(item="carried build", status="skipped", message=f"building here, for {why}")
+        if call.rehearsal:
+            raise Stopped("a rehearsal builds nothing")
+        made = call.scratch / "made"
+        ended = call.run([sys.executable, "-m", "benchmarks.gpu", "build", "--here", "--to", str(made)], FALLBACK)
+        if ended.status != "ok":
+            raise Stopped(f"the build: {ended.status}, {ended.message}")
+        build.assemble(call.scratch / "site", made)
+        _greet(call, "build made here", 2 * LOAD)
+
+    return step
+
+
+def carry_out(
+    name: str,
+    out: Path | None,
+    carried: Path | None,
+    scratch: Path,
+    *,
+    rehearse: float = 0,
+    steps: list[Step] | None = None,
+) -> int:
+    """One call.
+
+    Args:
+        name: "first" or "second".
+        out: the results' folder.
+        carried: a folder that ``build`` filled, or None.
+        scratch: a folder that is removed by the caller.
+        rehearse: seconds of a rehearsal on the CPU, 0 for the call itself.
+        steps: others than the call's own.
+
+    Returns:
+        The exit code: 0, or 1 if anything failed.
+    """
+    folder = Folder(out or ROOT / "benchmarks" / "results" / f"gpu-{date.today()}-{name}")
+    scale = rehearse / SECONDS if rehearse else 1
+    call = Call(folder, SECONDS * scale, scratch, environment(scratch), scale=scale, rehearsal=bool(rehearse))
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        for step in [("load", LOAD + FALLBACK, load(carried)), *(steps or CALLS[name])]:
+            call.step(*step)
+    except (Stopped, KeyboardInterrupt) as error:
+        call.row(step="end", status="failed", message=f"stopped: {error or 'interrupted'}")
+    finally:
+        call.kill_all()
+        signal.signal(signal.SIGTERM, before)
+        text = report.text(call.rows)
+        folder.append("report.txt", text)
+        print(text, flush=True)
+    return int(any(failed(row) for row in call.rows))
+
+
+def failed(row: Row) -> bool:
+    return row["status"] not in GOOD

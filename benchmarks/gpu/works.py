@@ -1,0 +1,228 @@
+"""What is timed: every op at the sizes of the paper's network (alpha 10, batches of 128), its candidates, and what the mathematics needs
+at the least: operations, the same for every candidate, and bytes read and written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import bench_circular_pad, bench_strided_conv
+from benchmarks.bench_basis_project import arguments as basis_arguments
+from benchmarks.bench_basis_project import expression as basis_expression
+from benchmarks.bench_basis_project import work as basis_work
+from benchmarks.bench_evidence_step import SHAPES as LOGDET_SHAPES
+from benchmarks.bench_evidence_step import expression as logdet
+from benchmarks.bench_factored_linear import bmm, linear, stages
+from benchmarks.bench_kron_accumulate import SHAPES as BLOCKS
+from ella_cuda import ops
+
+OURS, TF32, COMPILED = "ella_cuda", ", TF32", "torch.compile of "
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op at one size.
+
+    Attributes:
+        make: inputs on a device.
+        candidates: functions of these by name. Those that end in ", TF32" run where TF32 is allowed.
+        exact: the same by torch, for inputs in float64.
+        flops: of the mathematics.
+        bytes: read and written.
+        wide: the arithmetic is float64's.
+    """
+
+    name: str
+    make: Callable[[torch.device], tuple[Tensor, ...]]
+    candidates: dict[str, Function]
+    exact: Function
+    flops: float
+    bytes: float
+    wide: bool = False
+
+
+def normal(*sizes: tuple[int, ...]) -> Callable[[torch.device], tuple[Tensor, ...]]:
+    return lambda device: tuple(torch.randn(size, device=device) for size in sizes)
+
+
+def with_gradients(function: Function) -> Function:
+    """The function of all but the last argument, and its gradients for the last as the one that comes in."""
+
+    def call(*args: Tensor) -> tuple[Tensor, ...]:
+        leaves = [a.detach().requires_grad_() for a in args[:-1]]
+        y = function(*leaves)
+        return (y.detach(), *torch.autograd.grad(y, leaves, args[-1]))
+
+    return call
+
+
+def peers(**functions: Function) -> dict[str, Function]:
+    """Each in float32, and where TF32 is allowed."""
+    named = {name.replace("_", " ") if name != OURS else name: function for name, function in functions.items()}
+    return named | {name + TF32: function for name, function in named.items()}
+
+
+def factored(batch: int, stage: int) -> list[Work]:
+    C, D, X, Y = stages(10)[stage - 1]
+    sizes = ((batch, C, X), (D, C, X), (D, C, Y), (D,), (Y,))
+    functions = peers(ella_cuda=ops.factored_linear, bmm=bmm, einsum=ops.factored_linear_torch)
+    if X * Y <= 4 * (X + Y):
+        functions |= peers(one_linear_layer=linear)
+    functions[f"{COMPILED}bmm"] = torch.compile(bmm, dynamic=False)
+    flops, numbers = 2 * batch * D * C * min(X + Y, X * Y), batch * (C * X + D * Y)
+    weights = D * C * (X + Y)
+    both = {name: with_gradients(function) for name, function in functions.items()}
+    exact = ops.factored_linear_torch
+    return [
+        Work(f"F-FC, stage {stage}", normal(*sizes), functions, exact, flops, 4 * (numbers + weights)),
+        Work(
+            f"F-FC with gradients, stage {stage}",
+            normal(*sizes, (batch, D, Y)),
+            both,
+            with_gradients(exact),
+            3 * flops,
+            4 * (2 * numbers + 3 * weights),
+        ),
+    ]
+
+
+def baddbmm(factor: Tensor, rows: Tensor) -> Tensor:
+    rows = rows.transpose(0, 1)
+    return torch.baddbmm(factor, rows.mT, rows, out=factor)
+
+
+def add_einsum(factor: Tensor, rows: Tensor) -> Tensor:
+    return factor.add_(torch.einsum("ngi,ngj->gij", rows, rows))
+
+
+def accumulate(n: int, g: int, d: int) -> Work:
+    return Work(
+        f"kron_accumulate_, {n} rows, {g} blocks of {d}",
+        lambda device: (torch.zeros(g, d, d, device=device), torch.randn(n, g, d, device=device)),
+        peers(ella_cuda=ops.kron_accumulate_, baddbmm=baddbmm) | {"einsum": add_einsum},
+        lambda factor, rows: factor + torch.einsum("ngi,ngj->gij", rows, rows),
+        n * g * d * (d + 1),
+        4 * (n * g * d + 2 * g * d * d),
+    )
+
+
+def unfolded(factor: Tensor, x: Tensor) -> Tensor:
+    patches = F.unfold(F.pad(x, (1, 1, 1, 1), mode="circular"), 3).transpose(1, 2).flatten(0, 1)
+    return torch.addmm(factor, patches.T, patches, out=factor)
+
+
+def accumulate_patches(batch: int, stage: int) -> Work:
+    C, _, X, _ = stages(10)[stage - 1]
+    side = round(X**0.5)
+    return Work(
+        f"conv_kron_accumulate_, stage {stage}",
+        lambda device: (torch.zeros(9 * C, 9 * C, device=device), torch.randn(batch, C, side, side, device=device)),
+        peers(ella_cuda=lambda factor, x: ops.conv_kron_accumulate_(factor, x, 3), unfold_and_addmm=unfolded),
+        lambda factor, x: ops.conv_kron_accumulate_torch_(factor, x, 3),
+        2 * batch * X * min(13, X) * C * C,  # of 25 distances between two pixels of a patch, and symmetry leaves 13
+        4 * (batch * C * X + 2 * 81 * C * C),
+    )
+
+
+def images(batch: int, stage: int) -> list[Work]:
+    C, D, X, Y = stages(10)[stage - 1]
+    side = round(X**0.5)
+    out = []
+    if side >= 2:
+        pad = {n: with_gradients(f) for n, f in bench_circular_pad.CANDIDATES.items() if not n.startswith(COMPILED)}
+        numbers = batch * C * (X + (side + 2) ** 2)
+        shapes = (batch, C, side, side), (batch, C, side + 2, side + 2)
+        exact = with_gradients(bench_circular_pad.by_torch)
+        out.append(Work(f"circular_pad2d with gradients, stage {stage}", normal(*shapes), pad, exact, 0, 8 * numbers))
+    if Y < X and side % 2 == 0:
+        conv = bench_strided_conv.CANDIDATES
+        functions = {n: with_gradients(f) for n, f in conv.items() if not n.startswith(COMPILED)}
+        sizes = (batch, C, side, side), (D, C, 3, 3), (D,), (batch, D, side // 2, side // 2)
+        numbers, weights = batch * (C + D / 4) * X, 9 * D * C
+        exact = with_gradients(ops.circular_conv2d_pool_torch)
+        flops = 2 * batch * X * weights * (1 + 2 / 4)
+        name = f"circular_conv2d_pool with gradients, stage {stage}"
+        out.append(Work(name, normal(*sizes), functions, exact, flops, 4 * (2 * numbers + 3 * weights)))
+        pool = {OURS: with_gradients(ops.polyphase_pool), "torch": with_gradients(ops.polyphase_pool_torch)}
+        sizes = (batch, D, side, side), (batch, D, side // 2, side // 2)
+        numbers = batch * D * (2 * X + 2 * X // 4)
+        name = f"polyphase_pool with gradients, stage {stage}"
+        out.append(Work(name, normal(*sizes), pool, pool["torch"], 0, 4 * numbers))
+    return out
+
+
+def basis(stage: int) -> Work:
+    C, _, X, _ = stages(10)[stage - 1]
+    rows, anchors = 128 * C, (X + 1) // 2
+
+    def kind(function: Function) -> Function:
+        return lambda *args: function(*args, "exponential")
+
+    return Work(
+        f"basis_project, stage {stage}",
+        lambda device: basis_arguments(C, X, device),
+        peers(ella_cuda=kind(ops.basis_project), product_with_the_basis=kind(basis_expression)),
+        kind(basis_expression),
+        basis_work("exponential", rows, X, anchors, backward=False),
+        4 * rows * (X + anchors),
+    )
+
+
+def evidence(g: int, a: int, b: int) -> Work:
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        sides = (torch.rand(n, k, dtype=torch.float64, device=device) for n, k in ((g, a), (1, b)))
+        return *sides, torch.tensor(0.3, dtype=torch.float64, device=device)
+
+    def gradient(function: Function) -> Function:
+        def call(inputs: Tensor, outputs: Tensor, log_precision: Tensor) -> tuple[Tensor, ...]:
+            leaf = log_precision.detach().requires_grad_()
+            value = function(inputs, outputs, leaf.exp())
+            return (value.detach(), *torch.autograd.grad(value, leaf))
+
+        return call
+
+    return Work(
+        f"kron_logdet with gradient, {g} blocks of {a} x {b}",
+        make,
+        {OURS: gradient(ops.kron_logdet), "outer product": gradient(logdet)},
+        gradient(logdet),
+        6 * g * a * b,
+        8 * (g * a + b),
+        wide=True,
+    )
+
+
+def network_evidence(count: int) -> Work:
+    """Of so many pairs of sides, about those of the paper's network."""
+    sizes = [(1, max(2, 1024 >> i % 8), max(2, 640 >> i % 6)) for i in range(count)]
+
+    def make(device: torch.device) -> tuple[Any, ...]:
+        rand = lambda *size: torch.rand(size, dtype=torch.float64, device=device) + 0.1  # noqa: E731
+        return ops.pack_spectra([(rand(1, a), rand(1, b)) for _, a, b in sizes]), rand(count), rand(count).log()
+
+    products = sum(a * b for _, a, b in sizes)
+    numbers = sum(a + b for _, a, b in sizes)
+    candidates = {OURS: ops.kron_evidence, "torch": ops.kron_evidence_torch}
+    name = f"kron_evidence of {count} tensors"
+    return Work(name, make, candidates, candidates["torch"], 6 * products, 8 * numbers, wide=True)
+
+
+def works(rehearse: bool) -> dict[str, Work]:
+    """By name, the most telling first."""
+    batch, chosen = (2, (7,)) if rehearse else (128, range(1, 9))
+    layers = [factored(batch, stage) for stage in chosen]
+    out = [forward for forward, _ in layers] + [gradients for _, gradients in layers]
+    blocks = [(5, 2, 8)] if rehearse else sorted(BLOCKS, key=lambda s: -s[0] * s[1] * s[2] ** 2)
+    out += [accumulate(*sizes) for sizes in blocks]
+    out += [accumulate_patches(batch, stage) for stage in chosen]
+    out += [network_evidence(3 if rehearse else 52)]
+    out += [evidence(*sizes) for sizes in ([(2, 4, 3)] if rehearse else LOGDET_SHAPES)]
+    out += [work for stage in chosen for work in images(batch, stage)]
+    out += [basis(stage) for stage in ((8,) if rehearse else (1, 3, 5))]
+    return {work.name: work for work in out}

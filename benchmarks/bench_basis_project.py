@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.bench_factored_linear import BATCH, stages
+from benchmarks.compiling import compiled
 from ella_cuda import ops
 from ella_cuda.ops.basis import INTERPOLATION_NOISE
 
@@ -30,7 +31,7 @@ def expression(x, points, anchors, w, kind):
 CANDIDATES = {
     "ella_cuda": ops.basis_project,
     "x @ Psi.T": expression,
-    "torch.compile of it": torch.compile(expression, dynamic=False),
+    "torch.compile of it": compiled(expression),
 }
 SHAPES = sorted({(c, x) for c, _, x, _ in stages(10)}, key=lambda shape: (-shape[1], shape[0]))
 

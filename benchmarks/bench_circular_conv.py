@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.bench_factored_linear import BATCH, stages
+from benchmarks.compiling import compiled
 from ella_cuda import ops
 from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 
@@ -18,7 +19,7 @@ CANDIDATES = {
     "ella_cuda": ops.circular_conv2d,
     "torch, F.pad, conv2d": circular_conv2d_torch,
     CHANNELS_LAST: circular_conv2d_torch,  # of images and weights that lie so
-    "torch.compile of these": torch.compile(circular_conv2d_torch, dynamic=False),
+    "torch.compile of these": compiled(circular_conv2d_torch),
 }
 # images, input and output channels, image's side
 SHAPES = {f"alpha 10, stage {i}": (BATCH, C, D, round(X**0.5)) for i, (C, D, X, _) in enumerate(stages(10), 1)}

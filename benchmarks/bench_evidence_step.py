@@ -13,6 +13,7 @@ import functools
 import pytest
 import torch
 
+from benchmarks.compiling import compiled
 from ella_cuda import ops
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
@@ -27,7 +28,7 @@ def expression(eigenvalues_in, eigenvalues_out, precision):
 CANDIDATES = {
     "ella_cuda": ops.kron_logdet,
     "outer product": expression,
-    "torch.compile of it": torch.compile(expression, dynamic=False),
+    "torch.compile of it": compiled(expression),
 }
 
 
@@ -119,7 +120,7 @@ def test_network(time, device, who):
         value = la.log_marginal_likelihood(log_precision.exp())
         return value, *torch.autograd.grad(value, log_precision)
 
-    one_pass = torch.compile(closed, dynamic=False)
+    one_pass = compiled(closed)
 
     def in_one_pass(log_precision):
         with torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.compiling import compiled
 from benchmarks.dense_formulation import factored_linear_dense
 from ella_cuda import ops
 from ella_cuda.models import STAGES
@@ -47,8 +48,8 @@ CANDIDATES = {
     "einsum": factored_linear_torch,
     "bmm": bmm,
     LINEAR: linear,
-    "torch.compile of einsum": torch.compile(factored_linear_torch, dynamic=False),
-    "torch.compile of bmm": torch.compile(bmm, dynamic=False),
+    "torch.compile of einsum": compiled(factored_linear_torch),
+    "torch.compile of bmm": compiled(bmm),
     DENSE: factored_linear_dense,
 }
 SHAPES = [(f"alpha {width}, stage {i}", *s) for width in (10, 40) for i, s in enumerate(stages(width), 1)]

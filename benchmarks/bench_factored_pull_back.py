@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.bench_factored_linear import stages
+from benchmarks.compiling import compiled
 from ella_cuda.ops import factored_linear_pull_back, factored_linear_pull_back_torch
 
 ROWS = 3 * 125  # three columns of the Hessian's root, a batch of 125 images
@@ -20,7 +21,7 @@ CANDIDATES = {
     "ella_cuda": factored_linear_pull_back,
     "bmm": factored_linear_pull_back_torch,
     "einsum": einsum,
-    "torch.compile of bmm": torch.compile(factored_linear_pull_back_torch, dynamic=False),
+    "torch.compile of bmm": compiled(factored_linear_pull_back_torch),
 }
 SHAPES = [(f"alpha {width}, stage {i}", *s) for width in (10, 40) for i, s in enumerate(stages(width), 1)]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.bench_factored_linear import BATCH, stages
+from benchmarks.compiling import compiled
 from ella_cuda import ops
 from ella_cuda.reports.kernels import float32_convolutions
 
@@ -22,7 +23,7 @@ CANDIDATES = {
     "ella_cuda": ops.circular_conv2d_pool,
     "the two ops apart": two,
     "torch, F.pad, conv2d": ops.circular_conv2d_pool_torch,
-    "torch.compile of it": torch.compile(ops.circular_conv2d_pool_torch, dynamic=False),
+    "torch.compile of it": compiled(ops.circular_conv2d_pool_torch),
 }
 SHAPES = {f"alpha 10, stage {i}": (BATCH, C, D, round(X**0.5)) for i, (C, D, X, Y) in enumerate(stages(10), 1) if Y < X}
 

@@ -22,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES, MOST_BYTES = 8, 15 << 20
+WORKER = (sys.executable, "-m", "benchmarks.gpu.work")
 BEGIN, ROW = "@begin ", "@row "  # a worker's lines: an item that it begins, and a result, in JSON
 LOST = 3  # a worker's exit code where the device is lost after an item: the rest needs a new process
 GOOD = {"ok", "refused", "skipped", "not run"}  # of a row's status; all others are failures
@@ -105,7 +106,7 @@ class Call:
         seconds: float,
         scratch: Path,
         env: Mapping[str, str] = os.environ,
-        worker: Sequence[str] = (sys.executable, "-m", "benchmarks.gpu.work"),
+        worker: Sequence[str] = WORKER,
         scale: float = 1,
         rehearsal: bool = False,
     ) -> None:
@@ -294,7 +295,13 @@ class Call:
     def pool(self, function: Callable[[Any], Any], of: Iterable[Any], at_once: int = 8) -> list[Any]:
         """The function of each, so many at once."""
         with ThreadPoolExecutor(at_once) as threads:
-            return list(threads.map(function, of))
+            try:
+                return list(threads.map(function, of))
+            except KeyboardInterrupt:
+                self.end = self.start  # no thread starts another process
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.kill_all()
+                raise
 
     def ask(self, *words: str, seconds: float = 30) -> Any:
         """What the worker answers to a question: the JSON of its last row."""

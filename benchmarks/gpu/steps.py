@@ -9,13 +9,13 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import build, report
-from benchmarks.gpu.run import GOOD, ROOT, Call, Folder, Row, Stopped
+from benchmarks.gpu.run import GOOD, ROOT, WORKER, Call, Folder, Row, Stopped
 
 SECONDS = 565  # of a call, at most: five seconds are for what is printed last
 REST = 30  # the least that the last step of the first call has
@@ -133,7 +133,7 @@ def ncu(call: Call) -> None:
     kernels = ["--kernel-name-base", "demangled", "--kernel-name", "regex:ella"]
     options = ["--set", "full", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "details"]
     for item in _items(call, "ncu"):
-        if call.left() < 2:
+        if call.left() < 1:
             call.row(item=item, status="not run", message="no time left")
             continue
         said: list[str] = []
@@ -340,6 +340,7 @@ def carry_out(
     *,
     rehearse: float = 0,
     steps: list[Step] | None = None,
+    worker: Sequence[str] = WORKER,
 ) -> int:
     """One call.
 
@@ -350,13 +351,14 @@ def carry_out(
         scratch: a folder that is removed by the caller.
         rehearse: seconds of a rehearsal on the CPU, 0 for the call itself.
         steps: others than the call's own.
+        worker: the command that runs items.
 
     Returns:
         The exit code: 0, or 1 if anything failed.
     """
     folder = Folder(out or ROOT / "benchmarks" / "results" / f"gpu-{date.today()}-{name}")
     scale = rehearse / SECONDS if rehearse else 1
-    call = Call(folder, SECONDS * scale, scratch, environment(scratch), scale=scale, rehearsal=bool(rehearse))
+    call = Call(folder, SECONDS * scale, scratch, environment(scratch), worker, scale, rehearsal=bool(rehearse))
 
     def end(*_: Any) -> None:
         raise KeyboardInterrupt

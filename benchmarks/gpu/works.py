@@ -19,6 +19,7 @@ from benchmarks.bench_evidence_step import SHAPES as LOGDET_SHAPES
 from benchmarks.bench_evidence_step import expression as logdet
 from benchmarks.bench_factored_linear import bmm, linear, stages
 from benchmarks.bench_kron_accumulate import SHAPES as BLOCKS
+from benchmarks.compiling import compiled
 from ella_cuda import ops
 
 OURS, TF32, COMPILED = "ella_cuda", ", TF32", "torch.compile of "
@@ -74,7 +75,7 @@ def factored(batch: int, stage: int) -> list[Work]:
     functions = peers(ella_cuda=ops.factored_linear, bmm=bmm, einsum=ops.factored_linear_torch)
     if X * Y <= 4 * (X + Y):
         functions |= peers(one_linear_layer=linear)
-    functions[f"{COMPILED}bmm"] = torch.compile(bmm, dynamic=False)
+    functions[f"{COMPILED}bmm"] = compiled(bmm)
     flops, numbers = 2 * batch * D * C * min(X + Y, X * Y), batch * (C * X + D * Y)
     weights = D * C * (X + Y)
     both = {name: with_gradients(function) for name, function in functions.items()}

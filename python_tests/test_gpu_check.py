@@ -1,0 +1,414 @@
+"""The calls of ``benchmarks.gpu`` without a GPU: their own scheduling, on processes that fail in every way there is, and both calls whole
+on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ella_cuda
+from benchmarks.gpu import build, report, run, steps
+from benchmarks.gpu.run import Call, Folder, Stopped
+
+# A worker whose items behave as their names say.
+WORKER = """
+import json, os, signal, subprocess, sys, time
+arguments = [a for a in sys.argv[1:] if a != "--rehearse"]
+kind, items = arguments[0], arguments[1:]
+say = lambda marker, text: print(marker + text, flush=True)
+if kind == "hello":
+    say("@row ", json.dumps({"items": json.loads(os.environ["ITEMS"])}))
+    sys.exit(0)
+if os.environ.get("NEVER"):
+    sys.exit("cannot import torch")
+for item in items:
+    say("@begin ", item)
+    how = item.replace(',', ' ').replace('|', ' ').split()[0]
+    row = {"item": item, "status": "ok", "pid": os.getpid()}
+    if how == "hangs":
+        with open(os.environ["CHILDREN"], "a") as file:
+            print(os.getpid(), subprocess.Popen(["sleep", "300"]).pid, file=file)
+        time.sleep(300)
+    if how == "crashes":
+        print("about to crash", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "leaves":
+        sys.exit(0)
+    if how == "invalid":
+        print("========= COMPUTE-SANITIZER\\n========= Invalid __global__ read of size 4\\n========= ERROR SUMMARY: 1 error")
+    if how == "scalar" and os.environ.get("ELLA_CUDA_PATH") != "product=scalar":
+        row |= {"status": "wrong"}
+    if how in ("fails", "loses"):
+        row |= {"status": "failed", "message": "no kernel"}
+    say("@row ", json.dumps(row))
+    if how == "loses":
+        sys.exit(3)
+sys.exit(9 if any(item.startswith("invalid") for item in items) else 0)
+"""
+FORWARDING = """#!/usr/bin/env bash
+# In compute-sanitizer's and ncu's place: options, then a command.
+if [[ $1 == --help ]]; then echo "  --check-warpgroup-mma"; exit; fi
+while [[ $1 == -* ]]; do if [[ $1 == --csv ]]; then shift; else shift 2; fi; done
+"$@" || exit
+"""
+NCU_TABLE = """echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
+echo '"0","ella::kernel","Duration","us","12"'
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> list[str]:
+    file = tmp_path / "worker.py"
+    file.write_text(WORKER)
+    return [sys.executable, str(file)]
+
+
+@pytest.fixture
+def call(tmp_path: Path, worker: list[str]):
+    """``call(seconds)``: a call on the worker above."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def make(seconds: float = 60) -> Call:
+        env = {**os.environ, "CHILDREN": str(tmp_path / "children")}
+        return Call(Folder(tmp_path / "out"), seconds, scratch, env, worker)
+
+    return make
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+
+
+def statuses(rows: list[dict]) -> list[tuple]:
+    return [(row.get("item"), row["status"]) for row in rows if not row.get("step_done")]
+
+
+def alive(pid: int) -> bool:
+    """Whether it still runs; one whose parent has not noticed its end does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def tool(folder: Path, name: str, text: str) -> str:
+    """A program of that name in a folder, which is put in front of the path."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_an_item_that_fails_hangs_or_ends_its_process_costs_itself_alone(call, tmp_path):
+    items = ["a", "hangs", "b", "crashes", "c", "fails", "d", "loses", "e", "leaves", "f"]
+    began, one = time.monotonic(), call()
+    one.step("s", 60, lambda c: c.series("kind", items, 2))
+    assert time.monotonic() - began < 15
+    expected = dict.fromkeys("abcdef", "ok")
+    expected |= {"hangs": "timeout", "crashes": "crashed", "fails": "failed", "loses": "failed", "leaves": "failed"}
+    rows = rows_of(tmp_path / "out")
+    assert statuses(rows) == [(item, expected[item]) for item in items]
+    by_item = {row["item"]: row for row in rows if "item" in row}
+    assert (
+        "SIGSEGV: about to crash" in by_item["crashes"]["message"] or "about to crash" in by_item["crashes"]["message"]
+    )
+    assert by_item["fails"]["message"] == "no kernel" and by_item["c"]["pid"] == by_item["d"]["pid"]
+    assert by_item["loses"]["pid"] != by_item["e"]["pid"]
+    pids = [int(pid) for pid in (tmp_path / "children").read_text().split()]
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def test_a_worker_that_never_starts_is_given_up(call, tmp_path):
+    one = call()
+    one.env["NEVER"] = "1"
+    one.step("s", 60, lambda c: c.series("kind", ["a", "b", "c", "d"], 5))
+    rows = rows_of(tmp_path / "out")
+    assert statuses(rows) == [("a", "failed"), ("b", "failed"), (None, "not run")]
+    assert "cannot import torch" in rows[0]["message"] and rows[2]["items"] == ["c", "d"]
+
+
+def test_what_a_step_raises_is_a_row_and_the_next_step_runs(call, tmp_path):
+    one = call()
+
+    def broken(c: Call) -> None:
+        raise KeyError("missing")
+
+    def stops(c: Call) -> None:
+        raise Stopped("enough")
+
+    one.step("broken", 10, broken)
+    one.step("next", 10, lambda c: c.series("kind", ["a"], 5))
+    with pytest.raises(Stopped):
+        one.step("stops", 10, stops)
+    found = [(row["step"], row["status"]) for row in rows_of(tmp_path / "out") if not row.get("step_done")]
+    assert found == [("broken", "failed"), ("next", "ok"), ("stops", "failed")]
+    assert "KeyError" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_no_step_outlasts_its_limit_nor_all_of_them_the_call(call, tmp_path):
+    began, one = time.monotonic(), call(5)
+    one.step("first", 2, lambda c: c.pool(lambda i: c.series("kind", [f"hangs {i}", "a"], 60), range(3)))
+    assert 1.5 < time.monotonic() - began < 3.5
+    one.step("second", 60, lambda c: c.series("kind", ["hangs", "a"], 60))
+    assert 4.5 < time.monotonic() - began < 7
+    one.step("third", 60, lambda c: c.series("kind", ["a"], 60))
+    assert time.monotonic() - began < 7
+    rows = rows_of(tmp_path / "out")
+    assert [row["status"] for row in rows if row["step"] == "first"] == ["not run"] * 3 + ["ok"]
+    assert [row["status"] for row in rows if row["step"] in ("second", "third")] == ["not run", "ok", "not run"]
+    assert "within hangs" in next(row for row in rows if row["step"] == "second")["message"]
+    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+
+
+@pytest.mark.parametrize("name", steps.CALLS)
+def test_the_limits_add_up(name):
+    planned = steps.CALLS[name]
+    assert len({step for step, *_ in planned}) == len(planned)
+    before_the_last = steps.LOAD + sum(limit for _, limit, _ in planned[:-1])
+    assert before_the_last + steps.REST <= steps.SECONDS <= 9.5 * 60
+
+
+def test_a_folder_keeps_to_its_limits(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "MOST_BYTES", 1000)
+    folder = Folder(tmp_path / "out")
+    for i in range(12):
+        folder.append(f"file{i}.txt", f"text {i}\n")
+        folder.append("log.txt", "x" * 90 + "\n")
+    (tmp_path / "more.json").write_text("1")
+    (tmp_path / "file0.txt").write_text("y" * 1001)
+    assert not folder.take(tmp_path / "more.json") and not folder.take(tmp_path / "file0.txt")
+    files = list((tmp_path / "out").iterdir())
+    assert len(files) == run.MOST_FILES and all(file.stat().st_size < 1100 for file in files)
+    said = (tmp_path / "out" / "log.txt").read_text()
+    assert "text 11" in said or "left out" in said
+    assert run.MOST_FILES <= 8
+    monkeypatch.undo()
+    assert run.MOST_BYTES < 16 << 20
+
+
+def test_variables_are_extended(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", "/carried/packages")
+    monkeypatch.setenv("PATH", "/carried/programs")
+    env = steps.environment(tmp_path)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(tmp_path / "site"), str(run.ROOT), "/carried/packages"]
+    assert "/carried/programs" in env["PATH"].split(os.pathsep)
+    monkeypatch.delenv("PYTHONPATH")
+    assert "" not in steps.environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
+
+
+def test_a_missing_tool_skips_its_step(call, tmp_path):
+    one = call()
+    one.env["PATH"] = str(tmp_path)
+    one.items = {"ncu": ["a|0"], "case": ["b"]}
+    one.step("ncu", 10, steps.ncu)
+    one.step("memcheck", 10, steps.sanitizer("memcheck", alone=True))
+    assert statuses(rows_of(tmp_path / "out")) == [(None, "skipped")] * 2
+    assert "ncu is not on the path" in report.text(one.rows)
+
+
+def test_what_a_sanitizer_says_is_the_present_items_failure(call, tmp_path):
+    one = call()
+    one.env["PATH"] = tool(tmp_path / "tools", "compute-sanitizer", FORWARDING)
+    one.items = {"case": ["a", "invalid", "b"]}
+    one.step("racecheck", 30, steps.sanitizer("racecheck", alone=False))
+    rows = rows_of(tmp_path / "out")
+    bad = {row["item"]: row["message"] for row in rows if row["status"] not in run.GOOD}
+    assert set(bad) == {"invalid, float32", "invalid, float64"}
+    assert all("Invalid __global__ read of size 4" in message for message in bad.values())
+    good = {row["item"] for row in rows if row["status"] == "ok" and "item" in row}
+    assert {"a, float32", "b, float64", "b, float32"} <= good
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "--check-warpgroup-mma yes" in log and "kns=ella" in log
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (FORWARDING + NCU_TABLE, "ok"),
+        (FORWARDING, "failed"),  # it met no kernel
+        ("#!/usr/bin/env bash\necho no permission; exit 1\n", "failed"),
+        ("#!/usr/bin/env bash\nsleep 300\n", "timeout"),
+    ],
+    ids=["works", "empty", "fails", "hangs"],
+)
+def test_ncu(call, tmp_path, text, status):
+    one = call()
+    one.scale = 0.06  # 25 seconds a kernel are 1.5
+    one.env["PATH"] = tool(tmp_path / "tools", "ncu", text)
+    one.items = {"ncu": ["a|0", "b|1"]}
+    one.step("ncu", 300, steps.ncu)
+    rows = rows_of(tmp_path / "out")
+    assert statuses(rows) == [("a|0", status), ("b|1", status)]
+    if status == "ok":
+        assert rows[0]["Duration"] == "12 us" and "ella::kernel" in (tmp_path / "out" / "ncu.csv").read_text()
+
+
+def test_failing_cases_are_bisected(call, tmp_path):
+    one = call()
+    one.env["PATH"] = tool(tmp_path / "tools", "compute-sanitizer", FORWARDING)
+    one.items = {"case": ["scalar op", "good op"]}
+    one.step("cases", 30, steps.cases)
+    one.step("bisect", 30, steps.bisect)
+    rows = [row for row in rows_of(tmp_path / "out") if row["step"] == "bisect"]
+    verdicts = {row["item"]: row for row in rows if "right_by" in row}
+    assert set(verdicts) == {"scalar op, float32", "scalar op, float64"}
+    for verdict in verdicts.values():
+        assert verdict["right_by"] == ["product=scalar"]
+        assert set(verdict["wrong_by"]) == {"memcheck", *steps.PATHS} - {"product=scalar"}
+
+
+def test_a_device_without_one_small_kernel_ends_the_call(call, tmp_path):
+    one = call()
+    one.items = {"facts": ["machine", "crashes tiny kernel"]}
+    with pytest.raises(Stopped):
+        one.step("facts", 10, steps.facts)
+
+
+def test_the_report_is_short_and_begins_with_the_failures():
+    rows = [{"step": "cases", "item": f"case {i}", "status": "crashed", "message": "m" * 500} for i in range(300)]
+    for i in range(300):
+        row = {"step": "timing", "work": f"work {i}", "status": "ok", "floor": 1.0, "ratio": 2.0}
+        rows += [
+            row | {"who": who, "microseconds": float(us)} for who, us in (("ella_cuda", 2), ("bmm", 5), ("einsum", 4))
+        ]
+    text = report.text(rows)
+    assert len(text) < 12_000 and text.startswith("FAILURES: 300")
+    (line,) = (line for line in text.splitlines() if line.startswith("work 7 "))
+    assert line.split() == ["work", "7", "2", "1", "2", "-", "4", "einsum;", "-"]
+    assert report.text([{"step": "s", "status": "ok", "seconds": 1.0, "step_done": True}]).startswith("no failures")
+
+
+def carried(folder: Path) -> Path:
+    """The checkout's own compiled module as if it had been carried along."""
+    folder.mkdir()
+    module = Path(ella_cuda._C.__file__)
+    shutil.copy(module, folder / module.name)
+    (folder / build.NOTE).write_text(json.dumps({"sources": build.digest(), "python": "3"}))
+    return folder
+
+
+def test_whether_a_build_fits(tmp_path):
+    assert "holds no build" in build.misfit(tmp_path)
+    good = carried(tmp_path / "good")
+    assert build.misfit(good) is None
+    build.assemble(tmp_path / "site", good)
+    assert build.module_of(tmp_path / "site" / "ella_cuda") is not None
+    here = (run.ROOT / "ella_cuda" / "__init__.py").read_text()
+    assert (tmp_path / "site" / "ella_cuda" / "__init__.py").read_text() == here
+    (good / build.NOTE).write_text(json.dumps({"sources": "others", "python": "3"}))
+    assert "of other sources" in build.misfit(good)
+    shutil.rmtree(good)
+    good.mkdir()
+    (good / "_C.cpython-27-none.so").touch()
+    (good / build.NOTE).write_text(json.dumps({"sources": build.digest(), "python": "2.7"}))
+    assert "for Python 2.7" in build.misfit(good)
+
+
+def test_a_call_says_why_the_carried_build_is_not_used(tmp_path, worker, capsys):
+    (tmp_path / "scratch").mkdir()
+    code = steps.carry_out(
+        "first", tmp_path / "out", tmp_path / "none", tmp_path / "scratch", rehearse=60, steps=[], worker=worker
+    )
+    assert code == 1
+    assert "building here, for" in capsys.readouterr().out
+
+
+def test_a_call_in_which_all_hangs_ends_in_time(tmp_path, worker, monkeypatch, capsys):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("CHILDREN", str(tmp_path / "children"))
+    kinds = {kind: ["hangs|0", "hangs too|1"] for kind in ("case", "timing", "profile", "ncu", "sweep")}
+    monkeypatch.setenv("ITEMS", json.dumps({**kinds, "facts": ["machine", "tiny kernel"]}))
+    monkeypatch.setenv("PATH", tool(tmp_path / "tools", "ncu", FORWARDING))
+    planned = [("facts", 200, steps.facts), ("cases", 60, steps.cases), ("timing", 60, steps.timing)]
+    planned += [("profile", 60, steps.profile), ("ncu", 60, steps.ncu), ("sweep", 565, steps.sweep)]
+    build_folder = carried(tmp_path / "build")
+    began = time.monotonic()
+    code = steps.carry_out(
+        "first", tmp_path / "out", build_folder, tmp_path / "scratch", rehearse=16, steps=planned, worker=worker
+    )
+    assert code == 1 and time.monotonic() - began < 19
+    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+    rows = rows_of(tmp_path / "out")
+    begun = [row["step"] for row in rows if row.get("step_done") or row["status"] == "not run"]
+    assert list(dict.fromkeys(begun)) == ["load", *(name for name, *_ in planned)]
+    assert "ncu hangs|0: timeout" in capsys.readouterr().out
+
+
+def test_a_call_that_is_ended_prints_its_report_and_leaves_no_process(tmp_path, worker):
+    (tmp_path / "scratch").mkdir()
+    code = f"""
+from pathlib import Path
+from benchmarks.gpu import steps
+t = Path({str(tmp_path)!r})
+planned = [("cases", 565, steps.cases)]
+steps.carry_out("first", t / "out", t / "build", t / "scratch", rehearse=565, steps=planned, worker={worker!r})
+"""
+    carried(tmp_path / "build")
+    env = os.environ | {"CHILDREN": str(tmp_path / "children"), "ITEMS": json.dumps({"case": ["hangs a", "hangs b"]})}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while not (tmp_path / "children").exists() or len((tmp_path / "children").read_text().splitlines()) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=20)
+    assert "stopped: interrupted" in said
+    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory):
+    """Both calls whole, at the same time: their outputs, exit codes and folders."""
+    folder = tmp_path_factory.mktemp("rehearsals")
+    carried(folder / "build")
+    path = tool(folder / "tools", "compute-sanitizer", FORWARDING)
+    tool(folder / "tools", "ncu", FORWARDING + NCU_TABLE)
+    env = os.environ | {"PATH": path, "PYTHONPATH": f"{run.ROOT}{os.pathsep}/was/there", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    options = ["--rehearse", str(steps.SECONDS), "--build", str(folder / "build")]
+    started = {
+        name: subprocess.Popen(
+            [*command, name, *options, "--out", str(folder / name)],
+            env=env,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in steps.CALLS
+    }
+    return {
+        name: (*process.communicate(timeout=590), process.returncode, folder / name)
+        for name, process in started.items()
+    }
+
+
+@pytest.mark.parametrize("name", steps.CALLS)
+def test_no_step_fails_for_reasons_of_its_own(rehearsals, name):
+    said, _, code, folder = rehearsals[name]
+    rows = rows_of(folder)
+    assert [row for row in rows if row["status"] not in ("ok", "skipped")] == []
+    assert code == 0 and "no failures" in said[-12_000:]
+    done = [row["step"] for row in rows if row.get("step_done")]
+    assert done == ["load", *(step for step, *_ in steps.CALLS[name])]
+    without_rows = set(done) - {row["step"] for row in rows if not row.get("step_done")}
+    assert without_rows <= {"bisect"}  # nothing failed
+    assert {row["step"] for row in rows if row["status"] == "skipped"} <= {"paper_scale"}
+    files = list(folder.rglob("*"))
+    assert len(files) <= 8 and all(file.stat().st_size < 16 << 20 for file in files)
+
+
+def test_a_rehearsal_measures_with_floors(rehearsals):
+    rows = rows_of(rehearsals["first"][-1])
+    timed = [row for row in rows if row["step"] == "timing" and "work" in row]
+    assert {"F-FC, stage 7", "F-FC with gradients, stage 7"} <= {row["work"] for row in timed}
+    assert all(row["microseconds"] > 0 and row["error"] < 1e-5 and "ratio" in row for row in timed)

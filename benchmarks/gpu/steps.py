@@ -368,7 +368,7 @@ def carry_out(
         for step in [("load", LOAD + FALLBACK, load(carried)), *(steps or CALLS[name])]:
             call.step(*step)
     except (Stopped, KeyboardInterrupt) as error:
-        call.row(step="end", status="failed", message=f"stopped: {error or 'interrupted'}")
+        call.row(step="end", status="failed", message=f"stopped: {str(error) or 'interrupted'}")
     finally:
         call.kill_all()
         signal.signal(signal.SIGTERM, before)

@@ -229,7 +229,7 @@ def test_cut_short(time):
 
 
 def test_an_interrupted_session_reports_what_was_done(tmp_path):
-    """As ``gpu_check.sh`` interrupts a step whose time is over."""
+    """As ``benchmarks.gpu`` interrupts a step whose time is over."""
     shutil.copytree(FOLDER, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("bench_*", "results"))
     (tmp_path / "benchmarks" / "bench_interrupted.py").write_text(INTERRUPTED)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "benchmarks/bench_interrupted.py"]

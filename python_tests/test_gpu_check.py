@@ -340,7 +340,7 @@ def test_a_call_in_which_all_hangs_ends_in_time(tmp_path, worker, monkeypatch, c
     rows = rows_of(tmp_path / "out")
     begun = [row["step"] for row in rows if row.get("step_done") or row["status"] == "not run"]
     assert list(dict.fromkeys(begun)) == ["load", *(name for name, *_ in planned)]
-    assert "ncu hangs|0: timeout" in capsys.readouterr().out
+    assert "timing hangs|0: timeout" in capsys.readouterr().out
 
 
 def test_a_call_that_is_ended_prints_its_report_and_leaves_no_process(tmp_path, worker):

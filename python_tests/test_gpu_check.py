@@ -412,3 +412,11 @@ def test_a_rehearsal_measures_with_floors(rehearsals):
     timed = [row for row in rows if row["step"] == "timing" and "work" in row]
     assert {"F-FC, stage 7", "F-FC with gradients, stage 7"} <= {row["work"] for row in timed}
     assert all(row["microseconds"] > 0 and row["error"] < 1e-5 and "ratio" in row for row in timed)
+
+
+def test_the_image_has_the_versions_that_the_build_is_made_for():
+    docker = run.ROOT / "docker"
+    pinned = (docker / "requirements.txt").read_text().splitlines()
+    assert {f"torch=={build.TORCH}", *(need for need in build.NEEDED if need.startswith("torch"))} <= set(pinned)
+    major, minor = build.PYTHON.split(".")
+    assert f"(({major}, {minor}), '{build.TORCH}+cu130')" in (docker / "Dockerfile").read_text()

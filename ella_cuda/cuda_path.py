@@ -21,7 +21,8 @@ def cuda_path(**choices: str | int) -> Iterator[None]:
             ``intermediate``: "stored" or "fused", whether :func:`~ella_cuda.ops.factored_linear`'s intermediate goes through device memory.
             ``split``: blocks that share a sum (split-K), from 1 on.
             ``tile``: rows and columns of a block's results.
-            ``lags``: "yes" or "no", whether :func:`~ella_cuda.ops.conv_kron_accumulate_` sums products of images at each distance once.
+            ``lags``: "yes" or "no", whether :func:`~ella_cuda.ops.conv_kron_accumulate_` sums products of images at each distance
+                once; of 3x3 and 5x5 convolutions, among others, with circular padding that keeps the size.
 
     Raises:
         RuntimeError: a key or value that there is not; or, when an op is called, a path that the device or the build does not have.

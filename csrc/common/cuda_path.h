@@ -6,7 +6,8 @@
 //   intermediate=stored|fused      whether factored_linear's intermediate goes through device memory
 //   split=N                        blocks that share a sum (split-K), from 1 on
 //   tile=N                         rows and columns of a block's results, where the kernel has such tiles
-//   lags=yes|no                    whether conv_kron_accumulate_ sums products of images at each distance once
+//   lags=yes|no                    whether conv_kron_accumulate_ sums products of images at each distance once:
+//                                  "yes" is an error where it cannot be
 //
 // The process has one path, the environment's ELLA_CUDA_PATH until set_cuda_path. Launches read it; graphs that were captured
 // keep the path they were captured with.

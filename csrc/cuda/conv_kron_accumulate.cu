@@ -120,6 +120,10 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
       if (geometry.kernel_w == 3 && tried_lags<scalar_t, 3>(device, name, factor, x, geometry, alpha)) return;
       if (geometry.kernel_w == 5 && tried_lags<scalar_t, 5>(device, name, factor, x, geometry, alpha)) return;
     }
+    ELLA_CHECK(
+        cuda_path().lags != CudaPath::Choice::yes, name,
+        ": ELLA_CUDA_PATH: lags=yes is for stride 1, dilation 1 and the circular padding that keeps the size, for kernels 3 or "
+        "5 wide and images of at most 512 columns whose rows fit in shared memory");
     const Image<scalar_t> images = image<scalar_t>(x);
     const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(images, geometry) > kMostNumbers;
     // Positions, and numbers from the first to the last.

@@ -116,10 +116,12 @@ def test_the_count_chooses(simulator: Simulator) -> None:
         (many, {"lags": "no"}, False),
         (many, {"product": "mma"}, False),
         (many, {"tile": 64}, False),
-        ((many[0], other), {"lags": "yes"}, False),
+        ((many[0], other), {}, False),
     ]:
         simulator.launches()
         with simulator.path(**path):
             accumulated(simulator, start, *call, 1.0)
         names = [launch.kernel for launch in simulator.launches()]
         assert any("lag_kernel" in name for name in names) == lags, (path, names)
+    with simulator.path(lags="yes"), pytest.raises(RuntimeError, match="lags=yes is for stride 1"):
+        accumulated(simulator, many[0], *other, 1.0)

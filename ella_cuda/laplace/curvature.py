@@ -99,7 +99,7 @@ class _OutputTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule, run: CurvaturePass) -> Tensor:
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule | _BatchSecond, run: CurvaturePass) -> Tensor:
         ctx.rule, ctx.run = rule, run
         return out.clone()
 
@@ -120,6 +120,9 @@ class _BatchSecond:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+
+    def outputs(self, gradient: Tensor) -> None:
+        self.rule.outputs(gradient.transpose(1, 2))
 
     def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         shape = None if input_shape is None else torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
@@ -177,7 +180,7 @@ class CurvaturePass:
 
     def try_out(self, x: Tensor, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
-        with self.paused(), gradients_of(self.parameters):
+        with self.paused(), gradients_of(self.parameters), refusing_reentrant("fit"):
             self.findings = probe(self.model, self.rules, x, several)
 
     @contextmanager
@@ -267,11 +270,12 @@ class CurvaturePass:
             with torch.no_grad(), without_autocast(out.device.type):  # the network's own
                 seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
                 rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
+            pulls = _BatchSecond(rule) if axis else rule
             if not rule.differentiates:
                 self._charge(x, out)
-                tapped = _OutputTap.apply(out, self._anchor, rule, self)
+                tapped = _OutputTap.apply(out, self._anchor, pulls, self)
                 return tapped if kind is Tensor else tapped.as_subclass(kind)
-            out = self._node(rule, x, out, _BatchSecond(rule) if axis else rule)
+            out = self._node(rule, x, out, pulls)
             if self._inside:
                 self._between = _Between(rule, x, out)
             else:
@@ -376,6 +380,20 @@ def run_as_written() -> Iterator[None]:
             _uncompiled_fits -= 1
             if not _uncompiled_fits:
                 _uncompiled.close()
+
+
+@contextmanager
+def refusing_reentrant(where: str) -> Iterator[None]:
+    """Have torch's refusal of a reentrant checkpoint, which speaks of calls that are not the user's, say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValueError(
+            f"{where}: the model calls torch.utils.checkpoint with use_reentrant=True, which serves plain backward() alone; the curvature "
+            "takes gradients in activations. Call it with use_reentrant=False."
+        ) from error
 
 
 @contextmanager

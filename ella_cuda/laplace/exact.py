@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.laplace.curvature import hooked, run_as_written
+from ella_cuda.laplace.batches import plain_tensor
+from ella_cuda.laplace.curvature import hooked, refusing_reentrant, run_as_written
+from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.probe import probe
 from ella_cuda.laplace.rules import Rule, rules_for
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
-from ella_cuda.modes import evaluation_mode
+from ella_cuda.modes import evaluation_mode, exclusively
 from ella_cuda.ops._autocast import without_autocast
 
 
@@ -100,32 +104,41 @@ def exact_log_marginal_likelihood(
         raise ValueError(
             f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {tuple(x.shape)}."
         )
-    x, y = x.to(precision.device), y.to(precision.device)
-    with without_autocast(precision.device.type):
+    x, y = (plain_tensor(t).to(precision.device) for t in (x, y))
+    with exclusively(la.model), without_autocast(precision.device.type):
         return _evidence(la, rules, x, y, precision, sigma)
 
 
 def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
     """Of checked arguments."""
-    outputs, tapped, axes = _forward(la.model, rules, x)
-    for rule in rules:
-        if rule not in tapped:
-            raise ValueError(
-                f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does not "
-                "use it."
-            )
-    likelihood = la.likelihood_function
-    with torch.no_grad():
-        likelihood.check(outputs, y)
-    layers = list(tapped)
-    columns = [
-        torch.autograd.grad(outputs, [tapped[r] for r in layers], column, create_graph=True)
-        for column in likelihood.columns(outputs)[:]
-    ]
-    for rule, gradients in zip(layers, zip(*columns, strict=True), strict=True):
-        gradient = torch.stack(gradients)
+    likelihood, run = la.likelihood_function, _Taps(la.model, rules)
+    with evaluation_mode(la.model), run_as_written(), _in_words(x, run.dtype):
+        axes = probe(la.model, rules, x, several=False).axes
+    with run.hooked():  # the way back too: what a checkpoint computes anew must meet what its first forward met
+        with _in_words(x, run.dtype):
+            outputs = run.forward(x)
+        for rule in rules:
+            if rule not in run.tapped:
+                raise ValueError(
+                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) if the model does "
+                    "not use it."
+                )
+        with torch.no_grad():
+            likelihood.check(outputs, y)
+        columns = [
+            torch.autograd.grad(outputs, list(run.tapped.values()), column, create_graph=True)
+            for column in likelihood.columns(outputs)[:]
+        ]
+    given = (precision, sigma)
+    if run.recomputes:  # what these were made from is not to be reached inside of _Recomputing
+        precision, sigma = (t.detach().requires_grad_(t.requires_grad) for t in given)
+    for rule, gradients in zip(run.tapped, zip(*columns, strict=True), strict=True):
+        with torch.enable_grad(), _in_words(x, run.dtype):
+            arguments = run.arguments[rule]
+            rule.inputs(*(_batch_first(a, axes.get(rule)) if isinstance(a, Tensor) else a for a in arguments))
+        gradient = torch.stack([_batch_first(g, axes.get(rule)) for g in gradients])
         if rule.differentiates:
-            rule.pull_back(gradient.transpose(1, 2) if axes.get(rule) else gradient, None)
+            rule.pull_back(gradient, None)
         else:
             rule.outputs(gradient)
     factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
@@ -135,36 +148,109 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
         factor.n_data = x.shape[0]
         log_det_ratio = factor.logdet(delta, sigma**-2) - parameter.numel() * delta.log()
         total = total - 0.5 * (log_det_ratio + delta * parameter.square().sum())
-    return total
+    if not (run.recomputes and total.requires_grad):
+        return total
+    buffers = list(hyperparameters(la.model).values())
+    return _Recomputing.apply(run, lambda: (total, (*buffers, precision, sigma)), *buffers, *given)
 
 
-def _forward(model: nn.Module, rules: list[Rule], x: Tensor) -> tuple[Tensor, dict[Rule, Tensor], dict[Rule, int]]:
-    """The outputs in evaluation mode at constant parameters, every rule's layer's output in their graph, and the axis of the batch in it."""
-    tapped: dict[Rule, Tensor] = {}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    anchor = torch.zeros((), dtype=parameters[0].dtype, device=x.device, requires_grad=True)
-    axes: dict[Rule, int] = {}
+def _batch_first(tensor: Tensor, axis: int | None) -> Tensor:
+    return tensor.transpose(0, 1) if axis else tensor
 
-    def tap(rule: Rule) -> Any:
+
+@contextmanager
+def _in_words(x: Tensor, dtype: torch.dtype) -> Iterator[None]:
+    """Have torch's own errors, which name no argument, say what was done."""
+    try:
+        with refusing_reentrant("exact_log_marginal_likelihood"):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
+            f"model takes, all data along the first axis (the parameters are {dtype}). It failed with: {error}"
+        ) from error
+
+
+class _Taps:
+    """The layers of one evaluation.
+
+    Attributes:
+        tapped: the output of every rule's layer that was called, in the graph.
+        arguments: copies of what these layers got, in the graph; what follows may work on the originals in place.
+        recomputes: whether a part of the forward may be computed anew for a gradient, as :func:`torch.utils.checkpoint.checkpoint` does.
+        dtype: the parameters'.
+    """
+
+    def __init__(self, model: nn.Module, rules: list[Rule]) -> None:
+        self.model, self.rules = model, rules
+        self.tapped: dict[Rule, Tensor] = {}
+        self.arguments: dict[Rule, list[Any]] = {}
+        self.recomputes = False
+        first = next(p for p in model.parameters() if p.requires_grad)
+        self.dtype, self._anchor = (
+            first.dtype,
+            torch.zeros((), dtype=first.dtype, device=first.device, requires_grad=True),
+        )
+        self._first_time = False
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """The model in evaluation mode at constant parameters, with taps on its layers, for the duration of the context."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with exclusively(self.model), hooked(self.model, {rule: self._tap(rule) for rule in self.rules}, parameters):
+            yield
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs."""
+        handles = [module.register_forward_pre_hook(self._look) for module in self.model.modules()]
+        self._first_time = True
+        try:
+            with torch.enable_grad():
+                return checked_outputs(self.model(x))
+        finally:
+            self._first_time = False
+            for handle in handles:
+                handle.remove()
+
+    def _look(self, module: nn.Module, args: Any) -> None:
+        self.recomputes = self.recomputes or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+    def _tap(self, rule: Rule) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            if rule in tapped:
-                raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
-            arguments = (*args, *kwargs.values())
-            rule.inputs(*(a.transpose(0, 1) if axes.get(rule) and isinstance(a, Tensor) else a for a in arguments))
-            tapped[rule] = out + anchor  # every output has a graph, the first layers' too
-            return tapped[rule].clone()  # which the next layer may change in place
+            kind, out = type(out), plain_tensor(out)
+            tapped = out + self._anchor  # every output has a graph, the first layers' too
+            if self._first_time:  # a checkpoint comes again; sums and copies save nothing, which it counts
+                if rule in self.tapped:
+                    raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
+                arguments = (*args, *kwargs.values())
+                self.arguments[rule] = [plain_tensor(a).clone() if isinstance(a, Tensor) else a for a in arguments]
+                self.tapped[rule] = tapped
+            tapped = tapped.clone()  # which the next layer may change in place
+            return tapped if kind is Tensor else tapped.as_subclass(kind)
 
         return hook
 
-    try:
-        with evaluation_mode(model), run_as_written():
-            axes.update(probe(model, rules, x, several=False).axes)
-        with hooked(model, {rule: tap(rule) for rule in rules}, parameters), torch.enable_grad():
-            return checked_outputs(model(x)), tapped, axes
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, IndexError) as error:  # torch's own words, which name no argument
-        raise ValueError(
-            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
-            f"model takes, all data along the first axis (the parameters are {parameters[0].dtype}). It failed with: {error}"
-        ) from error
+
+class _Recomputing(torch.autograd.Function):
+    """The evidence of a model that computes layers anew whenever a gradient needs them: gradients of it are taken with the taps on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: _Taps, inside: Callable[[], tuple[Tensor, tuple[Tensor, ...]]], *inputs: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.inside = run, inside
+        return inside()[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        total, inputs = ctx.inside()
+        wanted = [t for t, needs in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needs]
+        with ctx.run.hooked(), without_autocast(total.device.type):
+            create = torch.is_grad_enabled()
+            found = torch.autograd.grad(
+                total, wanted, gradient, retain_graph=True, create_graph=create, allow_unused=True
+            )
+        found = iter(found)
+        return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])

@@ -21,9 +21,8 @@ class Rule(ABC):
     Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A
     rule with ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`;
     otherwise autograd does. With ``pulls_afresh = True`` it promises that what it returns there is new memory, never its
-    argument or a view of it: the ReLU before the layer is then differentiated in place. With ``batch_second = True`` and
-    ``differentiates = True`` it says that the layer treats all axes but the last alike, so that the batch may also be the second;
-    the rule's methods get it in front.
+    argument or a view of it: the ReLU before the layer is then differentiated in place. With ``batch_second = True`` it says that the
+    layer treats all axes but the last alike, so that the batch may also be the second; the rule's methods get it in front.
 
     Attributes:
         module: the layer.

@@ -191,12 +191,15 @@ class Stop:
 
 def _on_its_way(error: BaseException | None) -> bool:
     """Whether an exception that is being handled is an interruption, or came of one."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        error = waiting.pop()
         if isinstance(error, KeyboardInterrupt):
             return True
-        seen.append(error)
-        error = error.__cause__ or error.__context__
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            waiting += (error.__cause__, error.__context__)
     return False
 
 

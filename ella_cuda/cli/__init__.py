@@ -117,12 +117,25 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose help fails where it cannot be written; argparse keeps silent."""
 
     def print_help(self, file: Any = None) -> None:
-        try:
-            print(self.format_help(), end="", file=file, flush=True)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise OSError(f"the output could not be written: {error}") from error
+        _print(self.format_help(), file)
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends; fails where it cannot be written, as argparse's own action does not."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        _print(f"ella-cuda {__version__}\n")
+        parser.exit()
+
+
+def _print(text: str, file: Any = None) -> None:
+    """What the parser has to say, at once, for argparse ends the command."""
+    try:
+        print(text, end="", file=file, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(f"the output could not be written: {error}") from error
 
 
 class _Command(_Parser):
@@ -138,7 +151,7 @@ class _Command(_Parser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ella-cuda", description="Learn layer-wise symmetries from training data.")
-    parser.add_argument("--version", action="version", version=f"ella-cuda {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Command)
     add_train(commands)
     add_reproduce(commands)

@@ -247,8 +247,13 @@ class CurvaturePass:
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             if self._paused:
                 return out
-            if self._pulling:  # a checkpoint computes the layer anew, for what others saved: our node saves nothing
-                return out if not rule.differentiates else out.detach() + self._anchor
+            kind = type(out)
+            if (
+                self._pulling
+            ):  # a checkpoint computes the layer anew, for what others saved: our nodes and this sum save nothing
+                out = plain_tensor(out)
+                again = (out.detach() if rule.differentiates else out) + self._anchor
+                return again if kind is Tensor else again.as_subclass(kind)
             if rule in self._called:
                 raise ValueError(
                     f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
@@ -262,7 +267,7 @@ class CurvaturePass:
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
-            kind, out = type(out), plain_tensor(out)
+            out = plain_tensor(out)
             arguments = [plain_tensor(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
             x = arguments[0]
             self._called.add(rule)

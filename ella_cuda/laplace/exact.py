@@ -75,12 +75,13 @@ def exact_log_marginal_likelihood(
         sigma_noise: None is la's.
 
     Returns:
-        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters.
+        0-dim float64, differentiable in the model's buffers that require a gradient and in the two hyperparameters; once only where the
+        model calls :func:`torch.utils.checkpoint.checkpoint`, and for as long as its parameters and buffers stay as they are.
 
     Raises:
         TypeError: la is no :class:`KronLaplace`, x or y no tensor, or y of a wrong dtype.
-        ValueError: no data, an x that the model cannot be evaluated at, targets that do not fit, or a layer that was called twice or
-            never.
+        ValueError: no data, an x that the model cannot be evaluated at, targets that do not fit, a layer that was called twice or
+            never, or a checkpoint with ``use_reentrant=True``.
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 4; Immer et al., "Invariance learning in deep neural networks with
     differentiable Laplace approximations", NeurIPS 2022 (gradients through the curvature).
@@ -245,12 +246,13 @@ class _Recomputing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "exact_log_marginal_likelihood: the model calls torch.utils.checkpoint, so its evidence has first gradients only; take them "
+                "without create_graph=True, or do not checkpoint."
+            )
         total, inputs = ctx.inside()
         wanted = [t for t, needs in zip(inputs, ctx.needs_input_grad[2:], strict=True) if needs]
         with ctx.run.hooked(), without_autocast(total.device.type):
-            create = torch.is_grad_enabled()
-            found = torch.autograd.grad(
-                total, wanted, gradient, retain_graph=True, create_graph=create, allow_unused=True
-            )
-        found = iter(found)
+            found = iter(torch.autograd.grad(total, wanted, gradient, retain_graph=True, allow_unused=True))
         return None, None, *(next(found) if needs else None for needs in ctx.needs_input_grad[2:])

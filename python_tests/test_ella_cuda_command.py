@@ -219,6 +219,26 @@ def test_a_closed_stream_is_no_failure(closed, tmp_path):
     assert done.stdout.startswith("ella-cuda ") or closed == ">&-"
 
 
+def test_streams_that_were_closed_are_taken_and_inherited(tmp_path):
+    """A file opened later gets none of their numbers, and a process that inherits everything has all three."""
+    child = "import os; print([os.fstat(n).st_mode > 0 for n in (0, 1, 2)], file=open('child', 'w'))"
+    code = f"""
+import subprocess, sys
+import ella_cuda_command as command
+command.open_closed_streams()
+with open("own", "w") as own:
+    print(own.fileno() > 2, file=own)
+subprocess.run([sys.executable, "-c", {child!r}], close_fds=False, check=True)
+"""
+    (tmp_path / "code.py").write_text(code)
+    for closed in ("2>&-", "<&-", "<&- >&- 2>&-"):
+        call = f"{sys.executable} code.py {closed}"
+        assert subprocess.run(call, shell=True, cwd=tmp_path, env=environment(), timeout=60).returncode == 0
+        assert (tmp_path / "own").read_text() == "True\n"
+        assert (tmp_path / "child").read_text() == "[True, True, True]\n"
+        (tmp_path / "child").unlink()
+
+
 def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
     done = shell(f"{TINY} --out dir --jobs 1 <&- >&- 2>&-", tmp_path)
     assert done.returncode == 0
@@ -229,9 +249,10 @@ def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("line", ["--version", "--help", "train --help"])
-def test_output_that_cannot_be_written_is_a_failure_in_one_line(line, tmp_path):
-    done = shell(f"{line} >/dev/full", tmp_path)
+def test_output_that_cannot_be_written_is_a_failure_in_one_line(line, unbuffered, tmp_path):
+    done = shell(f"{line} >/dev/full", tmp_path, PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "the output could not be written" in done.stderr
 
@@ -358,6 +379,57 @@ print(stop.came, stop.code)
     call = [sys.executable, "-c", code]
     done = subprocess.run(call, env=environment(first=str(tmp_path)), capture_output=True, text=True, timeout=50)
     assert (done.stdout, done.stderr) == ("tidied True\nTrue 143\n", "")
+
+
+def test_a_second_signal_ends_at_once_what_is_tidied_up_slowly(tmp_path):
+    code = """
+import os, signal, time
+import ella_cuda_command as command
+stop = command.Stop()
+stop.cleanly = True
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+    print("tidied")
+"""
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "ella-cuda: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_end_is_one_line(number, tmp_path):
+    code = f"""
+import os, signal
+import ella_cuda_command as command
+stop = command.Stop()
+stop.cleanly = True
+stop.end()
+try:
+    os.kill(os.getpid(), {int(number)})
+finally:
+    print("went on")
+"""
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "ella-cuda: interrupted\n")
+
+
+def test_an_interruption_is_found_behind_causes_and_contexts():
+    def error(cause: BaseException | None, context: BaseException | None) -> ValueError:
+        made = ValueError()
+        made.__cause__, made.__context__ = cause, context
+        return made
+
+    stop, other = KeyboardInterrupt(), OSError()
+    for found in (stop, error(stop, other), error(other, stop), error(error(None, stop), other)):
+        assert command._on_its_way(found) and command._on_its_way(error(other, error(found, None)))
+    circle = error(None, other)
+    other.__context__ = circle
+    for lost in (None, other, circle, error(other, circle)):
+        assert not command._on_its_way(lost)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

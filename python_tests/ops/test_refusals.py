@@ -272,6 +272,74 @@ def test_a_factor_that_shares_memory_is_refused_under_vmap(call, target, read):
         torch.testing.assert_close(factor, expected)
 
 
+@pytest.mark.parametrize("vmaps", [1, 2, 3])
+@pytest.mark.parametrize("begin", [0, 20, 28])  # far before the factor, directly before it, directly behind it
+def test_what_lies_apart_from_a_factor_is_taken_under_vmap(begin, vmaps):
+    """And what reaches into it from either side is refused; whatever the number of vmaps."""
+    call, memory = ops.kron_accumulate_, torch.randn(60)
+    start = begin + 12 if begin == 20 else 20 if begin == 28 else 32
+    for _ in range(vmaps):
+        call = torch.vmap(call)
+
+    def wrapped(tensor: Tensor, *shape: int) -> Tensor:
+        return tensor.view(*[1] * (vmaps - 1), *shape)
+
+    factor, rows = wrapped(memory[start : start + 8], 2, 1, 2, 2), wrapped(memory[begin : begin + 12], 2, 3, 1, 2)
+    expected = factor + torch.einsum("...nki,...nkj->...kij", rows, rows)
+    call(factor, rows)
+    torch.testing.assert_close(factor, expected)
+    for shift in (-11, 7):
+        reaching = wrapped(memory[start + shift : start + shift + 12], 2, 3, 1, 2)
+        with pytest.raises(RuntimeError, match="rows must not share memory with factor"):
+            call(factor, reaching)
+    torch.testing.assert_close(factor, expected)
+
+
+def test_an_axis_of_one_entry_shares_no_memory_under_vmap():
+    memory, rows = torch.zeros(4), torch.randn(1, 3, 1, 2)
+    torch.vmap(ops.kron_accumulate_)(memory.as_strided((1, 1, 2, 2), (0, 0, 2, 1)), rows)
+    torch.testing.assert_close(memory.view(2, 2), rows[0, :, 0].T @ rows[0, :, 0])
+
+
+def test_rows_without_entries_may_lie_within_a_factor_under_vmap():
+    memory = torch.randn(8)
+    before = memory.clone()
+    torch.vmap(ops.kron_accumulate_)(memory.view(2, 1, 2, 2), memory[2:2].view(2, 0, 1, 2))
+    assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("circular", "padding", "image", "kernel"), [
+    (True, 2, (2, 2), 3),  # padding as large as the image
+    (False, 3, (2, 2), 3),  # zeros, of which there may be more than of pixels
+    (False, 2, (0, 0), 3),
+    (True, 0, (2, 2), 1),
+])  # fmt: skip
+def test_the_largest_paddings_are_taken_with_and_without_memory(device, circular, padding, image, kernel):
+    factor = torch.zeros(kernel**2, kernel**2, device=device)
+    values = conv(kernel_size=[kernel] * 2, padding=[padding] * 2, circular=circular)
+    torch.ops.ella_cuda.conv_kron_accumulate_(factor, torch.ones(1, 1, *image, device=device), *values)
+    assert device == "meta" or image[0] == 0 or factor.sum() > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_empty_image_that_is_not_padded_is_taken_with_and_without_memory(device):
+    image = torch.ones(1, 1, 0, 3, device=device)
+    assert torch.ops.ella_cuda.circular_pad2d(image, 0, 1, None).shape == (1, 1, 0, 5)
+    assert torch.ops.ella_cuda.circular_pad2d(image, 0, 0, None).shape == image.shape
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_wide_rows_beside_a_narrow_factor_are_refused_with_and_without_memory(device):
+    factor, rows = torch.zeros(1, 2, 2, device=device), torch.ones(3, 1, 2, device=device)
+    words = "must have the dtype of factor (float32), got float64"
+    assert words in refusal("kron_accumulate_", (factor, rows.double(), 1.0))
+    assert words in refusal(
+        "conv_kron_accumulate_", (factor[0], torch.ones(1, 2, 2, 2, device=device).double(), *PLAIN_CONV)
+    )
+    torch.ops.ella_cuda.kron_accumulate_(factor.double(), rows, 1.0)
+
+
 @pytest.mark.parametrize("name", ["polyphase_select", "polyphase_scatter", "circular_pad2d", "circular_fold2d"])
 def test_a_virtual_batch_whose_index_does_not_fit_memory_is_refused(name):
     """Of images without channels, so that the index alone takes memory."""

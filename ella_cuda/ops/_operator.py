@@ -362,6 +362,12 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def begin_together(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in memory, below those of ``torch.func``, have the same address."""
+    one, other = _unwrapped(one), _unwrapped(other)
+    return not (is_fake(one) or is_fake(other)) and one.data_ptr() == other.data_ptr()
+
+
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Addresses from the first number to behind the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.ops._operator import (
+    begin_together,
     operand_sizes,
     refuse_graph,
     register_in_place,
@@ -64,7 +65,10 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tens
     rows = rows.expand(info.batch_size, *rows.shape) if in_dims[1] is None else rows.movedim(in_dims[1], 0)
     joined = factor.reshape(-1, *factor.shape[2:]).contiguous()
     torch.ops.ella_cuda.kron_accumulate_(joined, rows.movedim(0, 1).flatten(1, 2), alpha)
-    factor.copy_(joined.view_as(factor))  # a copy onto itself where that is a view
+    if not begin_together(
+        joined, factor
+    ):  # torch refuses a copy onto itself where axes of one entry have other strides
+        factor.copy_(joined.view_as(factor))
     return None, None
 
 

@@ -301,10 +301,11 @@ def test_an_axis_of_one_entry_shares_no_memory_under_vmap():
     torch.testing.assert_close(memory.view(2, 2), rows[0, :, 0].T @ rows[0, :, 0])
 
 
-def test_rows_without_entries_may_lie_within_a_factor_under_vmap():
+def test_what_has_no_entries_shares_no_memory_under_vmap():
     memory = torch.randn(8)
     before = memory.clone()
     torch.vmap(ops.kron_accumulate_)(memory.view(2, 1, 2, 2), memory[2:2].view(2, 0, 1, 2))
+    torch.vmap(ops.kron_accumulate_)(memory[:1].expand(2, 0, 2, 2), memory[:0].view(2, 3, 0, 2))
     assert torch.equal(memory, before)
 
 

@@ -377,7 +377,8 @@ time.sleep(3 * command.AGAIN)
 print(stop.came, stop.code)
 """
     call = [sys.executable, "-c", code]
-    done = subprocess.run(call, env=environment(first=str(tmp_path)), capture_output=True, text=True, timeout=50)
+    env = environment(first=str(tmp_path))
+    done = subprocess.run(call, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
     assert (done.stdout, done.stderr) == ("tidied True\nTrue 143\n", "")
 
 
@@ -433,7 +434,7 @@ def test_an_interruption_is_found_behind_causes_and_contexts():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number):
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number, tmp_path):
     """As those of a shell's background jobs, or under nohup."""
     code = f"""
 import os, signal
@@ -448,7 +449,8 @@ try:
 except KeyboardInterrupt:
     print("others are not")
 """
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False\nothers are not\n", "")
 
 

@@ -184,6 +184,11 @@ def operation(parts: list[str]) -> Operation | None:
     if name == "mul" and how == ["wide"]:
         wide = np.dtype(f"{dtype.kind}{2 * dtype.itemsize}")
         return Operation((dtype, dtype), wide, lambda a, b: a.astype(wide) * b.astype(wide))
+    if name == "mul" and how == ["hi"] and dtype.itemsize == 4:
+        wide = np.dtype(f"{dtype.kind}8")
+        return Operation(
+            (dtype, dtype), dtype, lambda a, b: (a.astype(wide) * b.astype(wide) >> wide.type(32)).astype(dtype)
+        )
     if name == "bfi":
         return Operation((dtype, dtype, DTYPES["u32"], DTYPES["u32"]), dtype, _bit_field_insert)
     if name == "mul" and (set(how) <= NEAREST if dtype.kind == "f" else how == ["lo"]):

@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 import ella_cuda
-from benchmarks.gpu import build, report, run, steps
-from benchmarks.gpu.run import Call, Folder, Stopped
+from python_tests.benchmark_files import importable
+
+importable()
+from benchmarks.gpu import build, report, run, steps  # noqa: E402
+from benchmarks.gpu.run import Call, Folder, Stopped  # noqa: E402
 
 # A worker whose items behave as their names say.
 WORKER = """

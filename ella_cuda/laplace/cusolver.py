@@ -38,6 +38,10 @@ ROUTINES: dict[str, tuple[type, ...]] = {
 }
 
 
+class CusolverError(RuntimeError):
+    """A call of cuSOLVER returned a status other than success."""
+
+
 class BatchedEigenvalues:
     """The routine ``cusolverDnXsyevBatched`` of one library.
 
@@ -64,7 +68,7 @@ class BatchedEigenvalues:
         overwritten. A block's that did not converge are nan.
 
         Raises:
-            RuntimeError: cuSOLVER failed.
+            CusolverError: cuSOLVER failed.
         """
         if not blocks.numel():
             return blocks.new_empty(blocks.shape[:2])
@@ -106,7 +110,7 @@ class BatchedEigenvalues:
         status = self._routines[name](*arguments)
         if status:
             said = STATUS[status] if status < len(STATUS) else "unknown"
-            raise RuntimeError(f"cuSOLVER: {name} failed with status {status} ({said}).")
+            raise CusolverError(f"cuSOLVER: {name} failed with status {status} ({said}).")
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

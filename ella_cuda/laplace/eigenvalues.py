@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ella_cuda.laplace.cusolver import BATCHED_IN_TORCH, batched_eigenvalues
+from ella_cuda.laplace.cusolver import BATCHED_IN_TORCH, CusolverError, batched_eigenvalues
 from ella_cuda.laplace.lapack import calls_at_once, map_at_once
 
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
@@ -24,14 +25,24 @@ def eigenvalues(blocks: Tensor) -> Tensor:
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge, torch's.
+
+    Warns:
+        UserWarning: cuSOLVER's call failed, and torch decomposes the blocks.
     """
     parts = _split(blocks)
     solve = batched_eigenvalues(blocks.device) if blocks.is_cuda else None
     if solve is None or (torch.is_grad_enabled() and blocks.requires_grad):
         return torch.cat([torch.linalg.eigvalsh(part.double()) for part in parts])
-    return torch.cat(
-        [solve(part.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)) for part in parts]
-    )
+    return torch.cat([_by(solve, part.detach()) for part in parts])
+
+
+def _by(solve: Callable[[Tensor], Tensor], blocks: Tensor) -> Tensor:
+    """The blocks' eigenvalues by cuSOLVER; by torch, with a warning, where its call fails."""
+    try:
+        return solve(blocks.to(torch.float64, copy=True, memory_format=torch.contiguous_format))
+    except CusolverError as error:
+        warnings.warn(f"{error} Torch decomposes these {tuple(blocks.shape)} blocks, which takes longer.", stacklevel=2)
+        return torch.linalg.eigvalsh(blocks.double())
 
 
 def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:

@@ -197,6 +197,14 @@ def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypat
     assert calls() == 1 and torch.allclose(wanted.grad, torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
 
 
+def test_torch_decomposes_what_a_failing_call_left(solve, monkeypatch):
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    blocks = symmetric(2, 13)  # the size at which the stand-in fails
+    with pytest.warns(UserWarning, match=r"status 7 \(INTERNAL_ERROR\)\. Torch decomposes these \(2, 13, 13\) blocks"):
+        found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
+    torch.testing.assert_close(found.as_subclass(Tensor), torch.linalg.eigvalsh(blocks))
+
+
 def moments_elsewhere(*shapes: tuple[int, int], basis: SpatialBasis | None = None) -> list[SecondMoment]:
     moments = []
     for groups, size in shapes:

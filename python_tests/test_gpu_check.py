@@ -158,13 +158,13 @@ def test_what_a_step_raises_is_a_row_and_the_next_step_runs(call, tmp_path):
 
 
 def test_no_step_outlasts_its_limit_nor_all_of_them_the_call(call, tmp_path):
-    began, one = time.monotonic(), call(5)
-    one.step("first", 2, lambda c: c.pool(lambda i: c.series("kind", [f"hangs {i}", "a"], 60), range(3)))
-    assert 1.5 < time.monotonic() - began < 3.5
+    began, one = time.monotonic(), call(20)
+    one.step("first", 6, lambda c: c.pool(lambda i: c.series("kind", [f"hangs {i}", "a"], 60), range(3)))
+    assert 5.5 < time.monotonic() - began < 60  # what hangs sleeps for 300
     one.step("second", 60, lambda c: c.series("kind", ["hangs", "a"], 60))
-    assert 4.5 < time.monotonic() - began < 7
+    assert 19 < time.monotonic() - began < 60
     one.step("third", 60, lambda c: c.series("kind", ["a"], 60))
-    assert time.monotonic() - began < 7
+    assert time.monotonic() - began < 60
     rows = rows_of(tmp_path / "out")
     assert [row["status"] for row in rows if row["step"] == "first"] == ["not run"] * 3 + ["ok"]
     assert [row["status"] for row in rows if row["step"] in ("second", "third")] == ["not run", "ok", "not run"]
@@ -338,7 +338,7 @@ def test_a_call_in_which_all_hangs_ends_in_time(tmp_path, worker, monkeypatch, c
     code = steps.carry_out(
         "first", tmp_path / "out", build_folder, tmp_path / "scratch", rehearse=30, steps=planned, worker=worker
     )
-    assert code == 1 and time.monotonic() - began < 33
+    assert code == 1 and time.monotonic() - began < 90  # what hangs sleeps for 300
     assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
     rows = rows_of(tmp_path / "out")
     begun = [row["step"] for row in rows if row.get("step_done") or row["status"] == "not run"]

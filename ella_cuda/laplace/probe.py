@@ -55,6 +55,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
 
     Raises:
         TypeError: the model returns no tensor.
+        RuntimeError: torch's, of a checkpoint with ``use_reentrant=True``, and what others the model raises.
         ValueError: the images are not along the first axis of a layer's output, nor along the second of a layer whose rule allows for
             that; a parameter is used outside of its layer's call too; an image's outputs depend on other images of the batch; or the
             model takes no batch of another size. The message names the layer.
@@ -76,6 +77,8 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
             ) from error
     of_two, outputs, axes = checked_outputs(of_two), checked_outputs(outputs), _axes(known, two, calls)
     _require_own_parameters(known, parameters, calls, outputs)
+    if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
+        _require_no_reentrant_checkpoint(model, x)
     if not outputs.requires_grad:  # the fit has words for that
         return Findings(axes, True)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
@@ -217,6 +220,28 @@ def _uses(end: Node | None, beginnings: Iterable[Node | None]) -> collections.Co
                 seen.add(node)
                 waiting.append(node)
     return uses
+
+
+def _require_no_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
+    """RuntimeError where a layer has no gradient because torch.utils.checkpoint, with use_reentrant=True, takes those of its inputs for
+    granted: with inputs that require one its node is in the graph.
+    """
+    if not x.is_floating_point():
+        return
+    with torch.enable_grad():
+        try:
+            outputs = model(_images(x, 2).requires_grad_() * 1)
+        except Exception:
+            return  # a forward that takes no such inputs
+    end = outputs.grad_fn if isinstance(outputs, Tensor) else None
+    seen, waiting = {end}, [end] if end is not None else []
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            raise RuntimeError("torch.utils.checkpoint is called with use_reentrant=True")
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        waiting += following
 
 
 def _require_independence(

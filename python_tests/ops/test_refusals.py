@@ -98,7 +98,8 @@ def test_virtual_sizes_that_cannot_be_counted_are_refused(name):
 def test_virtual_sizes_that_do_not_fit_memory_are_refused(name):
     first = OPS[name][0][0][0].split()[0]
     made = tensors(name, dict.fromkeys(SMALL, 64) | {first: 1 << 40, "H": 4, "W": 4})
-    with pytest.raises(RuntimeError, match="memory"):
+    # Built with the headers of torch 2.11, an op says which of torch's calls failed, not why.
+    with pytest.raises(RuntimeError, match=r"memory|aten::new_empty.* failed"):
         call(name, made)
 
 

@@ -103,6 +103,14 @@ def alive(pid: int) -> bool:
         return False
 
 
+def assert_ended(children: Path) -> None:
+    """That no process of that list runs; a signal has come when the kernel has carried it out."""
+    end = time.monotonic() + 20
+    while running := [pid for pid in children.read_text().split() if alive(int(pid))]:
+        assert time.monotonic() < end, running
+        time.sleep(0.05)
+
+
 def tool(folder: Path, name: str, text: str) -> str:
     """A program of that name in a folder, which is put in front of the path."""
     folder.mkdir(exist_ok=True)
@@ -169,7 +177,7 @@ def test_no_step_outlasts_its_limit_nor_all_of_them_the_call(call, tmp_path):
     assert [row["status"] for row in rows if row["step"] == "first"] == ["not run"] * 3 + ["ok"]
     assert [row["status"] for row in rows if row["step"] in ("second", "third")] == ["not run", "ok", "not run"]
     assert "within hangs" in next(row for row in rows if row["step"] == "second")["message"]
-    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+    assert_ended(tmp_path / "children")
 
 
 @pytest.mark.parametrize("name", steps.CALLS)
@@ -339,7 +347,7 @@ def test_a_call_in_which_all_hangs_ends_in_time(tmp_path, worker, monkeypatch, c
         "first", tmp_path / "out", build_folder, tmp_path / "scratch", rehearse=30, steps=planned, worker=worker
     )
     assert code == 1 and time.monotonic() - began < 90  # what hangs sleeps for 300
-    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+    assert_ended(tmp_path / "children")
     rows = rows_of(tmp_path / "out")
     begun = [row["step"] for row in rows if row.get("step_done") or row["status"] == "not run"]
     assert list(dict.fromkeys(begun)) == ["load", *(name for name, *_ in planned)]
@@ -366,7 +374,7 @@ steps.carry_out("first", t / "out", t / "build", t / "scratch", rehearse=565, st
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=20)
     assert "stopped: interrupted" in said
-    assert not any(alive(int(pid)) for pid in (tmp_path / "children").read_text().split())
+    assert_ended(tmp_path / "children")
 
 
 @pytest.fixture(scope="module")

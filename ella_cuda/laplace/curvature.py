@@ -248,9 +248,8 @@ class CurvaturePass:
             if self._paused:
                 return out
             kind = type(out)
-            if (
-                self._pulling
-            ):  # a checkpoint computes the layer anew, for what others saved: our nodes and this sum save nothing
+            if self._pulling:
+                # A checkpoint computes the layer anew, for what others saved: our nodes and this sum save nothing.
                 out = plain_tensor(out)
                 again = (out.detach() if rule.differentiates else out) + self._anchor
                 return again if kind is Tensor else again.as_subclass(kind)

@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -353,10 +352,10 @@ class KronLaplace:
             raise RuntimeError("KronLaplace: call fit (successfully) before asking for the evidence or the factors.")
 
     @property
-    def factors(self) -> Mapping[str, KroneckerFactor]:
-        """Parameter name -> its :class:`KroneckerFactor`, in ``named_parameters()`` order."""
+    def factors(self) -> dict[str, KroneckerFactor]:
+        """Parameter name -> its :class:`KroneckerFactor`, in ``named_parameters()`` order; a dictionary of the caller's own."""
         self._fitted()
-        return MappingProxyType(self._factors)
+        return dict(self._factors)
 
     @_running_the_model
     def memory_estimate(self, x: Tensor | None = None) -> int:

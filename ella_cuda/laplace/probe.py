@@ -228,11 +228,15 @@ def _require_no_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
     """
     if not x.is_floating_point():
         return
+    buffers = [buffer for buffer in model.buffers() if not buffer.requires_grad]
     with torch.enable_grad():
         try:
             outputs = model(_images(x, 2).requires_grad_() * 1)
         except Exception:
             return  # a forward that takes no such inputs
+        finally:
+            for buffer in buffers:
+                buffer.detach_()  # in which the forward may have kept something of the inputs
     end = outputs.grad_fn if isinstance(outputs, Tensor) else None
     seen, waiting = {end}, [end] if end is not None else []
     while waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import threading
 
 import pytest
@@ -220,3 +221,12 @@ def test_fits_of_several_threads_leave_the_compiler_as_it_was():
         thread.join()
     assert seen == ["force_eager", "force_eager"]
     assert eval_frame._stance == before
+
+
+def test_factors_pickle_and_are_the_callers_own():
+    la = KronLaplace(network()).fit([one_point()])
+    again = pickle.loads(pickle.dumps(la.factors))
+    for name, factor in la.factors.items():
+        torch.testing.assert_close(again[name].outputs[0], factor.outputs[0], rtol=0, atol=0)
+    la.factors.clear()
+    assert list(la.factors) == list(again)

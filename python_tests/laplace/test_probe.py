@@ -283,6 +283,27 @@ def test_one_image_shows_mixing_too():
         KronLaplace(nn.Sequential(mixing, nn.Linear(3, 3)).double()).fit([labelled(3, images=1)])
 
 
+class KeptBehindABackbone(nn.Module):
+    """A layer without a gradient, whose output a buffer keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.register_buffer("kept", torch.zeros(8, 3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.backbone(x)
+        self.kept[: len(x)] = x
+        return self.layer(h + self.kept[: len(x)])
+
+
+def test_a_trial_with_a_gradient_at_the_inputs_leaves_none_in_buffers():
+    model = KeptBehindABackbone().double()
+    KronLaplace(model).fit([labelled(3)])
+    assert not model.kept.requires_grad and model.kept.is_leaf
+
+
 class Noisy(nn.Module):
     """Another function at each call."""
 

@@ -22,7 +22,7 @@ from benchmarks.counting import count
 from benchmarks.dense_formulation import kron_accumulate_dense_, with_dense_factors
 from ella_cuda.laplace import KronLaplace, SecondMoment
 from ella_cuda.models import neyshabur
-from ella_cuda.reports.kernels import float32_convolutions
+from ella_cuda.testing import float32_convolutions
 
 IMAGES, BATCH, CLASSES, WIDTH = 1000, 125, 10, 10
 DENSE = "published, dense"

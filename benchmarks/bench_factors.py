@@ -24,7 +24,7 @@ from benchmarks.counting import count
 from ella_cuda import models
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import CircularConv2d
-from ella_cuda.reports.kernels import float32_convolutions
+from ella_cuda.testing import float32_convolutions
 
 IMAGES, BATCH, WIDTH, CLASSES = 1000, 125, 10, 10
 PEERS = {"laplace-torch, curvlinops": "CurvlinopsGGN", "laplace-torch, ASDL": "AsdlGGN"}

@@ -15,7 +15,7 @@ from benchmarks.counting import count
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
-from ella_cuda.reports.kernels import float32_convolutions
+from ella_cuda.testing import float32_convolutions
 
 WIDTH, BATCH, CLASSES = 10, 25, 10
 BUDGETS = {"ella_cuda": None, "all columns at once": 1 << 60}

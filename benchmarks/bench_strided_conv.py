@@ -12,7 +12,7 @@ import torch
 from benchmarks.bench_factored_linear import BATCH, stages
 from benchmarks.compiling import compiled
 from ella_cuda import ops
-from ella_cuda.reports.kernels import float32_convolutions
+from ella_cuda.testing import float32_convolutions
 
 
 def two(x, weight, bias):

@@ -14,7 +14,7 @@ from ella_cuda.ops.circular_conv2d import circular_conv2d_torch
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_torch
 from ella_cuda.ops.factored_linear import factored_linear_torch
 from ella_cuda.ops.polyphase_pool import polyphase_pool_torch
-from ella_cuda.reports.kernels import float32_convolutions
+from ella_cuda.testing import float32_convolutions
 from ella_cuda.training.graph import CudaGraphs
 
 BATCH, WIDTH = 128, 10

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ella_cuda import __version__, cli, experiments
-from ella_cuda.reports.kernels import KernelCheck
+from ella_cuda.testing import KernelCheck
 from python_tests.reports import rows as made
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"

@@ -19,7 +19,7 @@ import torch
 
 import ella_cuda_command as command
 from ella_cuda import cli
-from ella_cuda.reports.kernels import KernelCheck
+from ella_cuda.testing import KernelCheck
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40"

@@ -26,7 +26,7 @@ NOTE = "build.json"
 # Import, and ops of the three kinds, on the CPU: of the package that the path holds, not of the checkout.
 CHECK = """
 import ella_cuda
-from ella_cuda.reports.kernels import check_kernel, kernel_cases
+from ella_cuda.testing import check_kernel, kernel_cases
 info = ella_cuda.build_info()
 assert info["cuda"] and info["cuda_archs"] == ARCHS, info
 assert ella_cuda.__file__.startswith(SITE), ella_cuda.__file__

@@ -126,14 +126,14 @@ def hello() -> dict[str, Any]:
 
 
 def cases() -> list[str]:
-    from ella_cuda.reports.kernels import kernel_cases
+    from ella_cuda.testing import kernel_cases
 
     names = [case[0] for case in kernel_cases()]
     return names[::40] if OPTIONS.rehearse else names
 
 
 def case(item: str) -> dict[str, Any]:
-    from ella_cuda.reports.kernels import check_kernel, kernel_cases
+    from ella_cuda.testing import check_kernel, kernel_cases
 
     name, _, precision = item.rpartition(", ")
     chosen = next(one for one in kernel_cases() if one[0] == name)

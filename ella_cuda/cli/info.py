@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from ella_cuda import build_info
 from ella_cuda.cli.common import DONE, named_device
 from ella_cuda.laplace.eigenvalues import solver
-from ella_cuda.reports import check_kernels, kernel_table
-from ella_cuda.reports.text import counted
+from ella_cuda.reports.text import columns, counted
+from ella_cuda.testing import KernelCheck, check_kernels
 from ella_cuda.workers import threads_note
 
 
@@ -56,3 +57,15 @@ def _info(args: argparse.Namespace) -> int:
             "rebuild ella_cuda (pip install --force-reinstall .)."
         )
     return DONE
+
+
+def kernel_table(checks: Sequence[KernelCheck]) -> str:
+    """The checks as text, a line each."""
+    lines = [["kernel", "precision", "error", "allowed", ""]]
+    for c in checks:
+        dtype = str(c.dtype).removeprefix("torch.")
+        lines.append([c.name, dtype, f"{c.error:.1e}", f"{c.bound:.1e}", "ok" if c.ok else "FAILED"])
+        if c.failure:
+            lines[-1][-1] += f": {c.failure}"
+    width = max(len(line[-1]) for line in lines)
+    return columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=2)

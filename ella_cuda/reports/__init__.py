@@ -1,6 +1,5 @@
 """Tables and pictures of runs, from the rows of ``summary.json``."""
 
-from ella_cuda.reports.kernels import KernelCheck, check_kernels, kernel_table
 from ella_cuda.reports.layers import describe_layers, layer_table, layout
 from ella_cuda.reports.pictures import (
     draw_anchors,
@@ -14,15 +13,12 @@ from ella_cuda.reports.pictures import (
 from ella_cuda.reports.results import results_table, save_report
 
 __all__ = [
-    "KernelCheck",
-    "check_kernels",
     "describe_layers",
     "draw_anchors",
     "draw_curves",
     "draw_filters",
     "draw_layers",
     "draw_precisions",
-    "kernel_table",
     "layer_table",
     "layout",
     "results_table",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import build_info, ops
-from ella_cuda.reports.kernels import kernel_cases
+from ella_cuda.testing import kernel_cases
 from ella_cuda.training.graph import CudaGraphs
 from python_tests.recorded import RecordedGraphs
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ella_cuda import ops
-from ella_cuda.reports import check_kernels, kernel_table, kernels
+from ella_cuda import ops, testing
+from ella_cuda.cli.info import kernel_table
+from ella_cuda.testing import check_kernel, check_kernels, kernel_cases
 
 OPS = (
     "factored_linear",
@@ -52,11 +53,17 @@ def test_a_wrong_kernel_fails(monkeypatch, name, damage):
         return tuple(map(spoil, y)) if isinstance(y, tuple) else spoil(y)
 
     monkeypatch.setattr(ops, name, wrong)
-    checks = check_kernels("cpu")
-    mine = [c for c in checks if c.name.split()[0] == name]
-    assert mine
-    assert not any(c.ok for c in mine if " " not in c.name or "kron_accumulate_" in name)
-    assert all(c.ok for c in checks if c.name.split()[0] != name)
+    named, others = [], {}
+    for case in kernel_cases():
+        op = case[0].split()[0]
+        if op == name:
+            named.append(case)
+        else:
+            others.setdefault(op, case)
+    checks = [check for case in named for check in check_kernel(case, "cpu")]
+    assert checks
+    assert not any(c.ok for c in checks if " " not in c.name or "kron_accumulate_" in name)
+    assert all(c.ok for case in list(others.values())[:2] for c in check_kernel(case, "cpu"))
     table = kernel_table(checks)
     assert "FAILED" in table
     assert damage != "raises" or "FAILED: no kernel" in table
@@ -79,28 +86,28 @@ def test_convolutions_are_checked_in_float32_and_left_as_they_were(monkeypatch):
             return inputs
 
         monkeypatch.setattr(
-            kernels, "kernel_cases", lambda look=look: [("looked at", lambda: (torch.ones(2),), look, look)]
+            testing, "kernel_cases", lambda look=look: [("looked at", lambda: (torch.ones(2),), look, look)]
         )
-        (check, _) = kernels.check_kernels("cpu")
+        (check, _) = check_kernels("cpu")
         assert check.ok and seen and not any(seen)
         assert torch.backends.cudnn.allow_tf32 == before
 
 
 def test_a_device_that_is_lost_leaves_the_table(monkeypatch):
-    """After an illegal access nothing works there any more: neither the twin nor a copy."""
+    """After an illegal access nothing works there any more: neither the reference nor a copy."""
     lost = []
 
     def breaks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         lost.append(x)
         raise RuntimeError("illegal address")
 
-    def twin(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def reference(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if len(lost) > 1 and x.dtype == torch.float32:
             raise RuntimeError("context lost")
         return (2 * x,)
 
-    cases = [(name, lambda: (torch.ones(2, dtype=torch.float64),), breaks, twin) for name in ("first", "second")]
-    monkeypatch.setattr(kernels, "kernel_cases", lambda: cases)
+    cases = [(name, lambda: (torch.ones(2, dtype=torch.float64),), breaks, reference) for name in ("first", "second")]
+    monkeypatch.setattr(testing, "kernel_cases", lambda: cases)
     checks = check_kernels("cpu")
     assert [(c.name, c.ok, c.failure) for c in checks] == [
         ("first", False, "illegal address"),

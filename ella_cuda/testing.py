@@ -1,4 +1,4 @@
-"""Each compiled kernel against its plain-torch twin, on the device it will run on."""
+"""Self-check of the kernels: each against its plain-torch reference, on the device it will run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.reports.text import columns
 
 Tensors = tuple[Tensor, ...]
 KernelCase = tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]
@@ -26,9 +25,9 @@ class KernelCheck:
     Attributes:
         name: of the op, with ``backward`` for its derivative.
         dtype: the precision checked.
-        error: largest error against the twin in float64 on the CPU, over the largest reference value; nan if anything
+        error: largest error against the reference in float64 on the CPU, over the largest reference value; nan if anything
             is nan.
-        bound: what is allowed: twice the twin's own error in this precision, and some rounding units.
+        bound: what is allowed: twice the reference's own error in this precision, and some rounding units.
         ok: whether the error is within the bound.
         failure: the exception's text, where the kernel raised.
     """
@@ -53,7 +52,7 @@ def float32_convolutions() -> Iterator[None]:
 
 
 def check_kernels(device: torch.device | str) -> list[KernelCheck]:
-    """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its twin.
+    """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its reference.
 
     A kernel passes in float32 if its error against a float64 reference is at most twice that of the same computation
     by torch in float32, or below the rounding of the result. NaN never passes.
@@ -66,35 +65,23 @@ def check_kernel(
     case: KernelCase, device: torch.device | str, dtypes: Sequence[torch.dtype] = PRECISIONS
 ) -> list[KernelCheck]:
     """One of :func:`kernel_cases`, as :func:`check_kernels` does all."""
-    name, inputs, op, twin = case
+    name, inputs, op, reference = case
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # the CPU's alone
         exact_inputs = inputs()
-    reference = twin(*(t.clone() for t in exact_inputs))
+    expected = reference(*(t.clone() for t in exact_inputs))
     checks = []
     for dtype in dtypes:
         bound = float("nan")
         try:  # all of it: after some failures nothing works any more on a device, and the table names the first
             given = tuple(t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in exact_inputs)
-            own = _error(twin(*(t.clone() for t in given)), reference)
+            own = _error(reference(*(t.clone() for t in given)), expected)
             bound = 2 * own + torch.finfo(dtype).eps * (4 if dtype == torch.float32 else FLOAT64_TERMS)
-            error = _error(op(*(t.clone() for t in given)), reference)
+            error = _error(op(*(t.clone() for t in given)), expected)
             checks.append(KernelCheck(name, dtype, error, bound, error <= bound))
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as raised:
             checks.append(KernelCheck(name, dtype, float("nan"), bound, False, str(raised).splitlines()[0]))
     return checks
-
-
-def kernel_table(checks: Sequence[KernelCheck]) -> str:
-    """The checks as text, a line each."""
-    lines = [["kernel", "precision", "error", "allowed", ""]]
-    for c in checks:
-        dtype = str(c.dtype).removeprefix("torch.")
-        lines.append([c.name, dtype, f"{c.error:.1e}", f"{c.bound:.1e}", "ok" if c.ok else "FAILED"])
-        if c.failure:
-            lines[-1][-1] += f": {c.failure}"
-    width = max(len(line[-1]) for line in lines)
-    return columns([[*line[:-1], line[-1].ljust(width)] for line in lines], left=2)
 
 
 def _error(values: Tensors, reference: Tensors) -> float:
@@ -111,7 +98,7 @@ def _error(values: Tensors, reference: Tensors) -> float:
 
 
 def kernel_cases() -> list[KernelCase]:
-    """What is checked: (name, makes float64 inputs, the op, its twin); op and twin take the inputs, some of which they change, and
+    """What is checked: (name, makes float64 inputs, the op, its reference); op and reference take the inputs, some of which they change, and
     return the results to compare."""
 
     def normal(*shape: int) -> Tensor:
@@ -179,15 +166,15 @@ def kernel_cases() -> list[KernelCase]:
         # Each of the four images by another component.
         return lambda x: function(x, 1, 9, torch.arange(4, device=x.device))
 
-    move, move_twin = moved(ops.circular_pad2d), moved(ops.circular_pad2d_torch)
-    project, project_twin = bumps(ops.basis_project), bumps(ops.basis_project_torch)
+    move, move_reference = moved(ops.circular_pad2d), moved(ops.circular_pad2d_torch)
+    project, project_reference = bumps(ops.basis_project), bumps(ops.basis_project_torch)
     torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     strided = lambda: (normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
-    pad_twin = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
+    pad_reference = lambda x: ops.circular_pad2d_torch(x, 1, 9)  # noqa: E731
     pool = lambda x: ops.polyphase_pool(x, 2)  # noqa: E731
-    pool_twin = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
+    pool_reference = lambda x: ops.polyphase_pool_torch(x, 2)  # noqa: E731
 
     def rows(count: int, d: int) -> Callable[[], Tensors]:
         return lambda: (torch.zeros(3, d, d, dtype=torch.float64), normal(count, 3, d))
@@ -236,18 +223,18 @@ def kernel_cases() -> list[KernelCase]:
             gradients(ops.circular_conv2d_pool),
             gradients(ops.circular_conv2d_pool_torch),
         ),
-        ("circular_pad2d", image, one(pad), one(pad_twin)),
-        ("circular_pad2d backward", image, gradients(pad), gradients(pad_twin)),
-        ("circular_pad2d of moved images", image, one(move), one(move_twin)),
-        ("circular_pad2d of moved images backward", image, gradients(move), gradients(move_twin)),
-        ("basis_project", basis, one(project), one(project_twin)),
-        ("basis_project backward", basis, gradients(project), gradients(project_twin)),
-        ("basis_project second derivative", basis, curvature(project), curvature(project_twin)),
+        ("circular_pad2d", image, one(pad), one(pad_reference)),
+        ("circular_pad2d backward", image, gradients(pad), gradients(pad_reference)),
+        ("circular_pad2d of moved images", image, one(move), one(move_reference)),
+        ("circular_pad2d of moved images backward", image, gradients(move), gradients(move_reference)),
+        ("basis_project", basis, one(project), one(project_reference)),
+        ("basis_project backward", basis, gradients(project), gradients(project_reference)),
+        ("basis_project second derivative", basis, curvature(project), curvature(project_reference)),
         ("kron_evidence", network, evidence(ops.kron_evidence), evidence(ops.kron_evidence_torch)),
         ("kron_evidence second derivative", network, bend(ops.kron_evidence), bend(ops.kron_evidence_torch)),
         ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
         ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
         ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),
-        ("polyphase_pool", image, one(pool), one(pool_twin)),
-        ("polyphase_pool backward", image, gradients(pool), gradients(pool_twin)),
+        ("polyphase_pool", image, one(pool), one(pool_reference)),
+        ("polyphase_pool backward", image, gradients(pool), gradients(pool_reference)),
     ]

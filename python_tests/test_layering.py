@@ -1,0 +1,58 @@
+"""Imports go one way: the library knows nothing of the application, and what only the application needs is loaded by it alone."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ella_cuda
+
+PACKAGE = Path(ella_cuda.__file__).parent
+APPLICATION = ("data", "experiments", "reports", "cli")
+HEAVY = ("matplotlib", "sklearn", "torchvision")
+# Each package may import those before it, and modules beside the packages.
+ORDER = ("ops", "nn", "laplace", "training", "data", "experiments", "reports", "cli")
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+
+
+def imported(module: Path) -> Iterator[str]:
+    """Names of all modules that a module imports, at its head or in its functions."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str | None:
+    """The package of ella_cuda that a module's name is in; None for others, and for modules beside the packages."""
+    words = name.split(".")
+    return words[1] if len(words) > 1 and words[0] == "ella_cuda" and words[1] in ORDER else None
+
+
+LIBRARY = [p for p in MODULES if p.relative_to(PACKAGE).parts[0] not in APPLICATION]
+
+
+@pytest.mark.parametrize("module", LIBRARY, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_library_imports_nothing_of_the_application(module):
+    names = set(imported(module))
+    assert {part_of(name) for name in names}.isdisjoint(APPLICATION)
+    assert {name.split(".")[0] for name in names}.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("part", ORDER[:4])
+def test_packages_of_the_library_import_those_before_them(part):
+    later = set(ORDER[ORDER.index(part) + 1 :])
+    for module in (PACKAGE / part).rglob("*.py"):
+        assert {part_of(name) for name in imported(module)}.isdisjoint(later), module
+
+
+def test_importing_the_package_loads_nothing_that_only_the_application_needs(beside_the_tests):
+    code = f"import ella_cuda, ella_cuda.testing, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=beside_the_tests, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,6 +1,6 @@
 // Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
 // All tensors are float32 or float64 (indices int64), of one dtype unless said otherwise and one device; any strides unless
-// said otherwise; any size may be zero. Symbols as in README: N data, C and D channels, X and Y positions in and out, G blocks
+// said otherwise; any size may be zero. Symbols as in docs/method.md: N data, C and D channels, X and Y positions in and out, G blocks
 // of a factor.
 #include "common/stable.h"
 

@@ -1,4 +1,4 @@
-"""README.md's Python runs as it stands, one block after the other."""
+"""The Python of README.md and of docs runs as it stands, one block of a page after the other; its commands and links hold."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ from ella_cuda import cli, experiments, laplace
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+USE = (ROOT / "docs/use.md").read_text(encoding="utf-8")
+METHOD = (ROOT / "docs/method.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker/README.md"]
+PAGES.append(ROOT / "benchmarks/results/README.md")
 
 
-def test_every_block_runs(tmp_path, monkeypatch):
+def blocks(page: str) -> list[str]:
+    """The page's Python, in order."""
+    return re.findall(r"```python\n(.*?)```", page, re.S)
+
+
+def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
-    loading = next(b for b in BLOCKS if "load_run" in b)
-    training, own, groups, hyperparameters = (b for b in BLOCKS if b != loading)
+    (training,) = blocks(README)
+    own, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
     assert small.count("subsample") == 1 and "n_epochs=2" in small
     exec(compile(small, "README.md", "exec"), names)
-    assert isinstance(names["la"], laplace.KronLaplace) and names["precision"].grad.isfinite().all()
-    exec(compile(own, "README.md", "exec"), names)
+    assert isinstance(names["la"], laplace.KronLaplace)
+    exec(compile(own, "use.md", "exec"), names)
+    assert names["precision"].grad.isfinite().all()
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
-    exec(compile(groups, "README.md", "exec"), names)
-    exec(compile(hyperparameters, "README.md", "exec"), names)
-    with pytest.raises(RuntimeError, match="call fit again"):
-        names["la"].log_marginal_likelihood()
     # The folder that the page names, from a run as its name says, at a size for tests.
     (folder,) = re.findall(r'load_run\("(.*?)"\)', loading)
     sizes = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 1, "train_size": 40}
@@ -39,13 +44,21 @@ def test_every_block_runs(tmp_path, monkeypatch):
     assert Path(folder).name == config.name
     monkeypatch.chdir(tmp_path)
     experiments.run_one(config, folder, progress=False)
-    exec(compile(loading, "README.md", "exec"), names)
+    exec(compile(loading, "use.md", "exec"), names)
     assert names["config"] == dataclasses.replace(config, evidence_batch_size=150) and names["la"].n_data == 40
 
 
+def test_the_blocks_of_method_run():
+    names: dict[str, object] = {}
+    for block in blocks(METHOD):
+        exec(compile(block, "method.md", "exec"), names)
+    with pytest.raises(RuntimeError, match="call fit again"):
+        names["la"].log_marginal_likelihood()
+
+
 def test_a_command_makes_the_folder_that_is_loaded(asked):
-    (folder,) = re.findall(r'load_run\("(.*?)"\)', README)
-    (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", README)
+    (folder,) = re.findall(r'load_run\("(.*?)"\)', USE)
+    (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", USE)
     assert cli.main(shlex.split(command)) == 0
     assert Path(folder) in [grid.folder / config.name for grid in asked for config in grid.configs]
 
@@ -57,3 +70,22 @@ def test_what_is_installed_for_a_build_without_isolation_is_what_a_build_require
     )
     names = {re.split(r"[<>=]", word)[0] for word in shlex.split(installed)}
     assert {re.split(r"[<>=]", word)[0] for word in re.findall(r'"(.*?)"', required)} <= names
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name}: {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert heading in anchors, f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""The simulator and nvcc as fixtures. `-m simulator` runs the kernels' source on the CPU, `-m nvcc` compiles it with nvcc."""
+"""csrc/cuda without a GPU: the simulator and nvcc as fixtures. All tests of this folder have the marker `simulator`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from . import simulator as build
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "simulator: runs csrc/cuda on the CPU, needs a C++ compiler")
     config.addinivalue_line("markers", "nvcc: compiles csrc/cuda, needs nvcc")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.simulator)
 
 
 @pytest.fixture(scope="session")

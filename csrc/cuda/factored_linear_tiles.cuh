@@ -13,6 +13,7 @@
 
 #include "../common/device_memory.h"
 #include "reduce.cuh"
+#include "slab_pipeline.cuh"
 
 namespace ella::fused {
 
@@ -82,7 +83,7 @@ __device__ __forceinline__ void inner_tile(const InnerStorage& storage, View3<fl
   const int load_batch = load_column >> shift, load_reduce = load_column & (slab_reduce - 1);
   int next_first = 0;  // first b (from b0) and k of the slab to load next
   int64_t next_k = 0;
-  const auto load = [&](int stage) {
+  const auto start = [&](int stage) {
     const int64_t b = b0 + next_first + load_batch, k = next_k + load_reduce;
     const bool inside = next_first + load_batch < batches && k < size.reduce;
     const int to = load_row * Shape::kSlabStride + load_column;
@@ -100,7 +101,6 @@ __device__ __forceinline__ void inner_tile(const InnerStorage& storage, View3<fl
       copy_async(storage.right + (stage * Shape::kRight + to + i * Shape::kSlabStride), from, i < columns);
       from += kThreads / kSlab * right.stride0;
     }
-    copy_async_commit();
     next_k += slab_reduce;
     if (next_k >= size.reduce) {
       next_k = 0;
@@ -113,15 +113,11 @@ __device__ __forceinline__ void inner_tile(const InnerStorage& storage, View3<fl
   float sum[Shape::TM][4] = {};
   int stage = 0, first = 0;  // first b (from b0) and k of this slab
   int64_t k = 0;
-  if (batches > 0) load(stage);
+  start_slabs<2>(batches, start);
   while (first < batches) {
-    if (next_first < batches) {
-      load(stage ^ 1);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();
+    copy_async_wait<0>();
+    __syncthreads();  // this slab is there for all, and all are done with the last one and its partial sums
+    start_slab_ahead<2>(stage, next_first < batches, start);
     float a[Shape::TM][kGroupColumns];
 #pragma unroll
     for (int i = 0; i < Shape::TM; ++i) {
@@ -176,8 +172,8 @@ __device__ __forceinline__ void inner_tile(const InnerStorage& storage, View3<fl
       first += slab_batches;
     }
     stage ^= 1;
-    __syncthreads();  // before the next step overwrites this stage, or the partial sums
   }
+  __syncthreads();  // the inner products are there for all
 }
 
 // One tile's share of a result: element (m, q, y) lies at data + m * stride_m + q * stride_q + y, for m < count_m, q < count_q,

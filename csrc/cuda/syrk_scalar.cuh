@@ -7,6 +7,7 @@
 // asynchronous copies while the previous one is multiplied; a factor of one tile has one operand: 19 to 35 KB.
 #pragma once
 
+#include "slab_pipeline.cuh"
 #include "syrk_tile.cuh"
 
 namespace ella {
@@ -16,13 +17,13 @@ struct SyrkScalarTile {
   static constexpr int BT = BT_, SIDE = BT / 4;
   static constexpr int kBlocks = 2;  // that a multiprocessor should have, by the registers
   static constexpr int kGroups = kSyrkThreads / (SIDE * SIDE);
-  static constexpr int kSlabRows = (sizeof(T) == 4 ? 2048 : 1024) / BT;
+  static constexpr int kSlabRows = (sizeof(T) == 4 ? 2048 : 1024) / BT, kStages = 2;
   static constexpr int kGroupRows = kSlabRows / kGroups;
   static constexpr int kStride = BT + 16 / sizeof(T);  // keeps 16-byte alignment, spreads copies down a column over banks
   static constexpr int kOperands = BT < 64 ? 1 : 2;    // the narrow ones are for factors of one tile
   static constexpr int kOperand = kSlabRows * kStride, kStage = kOperands * kOperand;
   static constexpr int kSums = kGroups == 1 ? 0 : kGroups * BT * BT;  // of all groups, where the slabs were
-  static constexpr int kStaging = 2 * kStage > kSums ? 2 * kStage : kSums;
+  static constexpr int kStaging = kStages * kStage > kSums ? kStages * kStage : kSums;
   static_assert(SIDE * SIDE * kGroups == kSyrkThreads && kGroupRows * kGroups == kSlabRows, "the tile must divide evenly");
 
   template <class Column>
@@ -50,7 +51,8 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
   // Thread t copies elements (row, column) whose fast index is the one that is adjacent in memory.
   const bool rows_adjacent = rows.rows_adjacent();
   const int copies = Shape::kSlabRows * BT / kSyrkThreads;
-  const auto load = [&](int stage, int64_t r0) {
+  int64_t r0 = r_begin;  // the next slab's first row
+  const auto start = [&](int stage) {
     if (rows_adjacent) {  // one row a thread
       const int k = t % Shape::kSlabRows;
       const bool in_rows = r0 + k < r_end;
@@ -79,7 +81,7 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
         }
       }
     }
-    copy_async_commit();
+    r0 += Shape::kSlabRows;
   };
 
   const int group = t / (SIDE * SIDE), tx = t % SIDE, ty = t / SIDE % SIDE;
@@ -89,17 +91,7 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[i][j] = T(0);
   }
-  const int64_t slabs = ceil_div(r_end - r_begin, static_cast<int64_t>(Shape::kSlabRows));
-  load(0, r_begin);
-  for (int64_t slab = 0; slab < slabs; ++slab) {
-    const int stage = slab & 1;
-    if (slab + 1 < slabs) {
-      load(stage ^ 1, r_begin + (slab + 1) * Shape::kSlabRows);
-      copy_async_wait<1>();
-    } else {
-      copy_async_wait<0>();
-    }
-    __syncthreads();
+  multiply_slabs<Shape::kStages>(place.slabs(Shape::kSlabRows), start, [&](int stage) {
     const SharedArray<T> slab_rows = staging + (stage * Shape::kStage + group * Shape::kGroupRows * Shape::kStride);
 #pragma unroll
     for (int k = 0; k < Shape::kGroupRows; ++k) {
@@ -112,10 +104,10 @@ __device__ __forceinline__ void syrk_scalar_tile(const Rows& rows, const SyrkPla
         for (int j = 0; j < 4; ++j) sum[i][j] = fma(a[i], b[j], sum[i][j]);
       }
     }
-    __syncthreads();  // before the next copies overwrite this stage
-  }
+  });
 
   if constexpr (Shape::kGroups > 1) {
+    __syncthreads();  // all are done with the last slab, over which the groups' sums are laid
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll

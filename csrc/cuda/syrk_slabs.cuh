@@ -27,7 +27,7 @@ class SyrkSlabs {
  public:
   __device__ __forceinline__ SyrkSlabs(const Rows& rows, const SyrkPlace& place, int64_t d, SharedArray<float> staging,
                                        SharedArray<Column> columns)
-      : rows_(rows), place_(place), d_(d), staging_(staging), columns_(columns) {
+      : rows_(rows), place_(place), d_(d), r0_(place.begin), staging_(staging), columns_(columns) {
     if constexpr (kOwn) {
 #pragma unroll
       for (int operand = 0; operand < Shape::kOperands; ++operand) {
@@ -42,11 +42,12 @@ class SyrkSlabs {
     }
   }
 
-  // Starts the copy of `slab` to `stage`; zeros where there are no more rows or columns.
-  __device__ __forceinline__ void start(int stage, int64_t slab) const {
+  // Starts the copy of the next slab to `stage`; zeros where there are no more rows or columns.
+  __device__ __forceinline__ void start(int stage) {
     const int t = threadIdx.x;
-    const int64_t r0 = place_.begin + slab * Shape::kSlabRows;
+    const int64_t r0 = r0_;
     const int rows = static_cast<int>(min(place_.end - r0, static_cast<int64_t>(Shape::kSlabRows)));
+    r0_ += Shape::kSlabRows;
     const bool diagonal = Shape::kOperands == 1 || place_.i0 == place_.j0;
     if constexpr (COPY == SyrkCopy::rows) {  // one row a thread
       constexpr int kAtOnce = kSyrkThreads / Shape::kSlabRows, kGroup = Shape::kGroupRows;
@@ -99,6 +100,7 @@ class SyrkSlabs {
   const Rows& rows_;
   const SyrkPlace& place_;
   const int64_t d_;
+  int64_t r0_;  // the next slab's first row
   const SharedArray<float> staging_;
   const SharedArray<Column> columns_;  // of all slots, where threads do not keep
   Column own_[Shape::kOperands];

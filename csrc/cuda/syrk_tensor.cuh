@@ -13,6 +13,7 @@
 // copies two slabs ahead, so that one barrier a slab suffices.
 #pragma once
 
+#include "slab_pipeline.cuh"
 #include "syrk_slabs.cuh"
 #include "tensor_fragments.cuh"
 
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
   const SyrkPlace place(BT, d, first, last, share_rows, shares);
-  const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
+  SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int group = warp / (Shape::kDown * Shape::kAcross);
@@ -99,30 +100,17 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   }
   Results sum[Shape::kHalves] = {};
 
-  const int64_t count_slabs = ceil_div(place.end - place.begin, static_cast<int64_t>(Shape::kSlabRows));
-#pragma unroll 1
-  for (int s = 0; s < Shape::kStages - 1; ++s) {
-    if (s < count_slabs) slabs.start(s, s);
-    copy_async_commit();
-  }
-  int stage = 0;
-  for (int64_t slab = 0; slab < count_slabs; ++slab) {
-    copy_async_wait<Shape::kStages - 2>();
-    __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next
-    const int previous = stage == 0 ? Shape::kStages - 1 : stage - 1;  // derived: there is no register to keep it in
-    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(previous, slab + Shape::kStages - 1);
-    copy_async_commit();
-    if (any) {
-      const SplitFragment a(read_fragment<Shape, kRowsTogether>(staging + stage * Shape::kStage, group, down));
+  const auto start = [&](int stage) { slabs.start(stage); };
+  multiply_slabs<Shape::kStages>(place.slabs(Shape::kSlabRows), start, [&](int stage) {
+    if (!any) return;
+    const SplitFragment a(read_fragment<Shape, kRowsTogether>(staging + stage * Shape::kStage, group, down));
 #pragma unroll
-      for (int h = 0; h < Shape::kHalves; ++h) {
-        if (!wanted[h]) continue;
-        const SharedArray<float> operand = staging + (stage * Shape::kStage + second * Shape::kOperand);
-        add_product(sum[h], a, SplitFragment(read_fragment<Shape, kRowsTogether>(operand, group, across + 32 * h)));
-      }
+    for (int h = 0; h < Shape::kHalves; ++h) {
+      if (!wanted[h]) continue;
+      const SharedArray<float> operand = staging + (stage * Shape::kStage + second * Shape::kOperand);
+      add_product(sum[h], a, SplitFragment(read_fragment<Shape, kRowsTogether>(operand, group, across + 32 * h)));
     }
-    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-  }
+  });
 
   if constexpr (Shape::kGroups >
                 1) {  // [group - 1][result][thread of a group], each thread's results are the same in all groups

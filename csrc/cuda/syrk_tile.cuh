@@ -41,6 +41,8 @@ struct SyrkPlace {
     begin = first + share * share_rows, end = min(begin + share_rows, last);
     part = share * (gridDim.x / shares) + g * tiles + tile;
   }
+
+  __device__ __forceinline__ int64_t slabs(int64_t rows) const { return ceil_div(end - begin, rows); }
 };
 
 // What sums in T join: blocks of T, or of double where `wide` is not null. One kernel serves both, for it is the last few of

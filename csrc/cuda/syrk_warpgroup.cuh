@@ -33,6 +33,7 @@
 
 #include "../common/tensor_core.h"
 #include "../common/warpgroup.h"
+#include "slab_pipeline.cuh"
 #include "syrk_slabs.cuh"
 
 namespace ella {
@@ -149,24 +150,21 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<typename Rows::Column> columns = memory.array<typename Rows::Column>(Shape::kOperands * BT);
   const SyrkPlace place(BT, d, first_row, last_row, share_rows, shares);
-  const SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
+  SyrkSlabs<Shape, COPY, Rows> slabs(rows, place, d, staging, columns);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0), down = 16 * warp;
   const SharedArray<float> rows_operand = staging + syrk_staged<COPY>(0, down);
   const SharedArray<float> columns_operand = staging + (place.i0 == place.j0 ? 0 : Shape::kOperand);
   float sum[2][32] = {}, chain[2][32] = {};
 
-  const int64_t count_slabs = ceil_div(place.end - place.begin, static_cast<int64_t>(Shape::kSlabRows));
-#pragma unroll 1
-  for (int s = 0; s < Shape::kStages - 1; ++s) {
-    if (s < count_slabs) slabs.start(s, s);
-    copy_async_commit();
-  }
+  const auto start = [&](int stage) { slabs.start(stage); };
+  const int64_t count_slabs = place.slabs(Shape::kSlabRows);
+  start_slabs<Shape::kStages>(count_slabs, start);
   copy_async_wait<Shape::kStages - 2>();
   __syncthreads();
   split_columns<COPY>(columns_operand, split);
   int stage = 0, half = 0;
-  for (int64_t slab = 0; slab < count_slabs; ++slab) {
+  for (int64_t left = count_slabs; left > 0; --left) {
     copy_async_wait<Shape::kStages - 3>();
     __syncthreads();
     const SharedArray<float> now = split + half * Shape::kSplit, right = now + kSwizzledOperand;
@@ -175,15 +173,13 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
     start_products(first, now, 0, chain[0]);
     start_products(first, right, 0, chain[1]);
     second.template read<COPY>(rows_operand + stage * Shape::kStage, 16);
-    const int previous = stage == 0 ? Shape::kStages - 1 : stage - 1;
-    stage = stage + 1 == Shape::kStages ? 0 : stage + 1, half ^= 1;
-    if (slab + Shape::kStages - 1 < count_slabs) slabs.start(previous, slab + Shape::kStages - 1);
-    copy_async_commit();
+    start_slab_ahead<Shape::kStages>(stage, left > Shape::kStages - 1, start);
+    stage = next_stage<Shape::kStages>(stage), half ^= 1;
     finish_products<1>(chain[0], sum[0]);
     start_products(second, now, 1, chain[0]);
     finish_products<1>(chain[1], sum[1]);
     start_products(second, right, 1, chain[1]);
-    if (slab + 1 < count_slabs) split_columns<COPY>(columns_operand + stage * Shape::kStage, split + half * Shape::kSplit);
+    if (left > 1) split_columns<COPY>(columns_operand + stage * Shape::kStage, split + half * Shape::kSplit);
     finish_products<1>(chain[0], sum[0]);
     finish_products<0>(chain[1], sum[1]);
   }

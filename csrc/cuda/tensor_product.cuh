@@ -24,6 +24,7 @@
 #include <optional>
 
 #include "../common/cuda_path.h"
+#include "slab_pipeline.cuh"
 #include "tensor_fragments.cuh"
 #include "works.cuh"
 
@@ -206,28 +207,14 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   const bool wanted = at.i0 + in_a < work.rows && at.j0 + in_b < work.columns;  // the same for all lanes
   Results sum = {};
 
-#pragma unroll 1
-  for (int s = 0; s < Shape::kStages - 1; ++s) {
-    if (s * Shape::kDepth < end - begin) a_slabs.start(s), b_slabs.start(s);
-    copy_async_commit();
-  }
-  int stage = 0;
-  for (int left = end - begin; left > 0; left -= Shape::kDepth) {
-    copy_async_wait<Shape::kStages - 2>();
-    __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next
-    if (left > (Shape::kStages - 1) * Shape::kDepth) {
-      const int free_stage = stage == 0 ? Shape::kStages - 1 : stage - 1;
-      a_slabs.start(free_stage), b_slabs.start(free_stage);
-    }
-    copy_async_commit();
-    if (wanted) {
-      const SharedArray<float> operands = staging + stage * Shape::kStage;
-      const SplitFragment a(read_fragment<Shape, A == Together::depth>(operands, 0, in_a));
-      const SplitFragment b(read_fragment<Shape, B == Together::depth>(operands + Shape::kOperand, 0, in_b));
-      add_product(sum, a, b);
-    }
-    stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
-  }
+  const auto start = [&](int stage) { a_slabs.start(stage), b_slabs.start(stage); };
+  multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
+    if (!wanted) return;
+    const SharedArray<float> operands = staging + stage * Shape::kStage;
+    const SplitFragment a(read_fragment<Shape, A == Together::depth>(operands, 0, in_a));
+    const SplitFragment b(read_fragment<Shape, B == Together::depth>(operands + Shape::kOperand, 0, in_b));
+    add_product(sum, a, b);
+  });
 
   // From a copy of the number that the compiler does not know to be one: to keep the place takes registers that the loop needs.
   const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));

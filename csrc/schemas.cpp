@@ -1,29 +1,33 @@
 // Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
 // All tensors are float32 or float64 (indices int64), of one dtype unless said otherwise and one device; any strides unless
 // said otherwise; any size may be zero. Symbols as in docs/method.md: N data, C and D channels, X and Y positions in and out, G blocks
-// of a factor.
+// of a factor. allow_tf32: CUDA's tensor cores may round float32 numbers to TF32 before they multiply them; else, and on the
+// CPU, products are as accurate as float32's.
 #include "common/stable.h"
 
 STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // y[n,d,y] = sum_c weight_out[d,c,y] (sum_x weight_in[d,c,x] x[n,c,x] + bias_in[d]) + bias_out[y]; x (N,C,X),
   // weight_in (D,C,X), weight_out (D,C,Y), bias_in (D,), bias_out (Y,) -> contiguous (N,D,Y)
-  m.def("factored_linear(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out) -> Tensor");
+  m.def(
+      "factored_linear(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out, bool "
+      "allow_tf32=False) "
+      "-> Tensor");
 
   // Gradients of x, weight_in, weight_out, bias_in, bias_out for grad (N,D,Y), contiguous; one not asked for has shape (0,).
   m.def(
       "factored_linear_backward(Tensor grad, Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, bool grad_x, "
-      "bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
+      "bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, bool allow_tf32=False) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Both, with the (N,D,C) sums over x, in an order of the kernels' own, kept in between where they are no more than x has
   // numbers; else, and on CUDA for float64 and many images, middle is empty and they are computed again.
   m.def(
-      "factored_linear_keeping(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out) "
-      "-> (Tensor, Tensor)");
+      "factored_linear_keeping(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out, "
+      "bool allow_tf32=False) -> (Tensor, Tensor)");
   m.def(
       "factored_linear_backward_keeping(Tensor grad, Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, "
-      "Tensor middle, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor middle, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, "
+      "bool allow_tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Of the same gradients that of x alone, (N,C,X), and those of the sums over x, sum_y grad[n,d,y] weight_out[d,c,y], as
   // (D,C,N); both contiguous, one not asked for has shape (0,). CPU only: on CUDA Python calls torch's products.
@@ -33,14 +37,14 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
 
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
   // float64 factor takes float32 rows too: short sums of products in float32, summed in float64.
-  m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha) -> ()");
+  m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha, bool allow_tf32=False) -> ()");
 
   // factor += alpha sum a a^T over the patches a of x (N,C,H,W) at every output position of a convolution; factor contiguous
   // (C kh kw, C kh kw) in the order of torch.nn.functional.unfold. Outside the image: wrapped if circular, else zeros. Types as
   // for kron_accumulate_.
   m.def(
       "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
-      "int[2] dilation, bool circular, float alpha) -> ()");
+      "int[2] dilation, bool circular, float alpha, bool allow_tf32=False) -> ()");
 
   // sum_{g,i,j} log(eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), (G,a), (G,b) or (1,b), () -> ()
   m.def("kron_logdet(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> Tensor");

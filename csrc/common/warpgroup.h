@@ -38,7 +38,7 @@ using cusim::writes_before_products;
   extern __shared__ __align__(1024) unsigned char ella_swizzled_bytes[]; \
   ::ella::SharedMemory name(ella_swizzled_bytes)
 
-// As an instruction: nvcc takes a float4's store apart, and four stores 16 bytes apart are four turns of the banks each.
+// As an instruction: nvcc takes a float4's store apart, and four stores 16 bytes apart are a bank conflict of four ways each.
 __device__ __forceinline__ void store_vector_for_products(float* to, const float (&values)[4]) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
                "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])

@@ -152,7 +152,8 @@ void add_lags(const ConvGeometry& g, const Lags& lags, double alpha, T* factor) 
 }
 
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> kernel_size, std::vector<int64_t> stride,
-                           std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha) {
+                           std::vector<int64_t> padding, std::vector<int64_t> dilation, bool circular, double alpha,
+                           bool /*allow_tf32*/) {
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (g.patch() == 0 || g.positions() == 0) return;
   with_factor_types(factor, x, [&](auto number, auto total) {

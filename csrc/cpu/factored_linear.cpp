@@ -142,12 +142,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
 }
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
-                       std::optional<Tensor> bias_out) {
+                       std::optional<Tensor> bias_out, bool /*allow_tf32*/) {
   return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false));
 }
 
 std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out) {
+                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out,
+                                                   bool /*allow_tf32*/) {
   return forward(x, weight_in, weight_out, bias_in, bias_out, true);
 }
 

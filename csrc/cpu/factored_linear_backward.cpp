@@ -43,7 +43,7 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
 
 Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
                                    std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
-                                   bool grad_bias_in, bool grad_bias_out) {
+                                   bool grad_bias_in, bool grad_bias_out, bool /*allow_tf32*/) {
   return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
                   {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
 }
@@ -51,7 +51,7 @@ Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Te
 Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
                                            const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& middle,
                                            bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
-                                           bool grad_bias_out) {
+                                           bool grad_bias_out, bool /*allow_tf32*/) {
   return backward(grad, x, weight_in, weight_out, bias_in, &middle,
                   {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
 }

@@ -54,7 +54,7 @@ void accumulate(const KronAccumulateSizes& s, const Tensor& rows, double alpha, 
   if (rest > 0) add_blocks(KronRows<T, Total>{data, rest, s.G, s.d, row, block, value, total, alpha});
 }
 
-void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
+void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha, bool /*allow_tf32*/) {
   const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (factor.numel() == 0 || s.N == 0) return;
   with_factor_types(factor, rows, [&](auto number, auto total) {

@@ -83,18 +83,18 @@ bool same_on_torus(const ConvGeometry& g) {
 // Adds by lags where the kernel is 3 or 5 wide, the images fit and the count says so; false where it did not.
 template <class T, int KW>
 bool tried_lags(const Device& device, const char* name, const Tensor& factor, const Tensor& x, const ConvGeometry& g,
-                double alpha) {
+                double alpha, bool tf32) {
   const CudaPath path = cuda_path();
   const std::optional<LagShape> shape = lag_shape<T, KW>(g);
   if (!shape || path.lags == CudaPath::Choice::no) return false;
   if (path.lags == CudaPath::Choice::automatic) {
     // A path of products is one of patches, and of ordinary instructions those have none of.
     if (path.product != CudaPath::Product::automatic || path.tile != 0) return false;
-    // In multiply-adds by ordinary instructions. Of tensor cores' products, of which three make one, the time of five is taken
-    // for one.
+    // In multiply-adds by ordinary instructions. Five products of tensor cores are taken to last as long as one of those; of a
+    // number that is split there are three.
     const int64_t d = g.patch(), results = int64_t{shape->tasks} * LagTile<KW>::kResults;
     const int64_t tile = sizeof(T) == 4 && d >= 32 ? 128 : d <= 16 ? 16 : d <= 32 ? 32 : 64;
-    const double patches = static_cast<double>(syrk_products(d, tile)) * (tile == 128 ? 0.6 : 1.0);
+    const double patches = static_cast<double>(syrk_products(d, tile)) * (tile < 128 ? 1.0 : tf32 ? 0.2 : 0.6);
     const double moved = static_cast<double>(kLagNumberCost) * static_cast<double>(results) *
                          static_cast<double>(std::min(shape->units, 2 * device.multiprocessors()));
     const double positions = static_cast<double>(g.positions());
@@ -106,7 +106,7 @@ bool tried_lags(const Device& device, const char* name, const Tensor& factor, co
 
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
-                           const std::vector<int64_t>& dilation, bool circular, double alpha) {
+                           const std::vector<int64_t>& dilation, bool circular, double alpha, bool allow_tf32) {
   constexpr const char* name = "conv_kron_accumulate_";
   const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (geometry.positions() == 0 || factor.numel() == 0 || x.numel() == 0) return;  // of a border alone, patches are zero
@@ -117,8 +117,8 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(x.scalar_type(), name, [&] {
     if (same_on_torus(geometry)) {
-      if (geometry.kernel_w == 3 && tried_lags<scalar_t, 3>(device, name, factor, x, geometry, alpha)) return;
-      if (geometry.kernel_w == 5 && tried_lags<scalar_t, 5>(device, name, factor, x, geometry, alpha)) return;
+      if (geometry.kernel_w == 3 && tried_lags<scalar_t, 3>(device, name, factor, x, geometry, alpha, allow_tf32)) return;
+      if (geometry.kernel_w == 5 && tried_lags<scalar_t, 5>(device, name, factor, x, geometry, alpha, allow_tf32)) return;
     }
     ELLA_CHECK(
         cuda_path().lags != CudaPath::Choice::yes, name,
@@ -142,7 +142,7 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int
         from.data += first * from.n;
       }
       syrk<scalar_t>(device, name, Patches<scalar_t>(from, geometry), factor, 1, geometry.patch(),
-                     count * geometry.out_h * geometry.out_w, alpha);
+                     count * geometry.out_h * geometry.out_w, alpha, allow_tf32);
     }
   });
 }

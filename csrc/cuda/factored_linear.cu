@@ -34,10 +34,11 @@ bool is_double(const Tensor& x) {
 
 // The result, and z where `keep` and it is kept; else an empty tensor.
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep) {
+                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep,
+                                   bool tf32) {
   const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
   const Device device(x);
-  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s};
+  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
   const Tensor none = device_empty(x, {0});
   if (is_double(x)) return {library::forward(args, bias_out), none};
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
@@ -51,25 +52,26 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
 }
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
-                       std::optional<Tensor> bias_out) {
-  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false));
+                       std::optional<Tensor> bias_out, bool allow_tf32) {
+  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false, allow_tf32));
 }
 
 std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out) {
-  return forward(x, weight_in, weight_out, bias_in, bias_out, true);
+                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out,
+                                                   bool allow_tf32) {
+  return forward(x, weight_in, weight_out, bias_in, bias_out, true, allow_tf32);
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // `middle`: what factored_linear_keeping gave, or null.
 Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
-                   const std::optional<Tensor>& bias_in, const Tensor* middle, const FactoredLinearWanted& wanted) {
+                   const std::optional<Tensor>& bias_in, const Tensor* middle, const FactoredLinearWanted& wanted, bool tf32) {
   const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
   const bool kept = middle != nullptr && middle->numel() > 0;
   if (kept) check_kept_middle(x, *middle, {s.D, s.C, s.N});
   const Device device(x);
-  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s};
+  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
   const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
     return asked ? device_empty(x, shape) : device_empty(x, {0});
   };
@@ -91,17 +93,17 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
 
 Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
                                    std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
-                                   bool grad_bias_in, bool grad_bias_out) {
+                                   bool grad_bias_in, bool grad_bias_out, bool allow_tf32) {
   return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
 }
 
 Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
                                            const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& middle,
                                            bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
-                                           bool grad_bias_out) {
+                                           bool grad_bias_out, bool allow_tf32) {
   return backward(grad, x, weight_in, weight_out, bias_in, &middle,
-                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out});
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
 }
 
 ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {

@@ -14,6 +14,7 @@ struct FactoredLinearArguments {
   const Tensor &x, &weight_in, &weight_out;
   const std::optional<Tensor>& bias_in;
   FactoredLinearSizes size;
+  bool tf32;  // whether tensor cores may multiply float32 numbers that are rounded to TF32
 };
 
 // The gradients, empty where not wanted.

@@ -26,13 +26,13 @@ struct StridedRows {
   }
 };
 
-void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha) {
+void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha, bool allow_tf32) {
   const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (s.N == 0 || factor.numel() == 0) return;
   const Device device(factor);
   ELLA_DISPATCH_FLOATING(rows.scalar_type(), "kron_accumulate_", [&] {
     const StridedRows<scalar_t> policy{rows.const_data_ptr<scalar_t>(), rows.stride(0), rows.stride(1), rows.stride(2)};
-    syrk<scalar_t>(device, "kron_accumulate_", policy, factor, s.G, s.d, s.N, alpha);
+    syrk<scalar_t>(device, "kron_accumulate_", policy, factor, s.G, s.d, s.N, alpha, allow_tf32);
   });
 }
 

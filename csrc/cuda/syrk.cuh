@@ -19,41 +19,43 @@ namespace ella {
 
 template <class T, int BT, class Rows>
 void scalar_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha, int64_t split) {
+                 int64_t count, double alpha, int64_t split, bool) {
   launch_syrk<T, SyrkScalarTile<T, BT>>(device, name, syrk_scalar_kernel<T, BT, Rows>, rows, factor, groups, d, count, alpha,
                                         split);
 }
 
-// Calls run with the way of copying that the rows allow, as a type.
+// Calls run with the way of copying that the rows allow and the way of multiplying, as types.
 template <class Rows, class Run>
-void with_copy(const Rows& rows, int64_t groups, int64_t d, const Run& run) {
-  if constexpr (Rows::kRowsAdjacent) {
-    run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{});
-  } else if (rows.rows_adjacent()) {
-    run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{});
-  } else if (rows.vectors(groups, d)) {
-    run(std::integral_constant<SyrkCopy, SyrkCopy::vectors>{});
-  } else {
-    run(std::integral_constant<SyrkCopy, SyrkCopy::columns>{});
-  }
+void with_kinds(const Rows& rows, int64_t groups, int64_t d, bool tf32, const Run& run) {
+  with_tf32(tf32, [&](auto kind) {
+    if constexpr (Rows::kRowsAdjacent) {
+      run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{}, kind);
+    } else if (rows.rows_adjacent()) {
+      run(std::integral_constant<SyrkCopy, SyrkCopy::rows>{}, kind);
+    } else if (rows.vectors(groups, d)) {
+      run(std::integral_constant<SyrkCopy, SyrkCopy::vectors>{}, kind);
+    } else {
+      run(std::integral_constant<SyrkCopy, SyrkCopy::columns>{}, kind);
+    }
+  });
 }
 
 template <int BT, class Rows>
 void tensor_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                 int64_t count, double alpha, int64_t split) {
-  with_copy(rows, groups, d, [&](auto copy) {
-    launch_syrk<float, SyrkTensorTile<BT>>(device, name, syrk_tensor_kernel<BT, decltype(copy)::value, Rows>, rows, factor,
-                                           groups, d, count, alpha, split);
+                 int64_t count, double alpha, int64_t split, bool tf32) {
+  with_kinds(rows, groups, d, tf32, [&](auto copy, auto kind) {
+    const auto kernel = syrk_tensor_kernel<BT, decltype(copy)::value, decltype(kind)::value, Rows>;
+    launch_syrk<float, SyrkTensorTile<BT>>(device, name, kernel, rows, factor, groups, d, count, alpha, split);
   });
 }
 
 #ifdef ELLA_WARPGROUPS
 template <class Rows>
 void warpgroup_syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-                    int64_t count, double alpha, int64_t split) {
-  with_copy(rows, groups, d, [&](auto copy) {
-    launch_syrk<float, SyrkWarpgroupTile>(device, name, syrk_warpgroup_kernel<decltype(copy)::value, Rows>, rows, factor,
-                                          groups, d, count, alpha, split);
+                    int64_t count, double alpha, int64_t split, bool tf32) {
+  with_kinds(rows, groups, d, tf32, [&](auto copy, auto kind) {
+    const auto kernel = syrk_warpgroup_kernel<decltype(copy)::value, decltype(kind)::value, Rows>;
+    launch_syrk<float, SyrkWarpgroupTile>(device, name, kernel, rows, factor, groups, d, count, alpha, split);
   });
 }
 constexpr bool kWarpgroupBuild = true;
@@ -110,13 +112,14 @@ inline SyrkPath syrk_path(const Device& device, const char* name, bool single, i
   return {product, tile, fixed.split};
 }
 
-// factor (groups, d, d), of T or double, += alpha * sum over `count` rows; `count` and the factor are not empty.
+// factor (groups, d, d), of T or double, += alpha * sum over `count` rows; `count` and the factor are not empty. `tf32`: tensor
+// cores may round the rows to TF32, which changes nothing where they are TF32 numbers already.
 template <class T, class Rows>
 void syrk(const Device& device, const char* name, const Rows& rows, const Tensor& factor, int64_t groups, int64_t d,
-          int64_t count, double alpha) {
+          int64_t count, double alpha, bool tf32) {
   constexpr bool kSingle = sizeof(T) == sizeof(float);
   const SyrkPath path = syrk_path(device, name, kSingle, d);
-  const auto run = [&](const auto& with) { with(device, name, rows, factor, groups, d, count, alpha, path.split); };
+  const auto run = [&](const auto& with) { with(device, name, rows, factor, groups, d, count, alpha, path.split, tf32); };
   if (path.product == CudaPath::Product::scalar) {
     run(path.tile == 16 ? scalar_syrk<T, 16, Rows> : path.tile == 32 ? scalar_syrk<T, 32, Rows> : scalar_syrk<T, 64, Rows>);
     return;

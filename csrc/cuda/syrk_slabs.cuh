@@ -19,7 +19,7 @@ enum class SyrkCopy { rows, columns, vectors };
 template <class Shape, SyrkCopy COPY, class Rows>
 class SyrkSlabs {
   static constexpr int BT = Shape::BT, kWide = COPY == SyrkCopy::vectors ? 4 : 1;
-  // Whether a thread keeps the first of its four columns: each fourth from shared memory takes four turns of the banks. Where
+  // Whether a thread keeps the first of its four columns: each fourth from shared memory is a bank conflict of four ways. Where
   // two blocks are to fit there are no registers for it.
   static constexpr bool kOwn = COPY == SyrkCopy::vectors && Shape::kBlocks == 1;
   using Column = typename Rows::Column;

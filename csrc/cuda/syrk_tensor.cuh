@@ -1,4 +1,4 @@
-// Symmetric products in float32 on tensor cores.
+// Symmetric products of float32 numbers on tensor cores.
 //
 // Accuracy and layout: tensor_fragments.cuh.
 //
@@ -75,7 +75,7 @@ __device__ __forceinline__ void update_factor_block(const SyrkFactor<float>& tot
 
 // With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
 //   factor (groups, d, d), parts (shares, groups, tiles, BT, BT) or null
-template <int BT, SyrkCopy COPY, class Rows>
+template <int BT, SyrkCopy COPY, Tf32 TF32, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
     syrk_tensor_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first, int64_t last,
                        int64_t share_rows, int64_t shares, double alpha) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int group = warp / (Shape::kDown * Shape::kAcross);
   const int down = warp / Shape::kAcross % Shape::kDown * 32, across = warp % Shape::kAcross * (32 * Shape::kHalves);
-  constexpr bool kRowsTogether = COPY == SyrkCopy::rows;
+  constexpr bool kKMajor = COPY == SyrkCopy::rows;
   const bool diagonal = Shape::kOperands == 1 || place.i0 == place.j0;
   const int second = diagonal ? 0 : 1;
   bool wanted[Shape::kHalves], any = false;  // the same for all lanes
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kSyrkThreads, SyrkTensorTile<BT>::kBlocks)
   const auto start = [&](int stage) { slabs.start(stage); };
   multiply_slabs<Shape::kStages>(place.slabs(Shape::kSlabRows), start, [&](int stage) {
     if (!any) return;
-    const SplitFragment a(read_fragment<Shape, kRowsTogether>(staging + stage * Shape::kStage, group, down));
+    const Tf32Fragment<TF32> a(read_fragment<Shape, kKMajor>(staging + stage * Shape::kStage, group, down));
 #pragma unroll
     for (int h = 0; h < Shape::kHalves; ++h) {
       if (!wanted[h]) continue;
       const SharedArray<float> operand = staging + (stage * Shape::kStage + second * Shape::kOperand);
-      add_product(sum[h], a, SplitFragment(read_fragment<Shape, kRowsTogether>(operand, group, across + 32 * h)));
+      add_product(sum[h], a, Tf32Fragment<TF32>(read_fragment<Shape, kKMajor>(operand, group, across + 32 * h)));
     }
   });
 

@@ -1,9 +1,9 @@
-// Symmetric products in float32 on Hopper's tensor cores (sm_90a): as syrk_tensor.cuh, for tiles of 128, by products of
+// Symmetric products of float32 numbers on Hopper's tensor cores (sm_90a): as syrk_tensor.cuh, for tiles of 128, by products of
 // warpgroups, whose instructions can reach the full rate; those of single warps get about two thirds of it (Luo et al.,
 // "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking", arXiv 2402.13499).
 //
 // Accuracy. As there (tensor_fragments.cuh): the split, and sums of 16 rows from zero, small terms first, which ordinary
-// additions add to the total.
+// additions add to the total. Where numbers are rounded (Tf32::rounded) each is one TF32 number and each pair one product.
 //
 // Tiles. Two warpgroups of 64 x 128 results each, in two chains of products for 64 columns each: while one runs, the other's
 // sums are added, but for the last of a slab, after which the tensor cores wait for the barrier and the next rows. A product of
@@ -69,9 +69,9 @@ __device__ __forceinline__ int syrk_staged(int row, int column) {
   return COPY == SyrkCopy::rows ? column * Shape::kColumnStride + row : row * Shape::kStride + column;
 }
 
-// Splits a slab's columns for the products.
-//   operand: as staged; split: big and small parts
-template <SyrkCopy COPY>
+// Splits or rounds a slab's columns for the products.
+//   operand: as staged; split: big and small parts, or rounded ones
+template <SyrkCopy COPY, Tf32 TF32>
 __device__ __forceinline__ void split_columns(SharedArray<float> operand, SharedArray<float> split) {
   using Shape = SyrkWarpgroupTile;
 #pragma unroll
@@ -85,17 +85,24 @@ __device__ __forceinline__ void split_columns(SharedArray<float> operand, Shared
       for (int k = 0; k < 4; ++k) value[k] = operand[syrk_staged<COPY>(4 * piece + k, column)];
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) split_tf32(value[k], big[k], small[k]);
+    for (int k = 0; k < 4; ++k) {
+      if constexpr (TF32 == Tf32::split) {
+        split_tf32(value[k], big[k], small[k]);
+      } else {
+        big[k] = round_tf32(value[k]);
+      }
+    }
     const int to = swizzled_piece(column, piece);  // a column's place among all is that in its part
     store_vector_for_products(split + to, big);
-    store_vector_for_products(split + (Shape::kSplit / 2 + to), small);
+    if constexpr (TF32 == Tf32::split) store_vector_for_products(split + (Shape::kSplit / 2 + to), small);
   }
   writes_before_products();
 }
 
 // The rows' operand of a warp in 16 rows of a slab: two steps of products.
+template <Tf32 TF32>
 struct SyrkRows {
-  float big[2][4], small[2][4];
+  float big[2][4], small[2][4];  // small: where numbers are split
 
   //   operand: from the warp's first column on, as staged
   template <SyrkCopy COPY>
@@ -106,7 +113,11 @@ struct SyrkRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float value = operand[syrk_staged<COPY>(first + 8 * step + t + i / 2 * 4, g + i % 2 * 8)];
-        split_tf32(value, big[step][i], small[step][i]);
+        if constexpr (TF32 == Tf32::split) {
+          split_tf32(value, big[step][i], small[step][i]);
+        } else {
+          big[step][i] = round_tf32(value);
+        }
       }
     }
   }
@@ -114,17 +125,23 @@ struct SyrkRows {
 
 // Starts chain (64, 64) = rows^T columns over 16 rows of a slab, the first or the second.
 //   split: the columns' part
-__device__ __forceinline__ void start_products(const SyrkRows& rows, SharedArray<float> split, int sixteen,
+template <Tf32 TF32>
+__device__ __forceinline__ void start_products(const SyrkRows<TF32>& rows, SharedArray<float> split, int sixteen,
                                                float (&chain)[32]) {
+  constexpr bool kSplits = TF32 == Tf32::split;
   const SwizzledOperand big(split), small(split + SyrkWarpgroupTile::kSplit / 2);
   warpgroup_fence();
+  if constexpr (kSplits) {
 #pragma unroll
-  for (int step = 0; step < 2; ++step) {
-    warpgroup_multiply(chain, rows.small[step], big, 2 * sixteen + step, step > 0);
-    warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);
+    for (int step = 0; step < 2; ++step) {
+      warpgroup_multiply(chain, rows.small[step], big, 2 * sixteen + step, step > 0);
+      warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);
+    }
   }
 #pragma unroll
-  for (int step = 0; step < 2; ++step) warpgroup_multiply(chain, rows.big[step], big, 2 * sixteen + step, true);
+  for (int step = 0; step < 2; ++step) {
+    warpgroup_multiply(chain, rows.big[step], big, 2 * sixteen + step, kSplits || step > 0);
+  }
   warpgroup_commit();
 }
 
@@ -138,7 +155,7 @@ __device__ __forceinline__ void finish_products(float (&chain)[32], float (&sum)
 
 // With one share the factor is updated here, with more each block leaves its tile in a workspace for syrk_finish_kernel.
 //   factor (groups, d, d), parts (shares, groups, tiles, 128, 128) or null
-template <SyrkCopy COPY, class Rows>
+template <SyrkCopy COPY, Tf32 TF32, class Rows>
 __global__ void __launch_bounds__(kSyrkThreads, 1)
     syrk_warpgroup_kernel(Rows rows, SyrkFactor<float> factor, float* parts, int64_t d, int64_t first_row, int64_t last_row,
                           int64_t share_rows, int64_t shares, double alpha) {
@@ -162,13 +179,13 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
   start_slabs<Shape::kStages>(count_slabs, start);
   copy_async_wait<Shape::kStages - 2>();
   __syncthreads();
-  split_columns<COPY>(columns_operand, split);
+  split_columns<COPY, TF32>(columns_operand, split);
   int stage = 0, half = 0;
   for (int64_t left = count_slabs; left > 0; --left) {
     copy_async_wait<Shape::kStages - 3>();
     __syncthreads();
     const SharedArray<float> now = split + half * Shape::kSplit, right = now + kSwizzledOperand;
-    SyrkRows first, second;
+    SyrkRows<TF32> first, second;
     first.template read<COPY>(rows_operand + stage * Shape::kStage, 0);
     start_products(first, now, 0, chain[0]);
     start_products(first, right, 0, chain[1]);
@@ -179,7 +196,7 @@ __global__ void __launch_bounds__(kSyrkThreads, 1)
     start_products(second, now, 1, chain[0]);
     finish_products<1>(chain[1], sum[1]);
     start_products(second, right, 1, chain[1]);
-    if (left > 1) split_columns<COPY>(columns_operand + stage * Shape::kStage, split + half * Shape::kSplit);
+    if (left > 1) split_columns<COPY, TF32>(columns_operand + stage * Shape::kStage, split + half * Shape::kSplit);
     finish_products<1>(chain[0], sum[0]);
     finish_products<0>(chain[1], sum[1]);
   }

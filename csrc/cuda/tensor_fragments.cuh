@@ -1,10 +1,10 @@
-// Products of 32 x 32 results by a warp, in float32 on tensor cores: how an operand's values come from shared memory to the
-// lanes, and the sum of 16 rows.
+// Products of 32 x 32 results by a warp, of float32 numbers on tensor cores: how an operand's values come from shared memory to
+// the lanes, and the sum of 16 rows.
 //
-// Accuracy. A float is split in two TF32 numbers, a = A + a' + at most 2^-22 |a|, and a b is summed as a' B + A b' + A B: what
-// is left out, a' b', is at most 2^-22 |a b|. A tensor core cuts its sums instead of rounding them, an error of one sign that
-// grows with their number; so it sums 16 rows from zero, small terms first, and these sums are added to the total by ordinary,
-// rounded additions.
+// Accuracy (Tf32::split). A float is split in two TF32 numbers, a = A + a' + at most 2^-22 |a|, and a b is summed as a' B + A
+// b' + A B: what is left out, a' b', is at most 2^-22 |a b|. A tensor core cuts its sums instead of rounding them, an error of
+// one sign that grows with their number; so it sums 16 rows from zero, small terms first, and these sums are added to the total
+// by ordinary, rounded additions. Tf32::rounded leaves a' and b' out; its sums are as accurate.
 //
 // Layout. Lane (g, t) = (lane / 4, lane % 4) of a warp takes from each 32 columns the four at 4 g, and from 16 rows four: by
 // one vector read for each row or each column, whichever is adjacent in shared memory. To the tensor core, column 4 g + j is
@@ -17,7 +17,7 @@
 
 namespace ella {
 
-// Where each 32 columns' rows lie together, the slot of column 4 g + j is 8 j + g: a quarter warp's vectors of 2 columns then
+// In a K-major operand the slot of column 4 g + j is 8 j + g: a quarter warp's vectors of 2 columns then
 // start 16 banks apart.
 __host__ __device__ constexpr int column_of_slot(int slot) { return slot / 32 * 32 + slot % 8 * 4 + slot / 8 % 4; }
 
@@ -26,16 +26,15 @@ struct Fragment {
   float value[4][4];
 };
 
-// Columns first.. first + 31 of the group-th 16 rows. The q-th row of lane (g, t) is 4 t + q where a column's 16 rows lie
-// together
+// Columns first.. first + 31 of the group-th 16 rows. The q-th row of lane (g, t) is 4 t + q in a K-major operand
 //   (column in slot s at group * Shape::kGroupStride + s * Shape::kColumnStride),
-// and the one in place 4 q + t where a row's columns do
+// and the one in place 4 q + t in an MN-major one
 //   (place r at r * Shape::kStride).
-template <class Shape, bool RowsTogether>
+template <class Shape, bool KMajor>
 __device__ __forceinline__ Fragment read_fragment(SharedArray<float> operand, int group, int first) {
   const int g = threadIdx.x % kWarp / 4, t = threadIdx.x % 4;
   Fragment result;
-  if constexpr (RowsTogether) {
+  if constexpr (KMajor) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float rows[4];
@@ -52,14 +51,22 @@ __device__ __forceinline__ Fragment read_fragment(SharedArray<float> operand, in
   return result;
 }
 
-struct SplitFragment {
-  float big[4][4], small[4][4];
+// A fragment as the tensor cores get it.
+template <Tf32 TF32>
+struct Tf32Fragment {
+  float big[4][4], small[4][4];  // small: where numbers are split
 
-  __device__ __forceinline__ explicit SplitFragment(const Fragment& from) {
+  __device__ __forceinline__ explicit Tf32Fragment(const Fragment& from) {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) split_tf32(from.value[q][j], big[q][j], small[q][j]);
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (TF32 == Tf32::split) {
+          split_tf32(from.value[q][j], big[q][j], small[q][j]);
+        } else {
+          big[q][j] = round_tf32(from.value[q][j]);
+        }
+      }
     }
   }
 };
@@ -84,10 +91,13 @@ __device__ __forceinline__ void multiply_fragments(Results& chain, const float (
 }
 
 // sum += a b over 16 rows.
-__device__ __forceinline__ void add_product(Results& sum, const SplitFragment& a, const SplitFragment& b) {
+template <Tf32 TF32>
+__device__ __forceinline__ void add_product(Results& sum, const Tf32Fragment<TF32>& a, const Tf32Fragment<TF32>& b) {
   Results chain = {};
-  multiply_fragments(chain, a.small, b.big);
-  multiply_fragments(chain, a.big, b.small);
+  if constexpr (TF32 == Tf32::split) {
+    multiply_fragments(chain, a.small, b.big);
+    multiply_fragments(chain, a.big, b.small);
+  }
   multiply_fragments(chain, a.big, b.big);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -1,5 +1,5 @@
-// Batched products in float32 on tensor cores: out[p,i,j] = sum_k a[p,i,k] b[p,j,k] (+ row_bias[i] + column_bias[j]), for
-// matrices that lie anywhere. Accuracy and layout: tensor_fragments.cuh.
+// Batched products of float32 numbers on tensor cores: out[p,i,j] = sum_k a[p,i,k] b[p,j,k] (+ row_bias[i] + column_bias[j]),
+// for matrices that lie anywhere. Accuracy and layout: tensor_fragments.cuh.
 //
 // Tiles. A block of four warps owns 64 x 64 results, a warp 32 x 32; a warp all of whose results lie outside copies but does
 // not multiply. For 16 k's it reads 8 vectors a lane, splits 32 values (3 instructions each), multiplies 48 times and adds 32
@@ -8,15 +8,15 @@
 // the second-level cache (about 24, were all of it to miss the first): wider tiles would read less, but the products of a layer
 // have few tiles, and multiprocessors would be left without one.
 //
-// Where tiles are few, several blocks share one's slabs (split-K). Each leaves its sums in a workspace; the last to do so adds
+// Where tiles are few, several blocks split one's depth (split-K). Each leaves its sums in a workspace; the last to do so adds
 // them in the order of the slabs, so that the result does not depend on which one that is.
 //
 // A slab is 16 k's of both operands, five stages of 9 KB, filled by asynchronous copies four slabs ahead, so that one barrier a
 // slab suffices.
 //
-// An operand whose k's are neighbours in memory lies so in shared memory too, the others with neighbouring lines (a line is a
-// row of a or a column of b). Where the two differ, the second kind's k's change places, so that a lane gets the same k's of
-// both.
+// An operand whose k's are neighbours in memory lies so in shared memory too (K-major), the others with neighbouring lines
+// (MN-major; a line is a row of a or a column of b). Where the two differ, the k's of the MN-major one change places, so that a
+// lane gets the same k's of both.
 #pragma once
 
 #include <algorithm>
@@ -41,32 +41,32 @@ struct ProductTile {
 #endif
   static constexpr int kSide = 64, kWarpSide = 32;
   static constexpr int kDepth = 16, kStages = 5;
-  static constexpr int kStride = kSide + 8;     // of k's, where lines lie together: 2 x 4 vectors cover all banks
-  static constexpr int kColumnStride = kDepth;  // of lines, where k's lie together
+  static constexpr int kStride = kSide + 8;     // of k's, MN-major: 2 x 4 vectors cover all banks
+  static constexpr int kColumnStride = kDepth;  // of lines, K-major
   static constexpr int kGroupStride = 0;        // there is but one group of 16 k's
   static constexpr int kOperand = kDepth * kStride, kStage = 2 * kOperand;
   static constexpr size_t kSharedBytes = shared_size(kStages * kStage * sizeof(float)) + shared_size(sizeof(unsigned));
-  static constexpr int kShare = kSide * kSide;  // sums that a block leaves in the workspace
+  static constexpr int kPart = kSide * kSide;  // sums that a split leaves in the workspace
   static_assert(kSide * kColumnStride <= kOperand, "both layouts must fit");
 };
 
 // Which values of an operand are neighbours in shared memory.
-enum class Together { depth, lines };
+enum class Major { k, mn };
 
 // Element (p, line, k) lies at data + p * batch + line * stride + k * depth. `vectors`: four at a time may be read along
-// the axis that lies together.
+// the axis of neighbours.
 struct ProductOperand {
   const float* data;
   int64_t batch, stride, depth;
   bool vectors;
 };
 
-// Copies an operand's slabs; what does not change from slab to slab are its members. `Swapped`: the other operand has its k's
-// together, this one its lines.
-template <Together TOGETHER, bool Swapped>
+// Copies an operand's slabs; what does not change from slab to slab are its members. `Swapped`: this operand is MN-major, the
+// other K-major.
+template <Major MAJOR, bool Swapped>
 class ProductSlabs {
   using Shape = ProductTile;
-  static constexpr bool kDeep = TOGETHER == Together::depth;
+  static constexpr bool kKMajor = MAJOR == Major::k;
 
  public:
   // Lines from `line` on, of which there are `lines`, of batch p; the k's from `begin` to `end`.
@@ -74,13 +74,13 @@ class ProductSlabs {
                                           SharedArray<float> staging)
       : operand_(operand), staging_(staging) {
     const int t = threadIdx.x, wide = operand.vectors ? 4 : 1;
-    const int across = (kDeep ? Shape::kDepth : Shape::kSide) / wide;
+    const int across = (kKMajor ? Shape::kDepth : Shape::kSide) / wide;
     const int first = t % across * wide, other = t / across;
-    const int k = kDeep ? first : other, from_k = begin + k, in_tile = kDeep ? column_of_slot(other) : first;
+    const int k = kKMajor ? first : other, from_k = begin + k, in_tile = kKMajor ? column_of_slot(other) : first;
     lines_ = lines - line - in_tile;
-    left_ = kDeep || lines_ > 0 ? end - from_k : 0;
+    left_ = kKMajor || lines_ > 0 ? end - from_k : 0;
     from_ = operand.data + p * operand.batch + static_cast<int64_t>(line + in_tile) * operand.stride + from_k * operand.depth;
-    to_ = kDeep ? other * Shape::kColumnStride + k : depth_place(k) * Shape::kStride + in_tile;
+    to_ = kKMajor ? other * Shape::kColumnStride + k : depth_place(k) * Shape::kStride + in_tile;
   }
 
   // Starts the copy of the next slab to `stage`; zeros where there are no more lines or k's.
@@ -95,22 +95,22 @@ class ProductSlabs {
   }
 
  private:
-  // Where the other operand's k's lie together, lane t's q-th is k = 4 t + q; here it reads its q-th at place 4 q + t. A sum
+  // Where the other operand is K-major, lane t's q-th is k = 4 t + q; here it reads its q-th at place 4 q + t. A sum
   // over the bits of k, and so a sum over k's that share no bits.
   __device__ __forceinline__ static constexpr int depth_place(int k) { return Swapped ? k % 4 * 4 + k / 4 : k; }
 
   template <int Wide>
   __device__ __forceinline__ void copy(int to) const {
-    constexpr int kAtOnce = Shape::kThreads * Wide / (kDeep ? Shape::kDepth : Shape::kSide);  // slots, or k's
-    constexpr int kCopies = (kDeep ? Shape::kSide : Shape::kDepth) / kAtOnce;
+    constexpr int kAtOnce = Shape::kThreads * Wide / (kKMajor ? Shape::kDepth : Shape::kSide);  // slots, or k's
+    constexpr int kCopies = (kKMajor ? Shape::kSide : Shape::kDepth) / kAtOnce;
 #pragma unroll
     for (int e = 0; e < kCopies; ++e) {
       const int slot_or_k = e * kAtOnce;  // from this thread's first one on
-      const int line_or_k = kDeep ? column_of_slot(slot_or_k) : slot_or_k;
-      const bool inside = kDeep ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;
-      const float* const from = from_ + line_or_k * (kDeep ? operand_.stride : operand_.depth);
+      const int line_or_k = kKMajor ? column_of_slot(slot_or_k) : slot_or_k;
+      const bool inside = kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;
+      const float* const from = from_ + line_or_k * (kKMajor ? operand_.stride : operand_.depth);
       const SharedArray<float> target =
-          staging_ + (to + (kDeep ? slot_or_k * Shape::kColumnStride : depth_place(slot_or_k) * Shape::kStride));
+          staging_ + (to + (kKMajor ? slot_or_k * Shape::kColumnStride : depth_place(slot_or_k) * Shape::kStride));
       if constexpr (Wide == 4) {
         copy_async_vector(target, from, inside);
       } else {
@@ -126,10 +126,10 @@ class ProductSlabs {
   const float* from_;
 };
 
-// Block: (share of the depth, column tile, row tile, p), share fastest.
+// Block: (split of the depth, column tile, row tile, p), split fastest.
 //   a (batches, rows, depth), b (batches, columns, depth), row_bias (rows) or null, column_bias (columns) or null
 //   out: element (p, i, j) at out + p * out_batch + i * out_row + j; `vectors`: four j's at a time may be written
-//   parts (tiles, shares, 8, threads, 4) and tickets (tiles), zero at first, where there is more than one share
+//   parts (tiles, splits, 8, threads, 4) and tickets (tiles), zero at first, where there is more than one split
 struct ProductWork {
   ProductOperand a, b;
   const float *row_bias, *column_bias;
@@ -138,44 +138,44 @@ struct ProductWork {
   int batches, rows, columns, depth;
   bool vectors;
   Blocks blocks;
-  int shares = 1;  // at most one for each slab
+  int splits = 1;  // at most one for each slab
   float* parts = nullptr;
   unsigned* tickets = nullptr;
 };
 
-// What a block computes: a share of a tile, which begins at row i0 and column j0 of batch p.
+// What a block computes: a split of a tile, which begins at row i0 and column j0 of batch p.
 struct ProductPlace {
-  int share, tile, i0, j0, p;
+  int split, tile, i0, j0, p;
 
   __device__ __forceinline__ ProductPlace(const ProductWork& work, int block) {
     const int across = ceil_div(work.columns, ProductTile::kSide), down = ceil_div(work.rows, ProductTile::kSide);
-    share = block % work.shares, tile = block / work.shares;
+    split = block % work.splits, tile = block / work.splits;
     j0 = tile % across * ProductTile::kSide, i0 = tile / across % down * ProductTile::kSide, p = tile / across / down;
   }
 };
 
-// Leaves a share's sums in the workspace. The last of the tile's blocks to do so gets the sum of all of them, in their order;
+// Leaves a split's sums in the workspace. The last of the tile's blocks to do so gets the sum of all of them, in their order;
 // false in the others. `inside`: whether the thread has results.
-__device__ __forceinline__ bool add_shares(const ProductWork& work, const ProductPlace& place, bool inside, Results& sum,
+__device__ __forceinline__ bool add_splits(const ProductWork& work, const ProductPlace& place, bool inside, Results& sum,
                                            SharedArray<unsigned> flag) {
   using Shape = ProductTile;
   constexpr int kVector = 4 * Shape::kThreads;
   float (&flat)[8][4] = reinterpret_cast<float (&)[8][4]>(sum);
-  float* const parts = work.parts + static_cast<int64_t>(place.tile) * work.shares * Shape::kShare + 4 * threadIdx.x;
+  float* const parts = work.parts + static_cast<int64_t>(place.tile) * work.splits * Shape::kPart + 4 * threadIdx.x;
   if (inside) {
-    float* const own = parts + static_cast<int64_t>(place.share) * Shape::kShare;
+    float* const own = parts + static_cast<int64_t>(place.split) * Shape::kPart;
 #pragma unroll
     for (int v = 0; v < 8; ++v) store_vector(own + v * kVector, flat[v]);
   }
   __syncthreads();  // thread 0 tells of what all threads have left
-  if (!last_block(work.tickets + place.tile, flag, work.shares)) return false;
+  if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;
   if (!inside) return true;
   const float* from = parts;
 #pragma unroll
   for (int v = 0; v < 8; ++v) load_vector(flat[v], from + v * kVector);
 #pragma unroll 1
-  for (int other = 1; other < work.shares; ++other) {
-    from += Shape::kShare;
+  for (int other = 1; other < work.splits; ++other) {
+    from += Shape::kPart;
     float part[8][4];
 #pragma unroll
     for (int v = 0; v < 8; ++v) load_vector(part[v], from + v * kVector);  // all on their way before the first is added
@@ -188,19 +188,18 @@ __device__ __forceinline__ bool add_shares(const ProductWork& work, const Produc
   return true;
 }
 
-template <Together A, Together B>
+template <Major A, Major B, Tf32 TF32>
 __device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory) {
   using Shape = ProductTile;
   const SharedArray<float> staging = memory.array<float>(Shape::kStages * Shape::kStage);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
   const ProductPlace at(work, block);
-  // This share's slabs; the first shares have one more where they do not come out even.
-  const int slabs = ceil_div(work.depth, Shape::kDepth), each = slabs / work.shares, more = slabs % work.shares;
-  const int begin = (at.share * each + min(at.share, more)) * Shape::kDepth;
-  const int end = min(begin + (each + (at.share < more ? 1 : 0)) * Shape::kDepth, work.depth);
-  ProductSlabs<A, A != B && A == Together::lines> a_slabs(work.a, at.p, at.i0, work.rows, begin, end, staging);
-  ProductSlabs<B, A != B && B == Together::lines> b_slabs(work.b, at.p, at.j0, work.columns, begin, end,
-                                                          staging + Shape::kOperand);
+  // This split's slabs; the first splits have one more where they do not come out even.
+  const int slabs = ceil_div(work.depth, Shape::kDepth), each = slabs / work.splits, more = slabs % work.splits;
+  const int begin = (at.split * each + min(at.split, more)) * Shape::kDepth;
+  const int end = min(begin + (each + (at.split < more ? 1 : 0)) * Shape::kDepth, work.depth);
+  ProductSlabs<A, A != B && A == Major::mn> a_slabs(work.a, at.p, at.i0, work.rows, begin, end, staging);
+  ProductSlabs<B, A != B && B == Major::mn> b_slabs(work.b, at.p, at.j0, work.columns, begin, end, staging + Shape::kOperand);
 
   const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
   const int in_a = warp / 2 * Shape::kWarpSide, in_b = warp % 2 * Shape::kWarpSide;
@@ -211,8 +210,8 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
     if (!wanted) return;
     const SharedArray<float> operands = staging + stage * Shape::kStage;
-    const SplitFragment a(read_fragment<Shape, A == Together::depth>(operands, 0, in_a));
-    const SplitFragment b(read_fragment<Shape, B == Together::depth>(operands + Shape::kOperand, 0, in_b));
+    const Tf32Fragment<TF32> b(read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, in_b));
+    const Tf32Fragment<TF32> a(read_fragment<Shape, A == Major::k>(operands, 0, in_a));
     add_product(sum, a, b);
   });
 
@@ -220,7 +219,7 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));
   const int i = place.i0 + in_a + result_row();
   const bool inside = i < work.rows && place.j0 + in_b + result_column() < work.columns;
-  if (work.shares > 1 && !add_shares(work, place, inside, sum, flag)) return;
+  if (work.splits > 1 && !add_splits(work, place, inside, sum, flag)) return;
   if (!inside) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -269,10 +268,10 @@ inline bool product_vectors(const float* data, int64_t count, int64_t stride, st
   return whole;
 }
 
-template <Together TOGETHER>
+template <Major MAJOR>
 ProductOperand product_operand(const ProductSource& a, int64_t lines, int64_t depth) {
-  const bool vectors = TOGETHER == Together::depth ? product_vectors(a.data, depth, a.step, {a.batch, a.stride})
-                                                   : product_vectors(a.data, lines, a.stride, {a.batch, a.step});
+  const bool vectors = MAJOR == Major::k ? product_vectors(a.data, depth, a.step, {a.batch, a.stride})
+                                         : product_vectors(a.data, lines, a.stride, {a.batch, a.step});
   return {a.data, a.batch, a.stride, a.step, vectors};
 }
 
@@ -280,8 +279,8 @@ struct ProductSizes {
   int64_t batches, rows, columns, depth;  // a tile less than 2^31 at most
 };
 
-// A work with its blocks, none where there is no result; the depth is not shared out yet.
-template <Together A, Together B>
+// A work with its blocks, none where there is no result; the depth is not split yet.
+template <Major A, Major B>
 ProductWork product_work(const ProductSizes& s, const ProductSource& a, const ProductSource& b, const ProductTarget& out,
                          const float* row_bias = nullptr, const float* column_bias = nullptr) {
   constexpr int64_t kSide = ProductTile::kSide;
@@ -303,53 +302,53 @@ ProductWork product_work(const ProductSizes& s, const ProductSource& a, const Pr
 // The k's that a block adds up by itself: 256 sums of 16.
 constexpr int64_t kLongestSum = 4096;
 
-// How many blocks share the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
-// blocks of a multiprocessor fit beside each other without waiting longer. To add a share takes about half as long: it is 16
+// How many blocks split the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
+// blocks of a multiprocessor fit beside each other without waiting longer. To add a split takes about half as long: it is 16
 // KB, 256 cycles of what a multiprocessor gets from the second-level cache, against about 500 (estimates: nothing has been
 // measured). The ticket costs one. A larger number has to save a tenth.
-inline int64_t product_shares(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
-  const auto time = [&](int64_t shares) {
+inline int64_t product_splits(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
+  const auto time = [&](int64_t splits) {
     const double all = static_cast<double>(tiles * slabs) / static_cast<double>(2 * multiprocessors);
-    const double adding = shares == 1 ? 0 : 1 + 0.5 * static_cast<double>(shares);
-    return std::max(static_cast<double>(ceil_div(slabs, shares)), all) + adding;
+    const double adding = splits == 1 ? 0 : 1 + 0.5 * static_cast<double>(splits);
+    return std::max(static_cast<double>(ceil_div(slabs, splits)), all) + adding;
   };
   const int64_t least = std::max<int64_t>(ceil_div(slabs * ProductTile::kDepth, kLongestSum), 1);
   int64_t best = least;
-  for (int64_t shares = least + 1; shares <= std::min<int64_t>(slabs, 64); ++shares) {
-    if (time(shares) < 0.9 * time(best)) best = shares;
+  for (int64_t splits = least + 1; splits <= std::min<int64_t>(slabs, 64); ++splits) {
+    if (time(splits) < 0.9 * time(best)) best = splits;
   }
   return best;
 }
 
-// Shares the depths of products out over blocks, as many as the path says or as the device has room for. What a product gets
+// Splits the depths of products over blocks, as many as the path says or as the device has room for. What a product gets
 // does not depend on the others: its result is the same to the bit in whatever company. The workspace is one for all of them;
 // it must be kept until the kernels are queued.
-class ProductShares {
+class ProductSplits {
  public:
-  ProductShares(const Device& device, const char* name, const Tensor& like, std::initializer_list<ProductWork*> works) {
+  ProductSplits(const Device& device, const char* name, const Tensor& like, std::initializer_list<ProductWork*> works) {
     const int64_t asked = cuda_path().split, multiprocessors = device.multiprocessors();
-    int64_t tiles = 0, shares = 0;
+    int64_t tiles = 0, splits = 0;
     for (ProductWork* const work : works) {
       const int64_t slabs = ceil_div<int64_t>(work->depth, ProductTile::kDepth);
       if (work->blocks.count == 0 || slabs < 2) continue;
-      work->shares =
-          static_cast<int>(asked > 0 ? std::min(asked, slabs) : product_shares(work->blocks.count, slabs, multiprocessors));
-      if (work->shares == 1) continue;
+      work->splits =
+          static_cast<int>(asked > 0 ? std::min(asked, slabs) : product_splits(work->blocks.count, slabs, multiprocessors));
+      if (work->splits == 1) continue;
       tiles += work->blocks.count;
-      work->blocks.count *= work->shares;
-      work->blocks.length = ceil_div<int64_t>(slabs, work->shares) * ProductTile::kDepth;
-      shares += work->blocks.count;
+      work->blocks.count *= work->splits;
+      work->blocks.length = ceil_div<int64_t>(slabs, work->splits) * ProductTile::kDepth;
+      splits += work->blocks.count;
     }
     if (tiles == 0) return;
-    parts_ = device_empty(like, {shares, ProductTile::kShare});
+    parts_ = device_empty(like, {splits, ProductTile::kPart});
     tickets_ = device_empty(like, {tiles}, ScalarType::Int);
     clear(device, name, *tickets_);
     float* parts = parts_->mutable_data_ptr<float>();
     unsigned* tickets = static_cast<unsigned*>(tickets_->mutable_data_ptr());
     for (ProductWork* const work : works) {
-      if (work->shares == 1) continue;
+      if (work->splits == 1) continue;
       work->parts = parts, work->tickets = tickets;
-      parts += work->blocks.count * ProductTile::kShare, tickets += work->blocks.count / work->shares;
+      parts += work->blocks.count * ProductTile::kPart, tickets += work->blocks.count / work->splits;
     }
   }
 

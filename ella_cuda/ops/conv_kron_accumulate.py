@@ -18,6 +18,7 @@ from ella_cuda.ops._operator import (
     require_weight_of_sum,
     summands,
 )
+from ella_cuda.ops._tf32 import allows_tf32
 
 MOST = 1 << 30  # of a kernel's sides, stride, padding and dilation; the kernels' limit
 Size = int | tuple[int, int]
@@ -36,7 +37,8 @@ def conv_kron_accumulate_(
 ) -> Tensor:
     """Add ``alpha`` times the sum of ``a a^T`` over all patches ``a`` of ``x`` that a convolution reads.
 
-    Equivalent to :func:`conv_kron_accumulate_torch_`; patches exist one cache-sized tile at a time.
+    Equivalent to :func:`conv_kron_accumulate_torch_`; patches exist one cache-sized tile at a time. TF32 on CUDA, if torch allows it:
+    as for :func:`ella_cuda.ops.kron_accumulate_`, where patches are multiplied by tensor cores.
 
     Args:
         factor: ``(C*kh*kw, C*kh*kw)``, contiguous, symmetric, in the order of :func:`torch.nn.functional.unfold`; changed in place.
@@ -63,7 +65,7 @@ def conv_kron_accumulate_(
     geometry = _geometry(kernel_size, padding_mode, stride, padding, dilation)
     refuse_graph("conv_kron_accumulate_", factor=factor, x=x)
     require_backend("conv_kron_accumulate_", factor)
-    _accumulate(factor, x, *geometry, float(alpha))
+    _accumulate(factor, x, *geometry, float(alpha), allows_tf32(x))
     return factor
 
 
@@ -115,6 +117,7 @@ def _fake(
     dilation: list[int],
     circular: bool,
     alpha: float,
+    allow_tf32: bool = False,
 ) -> None:
     op = "conv_kron_accumulate_"
     s = operand_sizes(op, factor=(factor, None), x=(x, "N C H W", summands(factor)))

@@ -22,6 +22,7 @@ from ella_cuda.ops._operator import (
     plain_autograd,
     require_backend,
 )
+from ella_cuda.ops._tf32 import allows_tf32
 
 # These two have no fake: what they keep is as long as the CPU's vectors make it, and plain autograd alone calls them.
 _OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default
@@ -50,7 +51,10 @@ def factored_linear(
     backward where it is no larger than x (from 32 positions on: than x and the result together), for to compute it again is up to a
     fifth of all products; on CUDA in float32. There it is also stored within a call where it is no larger than twice everything else
     or than the second-level cache, and then all products run on tensor cores, from values that are split in two TF32 numbers: an
-    infinite value, or one within 2^-12 of overflow, gives NaN. In float64 on CUDA the products are torch's, of at most 2^23 numbers
+    infinite value, or one within 2^-12 of overflow, gives NaN. Where torch may multiply float32 matrices in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``) each value is rounded to one TF32 number instead, a relative error of at most 2^-11
+    in each factor of a product, the intermediate among them; sums stay as accurate as float32's. Derivatives have the setting of the
+    forward pass. In float64 on CUDA the products are torch's, of at most 2^23 numbers
     of the intermediate (or those of one channel) at a time. On the CPU the backward has it, and its gradient, for at most 1,024
     inputs and so many output channels that each of the two is no larger than twice the larger one of those inputs' x and y, or 4 MiB,
     or six channels (float32 with AVX-512; fewer inputs and channels otherwise).
@@ -80,10 +84,10 @@ def factored_linear(
     if (plain or plain_autograd(args, graph=False)) and _to_multiply_out(*args):
         return _MultipliedOut.apply(*args) if plain else _multiplied_out(*args)
     if plain and _keeps(*args):
-        return _Keeping.apply(*args)
+        return _Keeping.apply(*args, allows_tf32(x))
     if nested_forward_mode():
         return factored_linear_torch(*args)
-    return _forward(*args)
+    return _forward(*args, allows_tf32(x))
 
 
 def factored_linear_torch(
@@ -160,7 +164,7 @@ class _MultipliedOut(torch.autograd.Function):
         x, weight_in, weight_out, bias_in = inputs = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad)
         if not plain_autograd((grad, *inputs), graph=False):
-            grads = _backward(grad, *inputs, *wanted)
+            grads = _backward(grad, *inputs, *wanted, allows_tf32(grad))
             return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
         with without_autocast(x.device.type):
             (d, c, y_size), x_size = weight_out.shape, x.shape[2]
@@ -193,15 +197,16 @@ def _tangent(
     weight_out_t: Tensor | None,
     bias_in_t: Tensor | None,
     bias_out_t: Tensor | None,
+    allow_tf32: bool,
 ) -> Tensor:
     """The directional derivative of ``factored_linear``; a missing tangent is zero. ``(N, D, Y)``."""
     total = x.new_zeros(()).expand(x.shape[0], weight_in.shape[0], weight_out.shape[2])
     if x_t is not None:
-        total = total + _forward(x_t, weight_in, weight_out, None, None)
+        total = total + _forward(x_t, weight_in, weight_out, None, None, allow_tf32)
     if weight_in_t is not None:
-        total = total + _forward(x, weight_in_t, weight_out, None, None)
+        total = total + _forward(x, weight_in_t, weight_out, None, None, allow_tf32)
     if weight_out_t is not None:
-        total = total + _forward(x, weight_in, weight_out_t, bias_in, None)
+        total = total + _forward(x, weight_in, weight_out_t, bias_in, None, allow_tf32)
     if bias_in_t is not None:
         total = total + bias_in_t[:, None] * weight_out.sum(1)
     if bias_out_t is not None:
@@ -223,6 +228,7 @@ def _backward_tangent(
     bias_in: Tensor | None,
     tangents: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
     wanted: tuple[bool, bool, bool, bool],
+    allow_tf32: bool,
 ) -> list[Tensor | None]:
     """How the gradients of (x, weight_in, weight_out, bias_in) move with those four arguments, ``grad`` held fixed.
 
@@ -237,7 +243,7 @@ def _backward_tangent(
     ) -> None:
         mask = tuple(w and m for w, m in zip(wanted, moved, strict=True))
         if any(mask):
-            _add(total, _backward(grad, x, weight_in, weight_out, bias_in, *mask, False), mask)
+            _add(total, _backward(grad, x, weight_in, weight_out, bias_in, *mask, False, allow_tf32), mask)
 
     if x_t is not None:
         add(x_t, weight_in, weight_out, None, (False, True, True, False))
@@ -255,7 +261,12 @@ def _backward_tangent(
 
 
 def _forward_fake(
-    x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None, bias_out: Tensor | None
+    x: Tensor,
+    weight_in: Tensor,
+    weight_out: Tensor,
+    bias_in: Tensor | None,
+    bias_out: Tensor | None,
+    allow_tf32: bool = False,
 ) -> Tensor:
     weights = {"weight_in": (weight_in, "D C X"), "weight_out": (weight_out, "D C Y")}
     s = operand_sizes("factored_linear", x=(x, "N C X"), **weights, bias_in=(bias_in, "D"), bias_out=(bias_out, "Y"))
@@ -263,29 +274,32 @@ def _forward_fake(
 
 
 def _forward_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight_in, weight_out, bias_in, _ = inputs
+    x, weight_in, weight_out, bias_in, _, ctx.allow_tf32 = inputs
     keep(ctx, x, weight_in, weight_out, bias_in)
 
 
-def _forward_backward(ctx: Any, grad: Tensor | None) -> Gradients:
+def _forward_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     x, weight_in, weight_out, bias_in = ctx.saved_tensors
-    wanted = tuple(ctx.needs_input_grad)
-    grads = _backward(grad, x, weight_in, weight_out, bias_in, *wanted)
-    return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
+    wanted = tuple(ctx.needs_input_grad[:5])
+    grads = _backward(grad, x, weight_in, weight_out, bias_in, *wanted, ctx.allow_tf32)
+    return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None
 
 
 def _forward_jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    return _tangent(*ctx.saved_tensors, *tangents)
+    return _tangent(*ctx.saved_tensors, *tangents[:5], ctx.allow_tf32)
 
 
-def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | None) -> tuple[Any, Any]:
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     op = torch.ops.ella_cuda.factored_linear
-    x, weight_in, weight_out, bias_in, bias_out = (batched_first(a, d) for a, d in zip(args, in_dims, strict=True))
-    x_dim, *weight_dims, bias_out_dim = in_dims
+    flags = args[5:]
+    x, weight_in, weight_out, bias_in, bias_out = (
+        batched_first(a, d) for a, d in zip(args[:5], in_dims[:5], strict=True)
+    )
+    x_dim, *weight_dims, bias_out_dim = in_dims[:5]
     if all(d is None for d in in_dims[1:]):  # one set of weights: the batch joins N
-        y = op(x.flatten(0, 1), weight_in, weight_out, bias_in, bias_out)
+        y = op(x.flatten(0, 1), weight_in, weight_out, bias_in, bias_out, *flags)
         return y.unflatten(0, x.shape[:2]), 0
     if x_dim is None:  # one input: the batch joins the output channels
         size = info.batch_size
@@ -294,7 +308,7 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor | No
             return t if t is None else (t.expand(size, *t.shape) if dim is None else t).flatten(0, 1)
 
         weights = [stack(t, d) for t, d in zip((weight_in, weight_out, bias_in), weight_dims, strict=True)]
-        y = op(x, *weights, None if bias_out_dim is not None else bias_out).unflatten(1, (size, -1))
+        y = op(x, *weights, None if bias_out_dim is not None else bias_out, *flags).unflatten(1, (size, -1))
         return (y if bias_out is None or bias_out_dim is None else y + bias_out[:, None]), 1
     return map_over_batch(op, info, in_dims, args)
 
@@ -310,11 +324,11 @@ def _backward_fake(
         "factored_linear_backward", x=(x, "N C X"), **weights, grad=(grad, "N D Y"), bias_in=(bias_in, "D")
     )
     shapes = (x.shape, weight_in.shape, weight_out.shape, (s["D"],), (s["Y"],))
-    return tuple(x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted, strict=True))
+    return tuple(x.new_empty(shape if want else (0,)) for shape, want in zip(shapes, wanted[:5], strict=True))
 
 
 def _backward_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad, x, weight_in, weight_out, bias_in, *ctx.wanted = inputs
+    grad, x, weight_in, weight_out, bias_in, *ctx.wanted, ctx.allow_tf32 = inputs
     keep(ctx, grad, x, weight_in, weight_out, bias_in)
 
 
@@ -326,30 +340,32 @@ def _backward_backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
     needs_grad, *needs = ctx.needs_input_grad[:5]
     grad_grad = None
     if needs_grad:
-        grad_grad = _tangent(x, weight_in, weight_out, bias_in, x_t, weight_in_t, weight_out_t, bias_in_t, bias_out_t)
-    others = _backward_tangent(
-        grad, x, weight_in, weight_out, bias_in, (x_t, weight_in_t, weight_out_t, bias_in_t), tuple(needs)
-    )
-    return grad_grad, *others, None, None, None, None, None
+        tangents = x_t, weight_in_t, weight_out_t, bias_in_t, bias_out_t
+        grad_grad = _tangent(x, weight_in, weight_out, bias_in, *tangents, ctx.allow_tf32)
+    moved = x_t, weight_in_t, weight_out_t, bias_in_t
+    others = _backward_tangent(grad, x, weight_in, weight_out, bias_in, moved, tuple(needs), ctx.allow_tf32)
+    return grad_grad, *others, None, None, None, None, None, None
 
 
 def _backward_jvp(ctx: Any, grad_t: Tensor | None, *tangents: Any) -> tuple[Tensor, ...]:
     grad, x, weight_in, weight_out, bias_in = ctx.saved_tensors
-    total = [*_backward_tangent(grad, x, weight_in, weight_out, bias_in, tangents[:4], tuple(ctx.wanted[:4])), None]
+    wanted, allow_tf32 = tuple(ctx.wanted), ctx.allow_tf32
+    moved = _backward_tangent(grad, x, weight_in, weight_out, bias_in, tangents[:4], wanted[:4], allow_tf32)
+    total = [*moved, None]
     if grad_t is not None:
-        _add(total, _backward(grad_t, x, weight_in, weight_out, bias_in, *ctx.wanted), tuple(ctx.wanted))
-    shapes = _backward_fake(grad, x, weight_in, weight_out, bias_in, *ctx.wanted)
+        _add(total, _backward(grad_t, x, weight_in, weight_out, bias_in, *wanted, allow_tf32), wanted)
+    shapes = _backward_fake(grad, x, weight_in, weight_out, bias_in, *wanted)
     return tuple(torch.zeros_like(like) if t is None else t for t, like in zip(total, shapes, strict=True))
 
 
 def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     op = torch.ops.ella_cuda.factored_linear_backward
-    wanted = args[5:]
+    wanted, flags = args[5:10], args[10:]
     if in_dims[0] is not None and in_dims[2] is None and in_dims[3] is None and not any(wanted[1:]):
         # Only the gradient of x: it does not read x or bias_in, so the batch joins N and x is a stand-in of the right shape.
         grad, x = batched_first(args[0], in_dims[0]), batched_first(args[1], in_dims[1])
         stand_in = x.new_zeros(()).expand(info.batch_size * grad.shape[1], *x.shape[-2:])
-        grad_x, *rest = op(grad.flatten(0, 1), stand_in, args[2], args[3], None, *wanted)
+        grad_x, *rest = op(grad.flatten(0, 1), stand_in, args[2], args[3], None, *wanted, *flags)
         return (grad_x.unflatten(0, grad.shape[:2]), *rest), (0, None, None, None, None)
     return map_over_batch(op, info, in_dims, args)
 
@@ -387,22 +403,23 @@ class _Keeping(torch.autograd.Function):
     """``factored_linear`` under plain autograd: the first backward reads the intermediate that the forward kept."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Tensor | None) -> Tensor:
+    def forward(ctx: Any, *args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             y, middle = _OP_KEEPING(*args)
+        *_, ctx.allow_tf32 = args
         ctx.save_for_backward(*args[:4], middle)
         ctx.set_materialize_grads(False)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         *inputs, middle = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[:5]
         if plain_autograd((grad, *inputs), graph=False):
             with torch._C._AutoDispatchBelowAutograd():
-                grads = _OP_BACKWARD_KEEPING(grad, *inputs, middle, *wanted)
+                grads = _OP_BACKWARD_KEEPING(grad, *inputs, middle, *wanted, ctx.allow_tf32)
         else:
-            grads = _backward(grad, *inputs, *wanted)
-        return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
+            grads = _backward(grad, *inputs, *wanted, ctx.allow_tf32)
+        return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None

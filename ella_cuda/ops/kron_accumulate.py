@@ -17,14 +17,17 @@ from ella_cuda.ops._operator import (
     require_weight_of_sum,
     summands,
 )
+from ella_cuda.ops._tf32 import allows_tf32
 
 
 def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
     """Add the second moment of ``rows`` to every block of ``factor``: ``factor[g] += alpha * rows[:, g].T @ rows[:, g]``.
 
     Equivalent to :func:`kron_accumulate_torch_`, at half the products: only one triangle is computed, then mirrored. On CUDA,
-    float32 blocks from 32 on run on tensor cores at float32 accuracy, whatever torch allows for TF32: each value is split in
-    two TF32 numbers. An infinite value, or one within 2^-12 of overflow, gives NaN there.
+    float32 blocks from 32 on run on tensor cores at float32 accuracy: each value is split in two TF32 numbers, and an infinite one,
+    or one within 2^-12 of overflow, gives NaN. Where torch may multiply float32 matrices in TF32
+    (``torch.backends.cuda.matmul.fp32_precision``) each value is rounded to one TF32 number instead, a relative error of at most 2^-11
+    in each factor of a product; sums stay as accurate as float32's.
 
     Args:
         factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.
@@ -43,7 +46,7 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
     """
     refuse_graph("kron_accumulate_", factor=factor, rows=rows)
     require_backend("kron_accumulate_", factor)
-    _accumulate(factor, rows, float(alpha))
+    _accumulate(factor, rows, float(alpha), allows_tf32(rows))
     return factor
 
 
@@ -53,18 +56,20 @@ def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> 
     return factor.baddbmm_(blocks.transpose(1, 2), blocks, alpha=alpha)
 
 
-def _fake(factor: Tensor, rows: Tensor, alpha: float) -> None:
+def _fake(factor: Tensor, rows: Tensor, alpha: float, allow_tf32: bool = False) -> None:
     operand_sizes("kron_accumulate_", factor=(factor, "G d d"), rows=(rows, "N G d", summands(factor)))
     require_factor("kron_accumulate_", factor)
     require_weight_of_sum("kron_accumulate_", alpha, factor)
 
 
-def _vmap(info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tensor, alpha: float) -> tuple[None, None]:
+def _vmap(
+    info: Any, in_dims: tuple[int | None, ...], factor: Tensor, rows: Tensor, alpha: float, allow_tf32: bool = False
+) -> tuple[None, None]:
     """The batch joins the blocks: every entry has its own factor."""
     factor = factor.movedim(in_dims[0], 0)
     rows = rows.expand(info.batch_size, *rows.shape) if in_dims[1] is None else rows.movedim(in_dims[1], 0)
     joined = factor.reshape(-1, *factor.shape[2:]).contiguous()
-    torch.ops.ella_cuda.kron_accumulate_(joined, rows.movedim(0, 1).flatten(1, 2), alpha)
+    torch.ops.ella_cuda.kron_accumulate_(joined, rows.movedim(0, 1).flatten(1, 2), alpha, allow_tf32)
     if not begin_together(
         joined, factor
     ):  # torch refuses a copy onto itself where axes of one entry have other strides

@@ -51,6 +51,13 @@ def arrange(values: Tensor, layout: str) -> Tensor:
     return values[..., :1].contiguous().expand(values.shape)
 
 
+def rounded_to_tf32(values: Tensor) -> Tensor:
+    """float32 values to 11 significant bits, to nearest, ties away from zero."""
+    mantissa, exponent = torch.frexp(values.double())
+    mantissa = torch.copysign(torch.floor(mantissa.abs() * 2**11 + 0.5), mantissa) / 2**11
+    return torch.ldexp(mantissa, exponent).to(values.dtype)
+
+
 def tuple_of(result: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
 

@@ -33,6 +33,10 @@ def call_every_op(ops: Any) -> None:
             x, weight = torch.randn(65, channels, 1, dtype=dtype), torch.randn(channels, channels, 1, dtype=dtype)
             ops.factored_linear(x, weight, weight, None, None)
             ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 5)
+            if dtype == torch.float32:  # rounded to TF32, which changes no small whole number
+                x, weight = (torch.randint(-3, 4, values.shape).to(dtype) for values in (x, weight))
+                ops.factored_linear(x, weight, weight, None, None, True)
+                ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 6)
         accumulate(ops, dtype, [4, 20, 32, 40, 100])
         points = [torch.randn(n, 2, dtype=torch.float64) for n in (300, 3, 300, 3)]
         for rows in (1, 300):
@@ -66,7 +70,8 @@ def call_every_op(ops: Any) -> None:
 
 
 def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:
-    """Both Kronecker accumulations on blocks of those sizes, rows of every layout, with and without shares of them."""
+    """Both Kronecker accumulations on blocks of those sizes, rows of every layout, with and without shares of them; in float32 also of
+    rows that are rounded to TF32, which changes no bfloat16 number."""
     for d in sizes:
         for rows in (1, 600):
             aligned = torch.randn(rows, 1, d, dtype=dtype)
@@ -75,5 +80,11 @@ def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:
             for values in (aligned, unaligned, adjacent):
                 for total in {dtype, torch.float64}:
                     ops.kron_accumulate_(torch.zeros(1, d, d, dtype=total), values, 1.0)
+                if dtype == torch.float32 and d >= 32 and rows == 1:
+                    exact = values.copy_(values.bfloat16())
+                    ops.kron_accumulate_(torch.zeros(1, d, d, dtype=dtype), exact, 1.0, True)
             image, ones = torch.randn(rows, d, 1, 1, dtype=dtype), (1, 1)
-            ops.conv_kron_accumulate_(torch.zeros(d, d, dtype=dtype), image, ones, ones, (0, 0), ones, True, 1.0)
+            patches = ones, ones, (0, 0), ones, True, 1.0
+            ops.conv_kron_accumulate_(torch.zeros(d, d, dtype=dtype), image, *patches)
+            if dtype == torch.float32 and d >= 32 and rows == 1:
+                ops.conv_kron_accumulate_(torch.zeros(d, d), image.bfloat16().float(), *patches, True)

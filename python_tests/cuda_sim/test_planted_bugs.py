@@ -65,7 +65,7 @@ BUGS = [
         "    __syncthreads();  // all are done with the last slab, over which the groups' sums are laid\n",
         "",
         "kron_accumulate",
-        "race on shared memory: .* after a read",
+        "race on shared memory",
     ),
     Bug(
         "waits for one slab too few",
@@ -94,7 +94,7 @@ BUGS = [
     Bug(
         "a small term of the split product is missing",
         "tensor_fragments.cuh",
-        "  multiply_fragments(chain, a.big, b.small);\n",
+        "    multiply_fragments(chain, a.big, b.small);\n",
         "",
         "kron_accumulate",
         WRONG,
@@ -102,8 +102,8 @@ BUGS = [
     Bug(
         "sums that stay in the tensor cores and are cut again and again",
         "tensor_fragments.cuh",
-        "  Results chain = {};\n  multiply_fragments(chain, a.small, b.big);\n"
-        "  multiply_fragments(chain, a.big, b.small);\n  multiply_fragments(chain, a.big, b.big);\n",
+        "  Results chain = {};\n  if constexpr (TF32 == Tf32::split) {\n    multiply_fragments(chain, a.small, b.big);\n"
+        "    multiply_fragments(chain, a.big, b.small);\n  }\n  multiply_fragments(chain, a.big, b.big);\n",
         "  multiply_fragments(sum, a.small, b.big);\n  multiply_fragments(sum, a.big, b.small);\n"
         "  multiply_fragments(sum, a.big, b.big);\n  const Results chain = {};\n",
         "kron_accumulate",
@@ -191,8 +191,8 @@ BUGS = [
     Bug(
         "a chain of products that goes on from the last one's sum",
         "syrk_warpgroup.cuh",
-        "step, step > 0);",
-        "step, true);",
+        "step, step > 0);\n      warpgroup_multiply(",
+        "step, true);\n      warpgroup_multiply(",
         "kron_accumulate",
         WRONG,
         warpgroups=True,
@@ -200,7 +200,7 @@ BUGS = [
     Bug(
         "a small term of a warpgroup's split product is missing",
         "syrk_warpgroup.cuh",
-        "    warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);\n",
+        "      warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);\n",
         "",
         "kron_accumulate",
         WRONG,
@@ -367,7 +367,7 @@ BUGS = [
     Bug(
         "what lies behind the last place of a sum multiplied too",
         "tensor_product.cuh",
-        "kDeep ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
+        "kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "line_or_k < lines_;",
         "factored_linear",
         WRONG,
@@ -381,23 +381,23 @@ BUGS = [
         WRONG,
     ),
     Bug(
-        "shares of a product that the block of the last one adds, whether or not the others are there",
+        "splits of a product that the block of the last one adds, whether or not the others are there",
         "tensor_product.cuh",
-        "if (!last_block(work.tickets + place.tile, flag, work.shares)) return false;",
-        "if (place.share != work.shares - 1) return false;",
+        "if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;",
+        "if (place.split != work.splits - 1) return false;",
         "factored_linear",
         WRONG,
     ),
     Bug(
-        "shares of a product added in an order that depends on which block is last",
+        "splits of a product added in an order that depends on which block is last",
         "tensor_product.cuh",
         "  const float* from = parts;\n",
         "  const float* from = parts;\n"
-        "  if (place.share == work.shares - 1) {\n"
-        "    for (int v = 0; v < 8; ++v) load_vector(flat[v], from + (work.shares - 1) * Shape::kShare + v * kVector);\n"
-        "    for (int other = work.shares - 2; other >= 0; --other) {\n"
+        "  if (place.split == work.splits - 1) {\n"
+        "    for (int v = 0; v < 8; ++v) load_vector(flat[v], from + (work.splits - 1) * Shape::kPart + v * kVector);\n"
+        "    for (int other = work.splits - 2; other >= 0; --other) {\n"
         "      float part[8][4];\n"
-        "      for (int v = 0; v < 8; ++v) load_vector(part[v], from + other * Shape::kShare + v * kVector);\n"
+        "      for (int v = 0; v < 8; ++v) load_vector(part[v], from + other * Shape::kPart + v * kVector);\n"
         "      for (int v = 0; v < 8; ++v) {\n"
         "        for (int c = 0; c < 4; ++c) flat[v][c] += part[v][c];\n"
         "      }\n"
@@ -408,10 +408,10 @@ BUGS = [
         "depends on the order of blocks",
     ),
     Bug(
-        "a share of a product that is not added",
+        "a split of a product that is not added",
         "tensor_product.cuh",
-        "for (int other = 1; other < work.shares; ++other)",
-        "for (int other = 2; other < work.shares; ++other)",
+        "for (int other = 1; other < work.splits; ++other)",
+        "for (int other = 2; other < work.splits; ++other)",
         "factored_linear",
         WRONG,
     ),
@@ -424,10 +424,10 @@ BUGS = [
         WRONG,
     ),
     Bug(
-        "shares of a product's depth that overlap where they do not come out even",
+        "splits of a product's depth that overlap where they do not come out even",
         "tensor_product.cuh",
-        "(at.share * each + min(at.share, more))",
-        "(at.share * each)",
+        "(at.split * each + min(at.split, more))",
+        "(at.split * each)",
         "factored_linear",
         WRONG,
     ),

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "warp.h"
 
@@ -18,6 +19,16 @@ inline float cut_to_tf32(float value) {
   bits &= 0xffffe000u;
   std::memcpy(&value, &bits, sizeof bits);
   return value;
+}
+
+// As cvt.rna.tf32.f32: to nearest, ties away from zero.
+inline float round_tf32(float value) {
+  if (std::isnan(value)) return std::numeric_limits<float>::quiet_NaN();
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits += 0x1000u;  // half of the last place; from the largest numbers on to infinity
+  std::memcpy(&value, &bits, sizeof bits);
+  return cut_to_tf32(value);
 }
 
 inline double cut_to_quantum(double value, double quantum) { return std::trunc(value / quantum) * quantum; }

@@ -125,7 +125,15 @@ def _comparison(name: str, dtype: np.dtype) -> Callable[[Array, Array], Array]:
 TO_WHOLE = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
+def _to_tf32(a: Array) -> Array:
+    """The nearest TF32 number's bits, of two the one away from zero; the instruction's NaN. Those below the last place are junk."""
+    nearest = a.view(np.uint32) + np.uint32(0x1000)
+    return np.where(np.isnan(a), np.uint32(0x7FFFFFFF), nearest)
+
+
 def _conversion(parts: list[str]) -> Operation | None:
+    if parts == ["cvt", "rna", "tf32", "f32"]:
+        return Operation((DTYPES["f32"],), DTYPES["b32"], _to_tf32)
     target, source, how = DTYPES[parts[-2]], DTYPES[parts[-1]], [part for part in parts[1:-2] if part != "ftz"]
     if source.kind == "f" and target.kind in "iu" and len(how) == 1 and how[0] in TO_WHOLE:
         limits = np.iinfo(target)

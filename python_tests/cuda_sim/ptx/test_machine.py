@@ -407,6 +407,9 @@ NUMBERS = np.random.default_rng(3).standard_normal(400)
         ("cvt.rn.f32.f64", ([1 + 2.0**-30],), [1.0]),
         ("cvt.sat.f32.f32", ([-1.0, 0.5, 7.0, np.nan],), [0.0, 0.5, 1.0, 0.0]),
         ("cvt.s64.s32", ([-3],), [-3]),
+        # Nearest, ties away from zero; the last 13 bits are not part of the number.
+        ("cvt.rna.tf32.f32", ([1 + 2.0**-11, -1 - 2.0**-11],), [0x3F802000, 0xBF802000]),
+        ("cvt.rna.tf32.f32", ([np.nan, np.inf],), [0x7FFFFFFF, 0x7F801000]),
         ("fma.rm.f32", ([1.0, 1.0], [1.0, 1.0], [2.0**-30, -(2.0**-60)]), [1.0, 1 - 2.0**-24]),
         # 1 + 2^-24 + 2^-60: rounded to float64 first it would be halfway, and go down.
         ("fma.rn.f32", ([1774001 * 2.0**-30], [38737 * 2.0**-30], [1.0]), [1 + 2.0**-23]),

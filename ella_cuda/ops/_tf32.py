@@ -1,0 +1,24 @@
+"""Whether the user lets float32 products on CUDA be products of TF32 numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def allows_tf32(tensor: Tensor) -> bool:
+    """Whether an op on such a tensor may round float32 numbers to TF32: on CUDA, where torch may for its matrix products.
+
+    The setting is the argument of a call: its derivatives of any order, on whatever thread, have that of the forward pass, and so has a
+    compiled or captured graph. What ``torch.compile`` compiled is compiled again when the setting changes.
+    """
+    return tensor.is_cuda and _torch_allows_tf32()
+
+
+def _torch_allows_tf32() -> bool:
+    # The one question that torch answers however the setting was made: by this name, by allow_tf32 or by set_float32_matmul_precision.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# As torch.compiler.assume_constant_result, which would import the compiler. Dynamo's own guards have the setting.
+_torch_allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]

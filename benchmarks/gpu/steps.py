@@ -75,11 +75,17 @@ def facts(call: Call) -> None:
         call.env["ELLA_CEILINGS"] = json.dumps(ceilings)
 
 
+def _precisions(name: str) -> list[str]:
+    """A case's items: of ops that take TF32 where torch allows it, a third."""
+    takes_tf32 = name.startswith(("factored_linear", "kron_accumulate_", "conv_kron_accumulate_"))
+    return [f"{name}, {precision}" for precision in ("float32", "float64", *["TF32"] * takes_tf32)]
+
+
 def cases(call: Call) -> None:
     """Every kernel in a process of its own, eight at once."""
 
     def one(name: str) -> None:
-        call.series("case", [f"{name}, {precision}" for precision in ("float32", "float64")], 20)
+        call.series("case", _precisions(name), 20)
 
     call.pool(one, _items(call, "case"))
 
@@ -210,7 +216,7 @@ def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
             call.run([program, "--help"], 10, line=lambda text: bool(said.append(text)) or True)
             if any("--check-warpgroup-mma" in text for text in said):
                 prefix += ["--check-warpgroup-mma", "yes"]
-        items = [f"{name}, {precision}" for name in _items(call, "case") for precision in ("float32", "float64")]
+        items = [item for name in _items(call, "case") for item in _precisions(name)]
         env = NO_CACHE if alone else {}
         call.pool(lambda i: call.series("case", items[i::8], 45, prefix=prefix, env=env, tool=tool), range(8))
 

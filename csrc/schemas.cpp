@@ -36,7 +36,8 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "-> (Tensor, Tensor)");
 
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
-  // float64 factor takes float32 rows too: short sums of products in float32, summed in float64.
+  // float64 factor takes float32 rows too: short sums of products in float32, summed in float64. Rows may also be bfloat16 or
+  // float16, which are multiplied as float32.
   m.def("kron_accumulate_(Tensor(a!) factor, Tensor rows, float alpha, bool allow_tf32=False) -> ()");
 
   // factor += alpha sum a a^T over the patches a of x (N,C,H,W) at every output position of a convolution; factor contiguous

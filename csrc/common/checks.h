@@ -45,13 +45,14 @@ class ArgumentCheck {
                dtype_name(type));
   }
 
-  // As tensor(), but float32 also where the reference, a sum of products of these numbers, is float64.
+  // As tensor(), where the reference is a sum of products of these numbers: they may also have a narrower type.
   void summand(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);
     const ScalarType type = value.scalar_type(), sum = reference_.scalar_type();
-    const bool widens = sum == ScalarType::Double && type == ScalarType::Float;
-    ELLA_CHECK(type == sum || widens, op_, ": ", name, " must have the dtype of ", name_, " (", dtype_name(sum), ")",
-               sum == ScalarType::Double ? " or be float32" : "", ", got ", dtype_name(type));
+    const bool widens =
+        type == ScalarType::BFloat16 || type == ScalarType::Half || (sum == ScalarType::Double && type == ScalarType::Float);
+    ELLA_CHECK(type == sum || widens, op_, ": ", name, " must have the dtype of ", name_, " (", dtype_name(sum), ") or be ",
+               sum == ScalarType::Double ? "float32, " : "", "bfloat16 or float16, got ", dtype_name(type));
     device(name, value);
   }
 

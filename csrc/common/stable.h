@@ -8,10 +8,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/Dispatch.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "error.h"
@@ -41,20 +44,45 @@
 
 namespace ella {
 
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Calls f with a number of the type of `rows`, float or double, and one of the type of the factor that their products are added
-// to, which is the same or double.
+// The type in which rows of type S are multiplied and summed: products of two 16-bit numbers are exact in float.
+template <class S>
+using Widened = std::conditional_t<std::is_same_v<S, BFloat16> || std::is_same_v<S, Half>, float, S>;
+
+template <class S>
+constexpr bool kIsWidened = !std::is_same_v<S, Widened<S>>;
+
+// Calls f with a number of the type of `rows`: double, float, BFloat16 or Half.
+template <class F>
+void with_row_type(const Tensor& rows, const F& f) {
+  switch (rows.scalar_type()) {
+    case ScalarType::Double:
+      return f(double());
+    case ScalarType::BFloat16:
+      return f(BFloat16());
+    case ScalarType::Half:
+      return f(Half());
+    default:
+      return f(float());
+  }
+}
+
+// Calls f with a number of the type of `rows` and one of the type of the factor that their products are added to, which is
+// Widened or double.
 template <class F>
 void with_factor_types(const Tensor& factor, const Tensor& rows, const F& f) {
-  if (rows.scalar_type() == ScalarType::Double) {
-    f(double(), double());
-  } else if (factor.scalar_type() == ScalarType::Double) {
-    f(float(), double());
-  } else {
-    f(float(), float());
-  }
+  with_row_type(rows, [&](auto number) {
+    using S = decltype(number);
+    if (std::is_same_v<S, double> || factor.scalar_type() == ScalarType::Double) {
+      f(S(), double());
+    } else {
+      f(S(), Widened<S>());
+    }
+  });
 }
 
 // Uninitialised, contiguous, on like's device and (unless told otherwise) of its dtype.

@@ -1,16 +1,19 @@
 #include "../common/checks.h"
 #include "circular_conv2d.h"
 #include "gram.h"
+#include "widen.h"
 
 namespace ella {
 namespace {
 
 // Writes pieces of the matrix of patches, a row for every output position of every image, a column for every (c, i, j).
-template <class T>
+template <class S>
 class Patches {
+  using T = Widened<S>;
+
  public:
   Patches(const Tensor& x, const ConvGeometry& g)
-      : data_(x.const_data_ptr<T>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
+      : data_(x.const_data_ptr<S>()), s0_(x.stride(0)), s1_(x.stride(1)), s2_(x.stride(2)), s3_(x.stride(3)), g_(g) {}
 
   // Columns first..first+n of rows k0..k0+count as a panel: some rows of it column by column, which reads along the image, then
   // transposed.
@@ -49,21 +52,21 @@ class Patches {
   }
 
   // Pixels w, w + stride, ... of one row: outside on the left, inside, outside on the right.
-  void image_row(const T* line, int64_t w, int64_t length, T* out) const {
+  void image_row(const S* line, int64_t w, int64_t length, T* out) const {
     int64_t done = 0;
     while (done < length) {
       const int64_t at = w + done * g_.stride_w;
       if (at < 0 || at >= g_.W) {
-        out[done++] = g_.circular ? line[wrapped(at, g_.W) * s3_] : T(0);
+        out[done++] = g_.circular ? widened(line[wrapped(at, g_.W) * s3_]) : T(0);
         continue;
       }
       const int64_t inside = std::min(length - done, (g_.W - 1 - at) / g_.stride_w + 1);
       const int64_t step = g_.stride_w * s3_;
-      const T* source = line + at * s3_;
+      const S* source = line + at * s3_;
       if (step == 1) {
-        std::copy_n(source, inside, out + done);
+        copy_as(source, inside, out + done);
       } else {
-        for (int64_t i = 0; i < inside; ++i) out[done + i] = source[i * step];
+        for (int64_t i = 0; i < inside; ++i) out[done + i] = widened(source[i * step]);
       }
       done += inside;
     }
@@ -72,16 +75,17 @@ class Patches {
   // Padding is at most the image, so one turn is enough.
   static int64_t wrapped(int64_t at, int64_t size) { return at < 0 ? at + size : at >= size ? at - size : at; }
 
-  const T* data_;
+  const S* data_;
   const int64_t s0_, s1_, s2_, s3_;
   const ConvGeometry& g_;
 };
 
 // Rows of the numbers that the channels have at one position each: patches of a kernel of one pixel.
-template <class T, class Total>
+template <class S, class Total>
 void accumulate_pixels(const Tensor& x, double alpha, Total* factor) {
+  using T = Widened<S>;
   const int64_t C = x.size(1), width = x.size(3), positions = x.size(2) * width, count = x.size(0) * positions;
-  const T* data = x.const_data_ptr<T>();
+  const S* data = x.const_data_ptr<S>();
   const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
   const Kernels<T>& k = kernels<T>();
   const bool lines = down == width * right;
@@ -91,8 +95,8 @@ void accumulate_pixels(const Tensor& x, double alpha, Total* factor) {
           // As many positions as lie at one distance.
           const int64_t at = k0 % positions, h = at / width, w = at % width;
           const int64_t length = positions == 1 ? rows : std::min(rows, lines ? positions - at : width - w);
-          k.pack(n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
-                 positions == 1 ? image : right, panel);
+          pack_as(k, n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
+                  positions == 1 ? image : right, panel);
           panel += length * k.width;
           k0 += length;
           rows -= length;
@@ -107,6 +111,29 @@ bool same_on_torus(const ConvGeometry& g) {
   const bool wraps = g.circular || (g.kernel_h == 1 && g.kernel_w == 1);
   return wraps && g.stride_h == 1 && g.stride_w == 1 && g.dilation_h == 1 && g.dilation_w == 1 && g.kernel_h % 2 == 1 &&
          g.kernel_w % 2 == 1 && g.padding_h == g.kernel_h / 2 && g.padding_w == g.kernel_w / 2;
+}
+
+// circular_autocorrelation of images of any type; those of 16 bits are widened some at a time, whose sums are added in order.
+template <class S>
+Lags lags_of(const Tensor& x, const ConvGeometry& g) {
+  const int64_t half_h = g.kernel_h - 1, half_w = g.kernel_w - 1;
+  if constexpr (!kIsWidened<S>) {
+    return circular_autocorrelation(x, half_h, half_w);
+  } else {
+    constexpr int64_t kNumbers = 1 << 21;  // 8 MiB
+    const int64_t most = std::clamp(kNumbers / (g.C * g.H * g.W), int64_t(1), g.N);
+    Lags lags = circular_autocorrelation(widened_images<S>(x, 0, most), half_h, half_w);
+    for (int64_t first = most; first < g.N; first += most) {
+      const Tensor some = widened_images<S>(x, first, std::min(most, g.N - first));
+      const Lags more = circular_autocorrelation(some, half_h, half_w);
+      for (int64_t c = 0; c < g.C; ++c) {
+        for (int64_t i = (c * g.C + c) * lags.count; i < (c + 1) * g.C * lags.count; ++i) {
+          lags.sums.data()[i] += more.sums.data()[i];
+        }
+      }
+    }
+    return lags;
+  }
 }
 
 // The block of two channels, whose sums `near` are by the lag r' - r. A known width of the kernel needs no loop.
@@ -157,18 +184,18 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
   const ConvGeometry g = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
   if (g.patch() == 0 || g.positions() == 0) return;
   with_factor_types(factor, x, [&](auto number, auto total) {
-    using T = decltype(number);
+    using S = decltype(number);
+    using T = Widened<S>;
     auto* const target = factor.mutable_data_ptr<decltype(total)>();
     if (same_on_torus(g)) {
       if (g.patch() == g.C && g.H * g.W < kernels<T>().vector) {  // too few to fill a vector with positions
-        accumulate_pixels<T>(x, alpha, target);
+        accumulate_pixels<S>(x, alpha, target);
         return;
       }
-      const Lags lags = circular_autocorrelation(x, g.kernel_h - 1, g.kernel_w - 1);
-      add_lags(g, lags, alpha, target);
+      add_lags(g, lags_of<S>(x, g), alpha, target);
       return;
     }
-    const Patches<T> patches(x, g);
+    const Patches<S> patches(x, g);
     Gram<T>(g.patch(), g.positions())
         .accumulate(target, 1, g.positions(), alpha,
                     [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {

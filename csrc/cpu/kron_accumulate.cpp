@@ -3,24 +3,26 @@
 #include "../common/checks.h"
 #include "gram.h"
 #include "kron_small_blocks.h"
+#include "widen.h"
 
 namespace ella {
 namespace {
 
-template <class T, class Total>
-void add_large_blocks(const KronRows<T, Total>& r) {
+template <class S, class Total>
+void add_large_blocks(const KronRows<S, Total>& r) {
+  using T = Widened<S>;
   const Kernels<T>& k = kernels<T>();
   Gram<T>(r.d, r.N, r.G)
       .accumulate(r.factor, r.G, r.N, r.alpha, [&](int64_t g, int64_t first, int64_t n, int64_t k0, int64_t count, T* panel) {
-        k.pack(n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
+        pack_as(k, n, count, r.data + k0 * r.row + g * r.block + first * r.value, r.value, r.row, panel);
       });
 }
 
-template <class T, class Total>
-void add_blocks(const KronRows<T, Total>& r) {
+template <class S, class Total>
+void add_blocks(const KronRows<S, Total>& r) {
   constexpr int64_t kAlone = 64;  // the largest block that is one thread's where it is the only one: a single tile
-  if (r.d <= (r.G > 1 ? SmallBlocks<T, Total>::largest() : kAlone)) {
-    SmallBlocks<T, Total>(r).add();
+  if (r.d <= (r.G > 1 ? SmallBlocks<S, Total>::largest() : kAlone)) {
+    SmallBlocks<S, Total>(r).add();
   } else {
     add_large_blocks(r);
   }
@@ -34,9 +36,9 @@ int64_t row_parts(const KronAccumulateSizes& s) {
   return s.G == 1 && s.d <= kSide ? std::clamp(std::min(s.N, kParts * kLeast) * s.d * s.d / kLeast, int64_t(1), kParts) : 1;
 }
 
-template <class T, class Total>
+template <class S, class Total>
 void accumulate(const KronAccumulateSizes& s, const Tensor& rows, double alpha, Total* total) {
-  const T* data = rows.const_data_ptr<T>();
+  const S* data = rows.const_data_ptr<S>();
   const int64_t row = rows.stride(0), block = rows.stride(1), value = rows.stride(2), parts = row_parts(s), each = s.N / parts;
   int64_t rest = s.N;
   if (parts > 1) {
@@ -45,13 +47,13 @@ void accumulate(const KronAccumulateSizes& s, const Tensor& rows, double alpha, 
     const int64_t size = s.d * s.d;
     const Buffer<Total> sums(parts * size);
     sums.zero(0, parts * size);
-    add_blocks(KronRows<T, Total>{data, each, parts, s.d, whole ? row : parts * row, whole ? each * row : row, value,
+    add_blocks(KronRows<S, Total>{data, each, parts, s.d, whole ? row : parts * row, whole ? each * row : row, value,
                                   sums.data(), alpha});
     for (int64_t i = 0; i < parts; ++i) adders<Total, Total>().rows(1, size, 1, sums.data() + i * size, size, total, size);
     data += parts * each * row;
     rest -= parts * each;
   }
-  if (rest > 0) add_blocks(KronRows<T, Total>{data, rest, s.G, s.d, row, block, value, total, alpha});
+  if (rest > 0) add_blocks(KronRows<S, Total>{data, rest, s.G, s.d, row, block, value, total, alpha});
 }
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha, bool /*allow_tf32*/) {

@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "gram.h"
 #include "kernels.h"
+#include "widen.h"
 
 namespace ella {
 
@@ -15,10 +16,10 @@ constexpr int64_t kSum = 64;
 template <class T, class Total>
 constexpr int64_t kSums = (sizeof(Total) > sizeof(T) ? 4 : 64) * kSum;
 
-// factor[g] += alpha sum_n rows[n, g] rows[n, g]^T, N rows of G blocks of d numbers
-template <class T, class Total>
+// factor[g] += alpha sum_n rows[n, g] rows[n, g]^T, N rows of G blocks of d numbers of type S
+template <class S, class Total>
 struct KronRows {
-  const T* data;
+  const S* data;
   int64_t N, G, d, row, block, value;  // sizes and strides
   Total* factor;
   double alpha;
@@ -26,19 +27,21 @@ struct KronRows {
 
 // A block whose numbers lie side by side is read where it lies, any other is gathered, as is one at the end of a row that a
 // whole vector would reach beyond. Blocks no longer than a vector share one where they lie side by side too, and so they are
-// gathered.
-template <class T, class Total>
+// gathered. So are numbers of 16 bits, which are widened on the way.
+template <class S, class Total>
 class SmallBlocks {
+  using T = Widened<S>;
+
  public:
   // The largest block for which this is as fast as packed panels. Vectors of 16 bytes make too few multiply-adds a load.
   static int64_t largest() { return kernels<T>().vector * static_cast<int64_t>(sizeof(T)) >= 32 ? 256 : 40; }
 
-  explicit SmallBlocks(const KronRows<T, Total>& rows)
+  explicit SmallBlocks(const KronRows<S, Total>& rows)
       : r_(rows),
         k_(kernels<T>()),
         lanes_(ceil_divide(r_.d, k_.vector) * k_.vector),
         turned_(r_.d <= k_.vector),
-        gathered_(r_.value != 1 && r_.d > 1),
+        gathered_(kIsWidened<S> || (r_.value != 1 && r_.d > 1)),
         group_(turned_ && (gathered_ || r_.block == r_.d) ? k_.vector / r_.d : 1),
         group_sums_((turned_ ? r_.d / 2 + 1 : r_.d) * lanes_) {}
 
@@ -65,10 +68,12 @@ class SmallBlocks {
       if (rest > 0) room.zero(0, kSum * room_row);  // also the lanes beyond blocks, whose products no one reads
       for (int64_t n0 = 0; n0 < r_.N; n0 += kSum) {
         const int64_t count = std::min(kSum, r_.N - n0);
-        const T* source = r_.data + n0 * r_.row + g0 * r_.block;
+        const S* source = r_.data + n0 * r_.row + g0 * r_.block;
         if (n0 % kLong == 0) sums.zero(0, sums_size);
-        const T* after = n0 + 2 * kSum <= r_.N ? source + kSum * r_.row : source;
-        products(direct, count, source, r_.row, r_.block, after, copy.data(), copy_row, sums.data());
+        if constexpr (!kIsWidened<S>) {
+          const T* after = n0 + 2 * kSum <= r_.N ? source + kSum * r_.row : source;
+          products(direct, count, source, r_.row, r_.block, after, copy.data(), copy_row, sums.data());
+        }
         if (rest > 0) {
           gather(rest, count, source + direct * r_.block, room.data(), room_row);
           products(rest, count, room.data(), room_row, d, nullptr, nullptr, 0, sums.data() + direct / group_ * group_sums_);
@@ -88,22 +93,24 @@ class SmallBlocks {
     return count;
   }
 
-  void gather(int64_t blocks, int64_t count, const T* source, T* target, int64_t target_row) const {
+  void gather(int64_t blocks, int64_t count, const S* source, T* target, int64_t target_row) const {
     const int64_t d = r_.d;
     if (r_.row == 1 && r_.value != 1) {
       for (int64_t g = 0; g < blocks; ++g) {
-        k_.transpose(d, count, source + g * r_.block, r_.value, target + g * d, target_row);
+        transpose_as(k_, d, count, source + g * r_.block, r_.value, target + g * d, target_row);
       }
       return;
     }
     for (int64_t n = 0; n < count; ++n, source += r_.row, target += target_row) {
-      if (r_.value == 1) {
-        for (int64_t g = 0; g < blocks; ++g) std::copy_n(source + g * r_.block, d, target + g * d);
+      if (r_.value == 1 && r_.block == d) {
+        copy_as(source, blocks * d, target);
+      } else if (r_.value == 1) {
+        for (int64_t g = 0; g < blocks; ++g) copy_as(source + g * r_.block, d, target + g * d);
       } else if (r_.block == 1) {
-        k_.transpose(d, blocks, source, r_.value, target, d);
+        transpose_as(k_, d, blocks, source, r_.value, target, d);
       } else {
         for (int64_t g = 0; g < blocks; ++g) {
-          for (int64_t i = 0; i < d; ++i) target[g * d + i] = source[g * r_.block + i * r_.value];
+          for (int64_t i = 0; i < d; ++i) target[g * d + i] = widened(source[g * r_.block + i * r_.value]);
         }
       }
     }
@@ -156,7 +163,7 @@ class SmallBlocks {
     }
   }
 
-  const KronRows<T, Total> r_;
+  const KronRows<S, Total> r_;
   const Kernels<T>& k_;
   const int64_t lanes_;
   const bool turned_, gathered_;

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kElementThreads)
 Tensor circular_pad2d(const Tensor& x, int64_t pad_h, int64_t pad_w, const std::optional<Tensor>& index) {
   check_circular_pad2d(x, pad_h, pad_w, index);
   return ELLA_DISPATCH_FLOATING(x.scalar_type(), "circular_pad2d", [&] {
-    return padded_images<scalar_t, true>(Device(x), "circular_pad2d", x, 0, x.size(0), pad_h, pad_w, Components(index));
+    return padded_images<scalar_t, true>(Device(x), "circular_pad2d", x, image<scalar_t>(x),
+                                         {x.size(0), x.size(1), x.size(2), x.size(3)}, pad_h, pad_w, Components(index));
   });
 }
 

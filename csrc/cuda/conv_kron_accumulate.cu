@@ -8,6 +8,7 @@
 #include "lags.cuh"
 #include "padded_images.cuh"
 #include "syrk.cuh"
+#include "widened.cuh"
 
 namespace ella {
 namespace {
@@ -82,7 +83,7 @@ bool same_on_torus(const ConvGeometry& g) {
 
 // Adds by lags where the kernel is 3 or 5 wide, the images fit and the count says so; false where it did not.
 template <class T, int KW>
-bool tried_lags(const Device& device, const char* name, const Tensor& factor, const Tensor& x, const ConvGeometry& g,
+bool tried_lags(const Device& device, const char* name, const Tensor& factor, const Image<T>& x, const ConvGeometry& g,
                 double alpha, bool tf32) {
   const CudaPath path = cuda_path();
   const std::optional<LagShape> shape = lag_shape<T, KW>(g);
@@ -104,46 +105,62 @@ bool tried_lags(const Device& device, const char* name, const Tensor& factor, co
   return true;
 }
 
+// Of images of float or double, as for syrk.
+template <class T>
+void accumulate(const Device& device, const char* name, const Tensor& factor, const Image<T>& x, const ConvGeometry& geometry,
+                double alpha, bool tf32) {
+  if (same_on_torus(geometry)) {
+    if (geometry.kernel_w == 3 && tried_lags<T, 3>(device, name, factor, x, geometry, alpha, tf32)) return;
+    if (geometry.kernel_w == 5 && tried_lags<T, 5>(device, name, factor, x, geometry, alpha, tf32)) return;
+  }
+  ELLA_CHECK(
+      cuda_path().lags != CudaPath::Choice::yes, name,
+      ": ELLA_CUDA_PATH: lags=yes is for stride 1, dilation 1 and the circular padding that keeps the size, for kernels 3 or "
+      "5 wide and images of at most 512 columns whose rows fit in shared memory");
+  const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(x, geometry) > kMostNumbers;
+  const int64_t padded = geometry.C * (geometry.H + 2 * geometry.padding_h) * (geometry.W + 2 * geometry.padding_w);
+  // Positions, and numbers from the first to the last.
+  int64_t at_once = kMostNumbers / std::max(geometry.out_h * geometry.out_w, copies ? int64_t{1} : x.n);
+  at_once = std::max(at_once, int64_t{1});
+  if (copies) at_once = std::min(at_once, std::max(kMostPadded / padded, int64_t{1}));
+  for (int64_t first = 0; first < geometry.N; first += at_once) {
+    const int64_t count = std::min(at_once, geometry.N - first);
+    std::optional<Tensor> copy;  // kept until the kernels are queued
+    Image<T> from = x;
+    from.data += first * from.n;
+    if (copies) {
+      const auto pad = geometry.circular ? padded_images<T, true> : padded_images<T, false>;
+      copy = pad(device, name, factor, from, {count, geometry.C, geometry.H, geometry.W}, geometry.padding_h,
+                 geometry.padding_w, Components());
+      from = image<T>(*copy);
+    }
+    syrk<T>(device, name, Patches<T>(from, geometry), factor, 1, geometry.patch(), count * geometry.out_h * geometry.out_w,
+            alpha, tf32);
+  }
+}
+
 void conv_kron_accumulate_(Tensor factor, const Tensor& x, const std::vector<int64_t>& kernel_size,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                            const std::vector<int64_t>& dilation, bool circular, double alpha, bool allow_tf32) {
   constexpr const char* name = "conv_kron_accumulate_";
-  const ConvGeometry geometry = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
-  if (geometry.positions() == 0 || factor.numel() == 0 || x.numel() == 0) return;  // of a border alone, patches are zero
-  const int64_t padded_h = geometry.H + 2 * geometry.padding_h, padded_w = geometry.W + 2 * geometry.padding_w;
-  ELLA_CHECK(std::max(padded_h, padded_w) <= kMostNumbers && padded_h * padded_w <= kMostNumbers / geometry.C, name,
-             ": an image with its padding may have at most ", kMostNumbers, " numbers, got ", geometry.C, " x ", padded_h,
-             " x ", padded_w);
+  const ConvGeometry all = check_conv_kron_accumulate(factor, x, kernel_size, stride, padding, dilation, circular, alpha);
+  if (all.positions() == 0 || factor.numel() == 0 || x.numel() == 0) return;  // of a border alone, patches are zero
+  const int64_t padded_h = all.H + 2 * all.padding_h, padded_w = all.W + 2 * all.padding_w;
+  ELLA_CHECK(std::max(padded_h, padded_w) <= kMostNumbers && padded_h * padded_w <= kMostNumbers / all.C, name,
+             ": an image with its padding may have at most ", kMostNumbers, " numbers, got ", all.C, " x ", padded_h, " x ",
+             padded_w);
   const Device device(factor);
-  ELLA_DISPATCH_FLOATING(x.scalar_type(), name, [&] {
-    if (same_on_torus(geometry)) {
-      if (geometry.kernel_w == 3 && tried_lags<scalar_t, 3>(device, name, factor, x, geometry, alpha, allow_tf32)) return;
-      if (geometry.kernel_w == 5 && tried_lags<scalar_t, 5>(device, name, factor, x, geometry, alpha, allow_tf32)) return;
-    }
-    ELLA_CHECK(
-        cuda_path().lags != CudaPath::Choice::yes, name,
-        ": ELLA_CUDA_PATH: lags=yes is for stride 1, dilation 1 and the circular padding that keeps the size, for kernels 3 or "
-        "5 wide and images of at most 512 columns whose rows fit in shared memory");
-    const Image<scalar_t> images = image<scalar_t>(x);
-    const bool copies = geometry.padding_h > 0 || geometry.padding_w > 0 || span(images, geometry) > kMostNumbers;
-    // Positions, and numbers from the first to the last.
-    int64_t at_once = kMostNumbers / std::max(geometry.out_h * geometry.out_w, copies ? int64_t{1} : images.n);
-    at_once = std::max(at_once, int64_t{1});
-    if (copies) at_once = std::min(at_once, std::max(kMostPadded / (geometry.C * padded_h * padded_w), int64_t{1}));
-    for (int64_t first = 0; first < geometry.N; first += at_once) {
-      const int64_t count = std::min(at_once, geometry.N - first);
-      std::optional<Tensor> copy;  // kept until the kernels are queued
-      Image<scalar_t> from = images;
-      if (copies) {
-        const auto pad = geometry.circular ? padded_images<scalar_t, true> : padded_images<scalar_t, false>;
-        copy = pad(device, name, x, first, count, geometry.padding_h, geometry.padding_w, Components());
-        from = image<scalar_t>(*copy);
-      } else {
-        from.data += first * from.n;
-      }
-      syrk<scalar_t>(device, name, Patches<scalar_t>(from, geometry), factor, 1, geometry.patch(),
-                     count * geometry.out_h * geometry.out_w, alpha, allow_tf32);
-    }
+  with_row_type(x, [&](auto number) {
+    using S = decltype(number);
+    using T = Widened<S>;
+    // Of as many positions as a patch has numbers the products are most of the work, not the factor's way through memory; but
+    // no more numbers than the factor has.
+    const int64_t least = std::min(ceil_div(all.patch(), all.out_h * all.out_w), factor.numel() / (all.C * all.H * all.W));
+    for_widened(device, name, x, image<S>(x), {all.N, all.C, all.H, all.W}, least, [&](const Image<T>& some, int64_t count) {
+      ConvGeometry geometry = all;
+      geometry.N = count;
+      accumulate(device, name, factor, some, geometry, alpha, allow_tf32 || kIsWidened<S>);
+    });
   });
 }
 

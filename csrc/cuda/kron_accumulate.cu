@@ -1,6 +1,7 @@
 // kron_accumulate_: factor[g] += alpha * rows[:,g]^T rows[:,g].
 #include "../common/checks.h"
 #include "syrk.cuh"
+#include "widened.cuh"
 
 namespace ella {
 namespace {
@@ -27,12 +28,19 @@ struct StridedRows {
 };
 
 void kron_accumulate_(Tensor factor, const Tensor& rows, double alpha, bool allow_tf32) {
+  constexpr const char* name = "kron_accumulate_";
   const KronAccumulateSizes s = check_kron_accumulate(factor, rows, alpha);
   if (s.N == 0 || factor.numel() == 0) return;
   const Device device(factor);
-  ELLA_DISPATCH_FLOATING(rows.scalar_type(), "kron_accumulate_", [&] {
-    const StridedRows<scalar_t> policy{rows.const_data_ptr<scalar_t>(), rows.stride(0), rows.stride(1), rows.stride(2)};
-    syrk<scalar_t>(device, "kron_accumulate_", policy, factor, s.G, s.d, s.N, alpha, allow_tf32);
+  with_row_type(rows, [&](auto number) {
+    using S = decltype(number);
+    using T = Widened<S>;
+    const Image<S> all{rows.const_data_ptr<S>(), rows.stride(0), rows.stride(1), 0, rows.stride(2)};
+    // Of d rows or more the products, d^3, are most of the work, not the factor's way through memory.
+    for_widened(device, name, rows, all, {s.N, s.G, 1, s.d}, s.d, [&](const Image<T>& some, int64_t count) {
+      syrk<T>(device, name, StridedRows<T>{some.data, some.n, some.c, some.w}, factor, s.G, s.d, count, alpha,
+              allow_tf32 || kIsWidened<S>);
+    });
   });
 }
 

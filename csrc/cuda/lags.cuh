@@ -226,21 +226,22 @@ std::optional<LagShape> lag_shape(const ConvGeometry& g) {
 
 // factor (P, P) += alpha * sum over the patches of x; neither is empty.
 template <class T, int KW>
-void add_lags(const Device& device, const char* name, const Tensor& factor, const Tensor& x, LagShape s, double alpha,
+void add_lags(const Device& device, const char* name, const Tensor& factor, const Image<T>& x, LagShape s, double alpha,
               int64_t split) {
   using Tile = LagTile<KW>;
-  const bool widens = factor.scalar_type() != x.scalar_type();
+  const ScalarType type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
+  const bool widens = factor.scalar_type() != type;
   const int64_t all = s.units, count = int64_t{s.tasks} * Tile::kResults;
   const int64_t wanted = split ? split : std::max(ceil_div(2 * device.multiprocessors(), int64_t{s.passes}), int64_t{1});
   s.share_units = widens ? 1 : ceil_div(all, std::min(wanted, kLagShares));
   const int64_t at_once = s.share_units * std::min(ceil_div(all, s.share_units), kLagShares);
-  const Tensor parts = device_empty(x, {at_once / s.share_units, count});
+  const Tensor parts = device_empty(factor, {at_once / s.share_units, count}, type);
   const Tensor totals = device_empty(factor, {count});
   const int64_t numbers = std::max<int64_t>(s.staged(), kLagThreads * Tile::kResults);
   for (s.first = 0; s.first < all; s.first += at_once) {
     s.units = std::min(s.first + at_once, all);
     const int64_t shares = ceil_div(s.units - s.first, s.share_units);
-    launch(device, name, lag_kernel<T, KW>, shares * s.passes, kLagThreads, shared_size(numbers * sizeof(T)), image<T>(x), s,
+    launch(device, name, lag_kernel<T, KW>, shares * s.passes, kLagThreads, shared_size(numbers * sizeof(T)), x, s,
            parts.mutable_data_ptr<T>());
     const auto total = [&](auto zero) {
       using Total = decltype(zero);

@@ -39,19 +39,18 @@ inline int64_t most_padded_places(const std::array<int64_t, 2>& size, const std:
 
 inline int64_t modulo(int64_t number, int64_t size) { return size ? (number % size + size) % size : 0; }
 
-// x[first .. first + images], x (N, C, H, W) of any strides, with a border of pad_h rows and pad_w columns on each side,
-// contiguous. `components` are those of these images.
+// x (N, C, H, W) = `sizes`, of any strides, with a border of pad_h rows and pad_w columns on each side, contiguous and of the
+// dtype and device of `like`.
 template <class T, bool CIRCULAR>
-Tensor padded_images(const Device& device, const char* name, const Tensor& x, int64_t first, int64_t images, int64_t pad_h,
-                     int64_t pad_w, Components components) {
-  const int64_t C = x.size(1), H = x.size(2), W = x.size(3), padded_h = H + 2 * pad_h, padded_w = W + 2 * pad_w;
-  const Tensor out = device_empty(x, {images, C, padded_h, padded_w});
+Tensor padded_images(const Device& device, const char* name, const Tensor& like, const Image<T>& x,
+                     const std::array<int64_t, 4>& sizes, int64_t pad_h, int64_t pad_w, Components components) {
+  const int64_t C = sizes[1], H = sizes[2], W = sizes[3], padded_h = H + 2 * pad_h, padded_w = W + 2 * pad_w;
+  const Tensor out =
+      device_empty(like, {sizes[0], C, padded_h, padded_w}, sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double);
   const int64_t count = out.numel();
-  Image<T> from = image<T>(x);
-  from.data += first * from.n;
   with_places(most_padded_places({H, W}, {padded_h, padded_w}, count), [&](auto zero) {
     using Place = decltype(zero);
-    launch(device, name, pad_kernel<T, Place, CIRCULAR>, element_blocks(count), kElementThreads, 0, from, components,
+    launch(device, name, pad_kernel<T, Place, CIRCULAR>, element_blocks(count), kElementThreads, 0, x, components,
            out.mutable_data_ptr<T>(), count, Axes<Place>(C, padded_h, padded_w), Divisor<Place>(H), Divisor<Place>(W),
            CIRCULAR ? modulo(-pad_h, H) : pad_h, CIRCULAR ? modulo(-pad_w, W) : pad_w);
   });

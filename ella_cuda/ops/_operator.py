@@ -64,12 +64,7 @@ def operand_sizes(op: str, known: dict[str, int] | None = None, **operands: tupl
         if axes is not None:
             _require_shape(op, name, tensor, axes.split() if isinstance(axes, str) else axes, sizes)
         if tensor.dtype not in (rest[0] if rest else (reference.dtype,)):
-            own = f"have the dtype of {reference_name} ({_short(reference.dtype)})"
-            words = {
-                (): own,
-                (INDEX,): "be int64",
-                (COORDINATES,): f"be float64 whatever the dtype of {reference_name}",
-            }.get(tuple(rest), f"{own} or be float32" if reference.dtype == torch.float64 else own)
+            words = _dtypes_in_words(reference_name, reference.dtype, *rest)
             raise RuntimeError(f"{op}: {name} must {words}, got {_short(tensor.dtype)}")
         if tensor.device != reference.device:
             raise RuntimeError(
@@ -97,6 +92,17 @@ def _require_shape(op: str, name: str, tensor: Tensor, axes: Sequence[str], size
         raise RuntimeError(f"{op}: {name} must have shape ({', '.join(axes)}{comma}){equal}, got {tuple(tensor.shape)}")
 
 
+def _dtypes_in_words(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...] | None = None) -> str:
+    """What a tensor must do whose dtype is not allowed, beside the reference of that name and dtype."""
+    if allowed == INDEX:
+        return "be int64"
+    if allowed == COORDINATES:
+        return f"be float64 whatever the dtype of {name}"
+    *others, last = map(_short, allowed or (dtype,))
+    own = f"have the dtype of {name} ({_short(dtype)})"
+    return f"{own} or be {', '.join(others[1:])} or {last}" if others else own
+
+
 def _known(axis: str, sizes: dict[str, int]) -> int | None:
     if axis.isdigit():
         return int(axis)
@@ -108,8 +114,9 @@ INDEX, COORDINATES = (torch.int64,), (torch.float64,)
 
 
 def summands(factor: Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes of what may be added to a factor."""
-    return (torch.float64, torch.float32) if factor.dtype == torch.float64 else (factor.dtype,)
+    """Dtypes of numbers whose products may be added to a factor."""
+    wider = (torch.float32,) if factor.dtype == torch.float64 else ()
+    return (factor.dtype, *wider, torch.bfloat16, torch.float16)
 
 
 def require_factor(op: str, factor: Tensor) -> None:

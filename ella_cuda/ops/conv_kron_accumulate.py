@@ -42,7 +42,7 @@ def conv_kron_accumulate_(
 
     Args:
         factor: ``(C*kh*kw, C*kh*kw)``, contiguous, symmetric, in the order of :func:`torch.nn.functional.unfold`; changed in place.
-        x: ``(N, C, H, W)``, the convolution's input, of the factor's dtype, or float32 beside a float64 factor; see
+        x: ``(N, C, H, W)``, the convolution's input, of the factor's dtype, float32 beside a float64 factor, or bfloat16 or float16; see
             :func:`ella_cuda.ops.kron_accumulate_`.
         kernel_size: ``k`` or ``(kh, kw)``.
         padding_mode: "circular" (positions wrap) or "zeros".

@@ -31,8 +31,10 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
 
     Args:
         factor: ``(G, d, d)``, contiguous, symmetric; changed in place. G = 1 is the usual KFAC factor, G > 1 its exact blocks.
-        rows: ``(N, G, d)``, any strides, of the factor's dtype, or float32 beside a float64 factor: products are then float32, summed in
-            float32 over at most 1,024 rows (256 on the CPU), and these sums in float64.
+        rows: ``(N, G, d)``, any strides, of the factor's dtype, float32 beside a float64 factor, or bfloat16 or float16. Numbers of 16 bits
+            are multiplied as float32, in which their products are exact, and are never all copied: on CUDA 16 MiB or as many bytes as
+            the factor has are copied to float32 at a time. Beside a float64 factor products of float32 are summed in float32 over at
+            most 1,024 rows (256 on the CPU), and these sums in float64.
         alpha: weight of the sum, finite in the factor's dtype. What is not finite in the rows shows even at 0.
 
     Returns:

@@ -29,6 +29,7 @@ TORCH = Path(torch.__file__).resolve().parent
 FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places in 63 bits
 FEW_PADDED = "-DELLA_MOST_PADDED_NUMBERS=2000"  # so many of the images with their border are there at a time
 FEW_NUMBERS = "-DELLA_MOST_NUMBERS=8000"  # so many of other images, or one of them with its border, at the most
+FEW_WIDENED = "-DELLA_MOST_WIDENED_NUMBERS=300"  # so many of 16-bit numbers are copied to float32 at a time
 FEW_AT_A_TIME = "-DELLA_MOST_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
 FLAGS = [
     "-std=c++17",
@@ -42,6 +43,7 @@ FLAGS = [
     FEW_PLACES,
     FEW_PADDED,
     FEW_NUMBERS,
+    FEW_WIDENED,
     FEW_AT_A_TIME,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}

@@ -16,6 +16,7 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
     simulator.launches()
     with simulator.scheduled(multiprocessors=PROCESSORS):
         call_every_op(simulator.ops)
+        accumulate_16_bits(simulator.ops)
     with simulator.scheduled(multiprocessors=PROCESSORS, warpgroups=True):
         accumulate(simulator.ops, torch.float32, [100])
     with simulator.scheduled(multiprocessors=PROCESSORS), simulator.path(product="scalar"):
@@ -67,6 +68,13 @@ def call_every_op(ops: Any) -> None:
             for total in {dtype, torch.float64}:
                 factor = torch.zeros(6 * width, 6 * width, dtype=total)
                 ops.conv_kron_accumulate_(factor, images, kernel, ones, (1, width // 2), ones, True, 1.0)
+
+
+def accumulate_16_bits(ops: Any) -> None:
+    """Copies whose places are counted in 31 bits and in 63."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for d in (4, 100):
+            ops.kron_accumulate_(torch.zeros(1, d, d), torch.randn(d, 1, d).to(dtype), 1.0)
 
 
 def accumulate(ops: Any, dtype: torch.dtype, sizes: list[int]) -> None:

@@ -86,6 +86,20 @@ def test_layouts(simulator: Simulator, layout: str) -> None:
     assert_accurate(got, exact(start.double(), x.double(), *call[1:]), exact(start, x, *call[1:]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("geometry", [0, 1, 2, 4, 7, 9, 11])
+def test_images_of_16_bits(simulator: Simulator, geometry: int, dtype: torch.dtype) -> None:
+    """In one copy and in several, with a border and without, in every layout."""
+    shape, *rest = GEOMETRIES[geometry]
+    start, _ = problem(GEOMETRIES[geometry], torch.float32)
+    for layout in LAYOUTS:
+        call = (arrange(torch.randn(shape).to(dtype), layout), *rest, geometry % 2 == 0, 0.7)
+        (got,) = in_every_order(simulator, lambda call=call: accumulated(simulator, start, *call))
+        expected = exact(start.double(), call[0].double(), *call[1:])
+        assert_accurate(got, expected, exact(start, call[0].float(), *call[1:]))
+        assert torch.equal(got, got.T)
+
+
 @pytest.mark.parametrize("size", [(0, 5), (4, 0)])
 def test_images_without_pixels(simulator: Simulator, size: tuple[int, int]) -> None:
     start, x = problem(((3, 2, *size), (3, 3)), torch.float32)

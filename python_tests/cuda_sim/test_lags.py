@@ -52,6 +52,19 @@ def checked(simulator: Simulator, start: Tensor, call, alpha: float) -> None:
     assert torch.equal(got, got.T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("shape", "kernel"), [PROBLEMS[1], PROBLEMS[3], PROBLEMS[8]])
+def test_images_of_16_bits(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:
+    """In one copy and in several."""
+    start, (x, *rest) = torus(shape, kernel, torch.float32)
+    call = (x.to(dtype), *rest)
+    with simulator.path(lags="yes"):
+        (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, *call, 0.7))
+    assert any("lag_" in launch.kernel for launch in simulator.launches())
+    expected = exact(start.double(), call[0].double(), *rest, 0.7)
+    assert_accurate(got, expected, exact(start, call[0].float(), *rest, 0.7))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "kernel"), PROBLEMS)
 def test_accumulates(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:

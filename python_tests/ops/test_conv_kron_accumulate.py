@@ -284,3 +284,93 @@ def test_vmap_inside_a_compiled_function_and_inside_vmap():
     torch.testing.assert_close(nested, expected)
     torch.compile(torch.vmap(accumulate), backend="aot_eager", fullgraph=True)(compiled, images[:, 0])
     torch.testing.assert_close(compiled, expected[:, 0])
+
+
+of_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+def accurate_in_both(x: Tensor, kernel, exact: Tensor | None = None, mode: str = "circular", **options) -> None:
+    """Images of 16 bits beside a factor of either dtype. The oracle is float64 on the same numbers."""
+    d = x.shape[1] * pair(kernel)[0] * pair(kernel)[1]
+    zeros = torch.zeros(d, d, device=x.device)
+    if exact is None:
+        exact = explicit(
+            x, kernel, *(options.get(k) or v for k, v in {"stride": 1, "padding": None, "dilation": 1}.items()), mode
+        )
+    twin = ops.conv_kron_accumulate_torch_(zeros.clone(), x, kernel, mode, **options)
+    single = ops.conv_kron_accumulate_(zeros.clone(), x, kernel, mode, **options)
+    checks.error_at_most_twice(single, twin, exact)
+    double = ops.conv_kron_accumulate_(zeros.double(), x, kernel, mode, **options)
+    floor = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (double - exact).abs().max() <= max(2 * (twin.double() - exact).abs().max(), floor)
+    assert torch.equal(single, single.T) and torch.equal(double, double.T)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@of_16_bits
+def test_images_of_16_bits(geometry, dtype, device):
+    kernel, stride, padding, dilation, mode = geometry
+    x = torch.randn(2, 2, 5, 6).to(device, dtype)
+    for _, laid_out in checks.layouts(x):
+        accurate_in_both(
+            laid_out, kernel, explicit(laid_out, *geometry), mode, stride=stride, padding=padding, dilation=dilation
+        )
+
+
+@pytest.mark.parametrize(
+    "shape, kernel", [((5, 37, 4, 4), 3), ((7, 40, 1, 1), 3), ((3, 5, 1, 8), (1, 5)), ((3, 6, 3, 3), 3)]
+)
+@of_16_bits
+def test_small_tori_of_16_bits(shape, kernel, dtype, device):
+    accurate_in_both(torch.randn(shape).to(device, dtype), kernel)
+
+
+@pytest.mark.parametrize("shape", [(40, 70, 1, 1), (9, 70, 2, 3), (5, 20, 4, 4), (2, 4, 7, 33)], ids=str)
+@of_16_bits
+def test_patches_of_one_pixel_of_16_bits(shape, dtype, device):
+    for _, x in checks.layouts(torch.randn(shape).to(device, dtype)):
+        rows = x.double().transpose(0, 1).flatten(1)
+        accurate_in_both(x, 1, rows @ rows.T)
+
+
+@of_16_bits
+def test_more_images_of_16_bits_than_are_copied_at_once(dtype, device):
+    """Integers, of which all sums are exact."""
+    x = torch.randint(-3, 4, (700, 60, 8, 8)).to(device, dtype)
+    found = ops.conv_kron_accumulate_(torch.zeros(540, 540, device=device), x, 3)
+    exact = torch.zeros(540, 540, dtype=torch.float64, device=device)
+    for some in x.split(100):
+        ops.conv_kron_accumulate_torch_(exact, some, 3)
+    assert torch.equal(found.double(), exact)
+
+
+@of_16_bits
+@pytest.mark.parametrize("kernel, options", [(3, {}), (3, {"stride": 2}), (1, {})])
+def test_images_of_16_bits_are_never_all_copied(kernel, options, dtype):
+    x, size = torch.ones(1500, 16, 32, 32, dtype=dtype), 16 * kernel**2
+    factor = torch.zeros(size, size)
+    peak = checks.peak_bytes(lambda: ops.conv_kron_accumulate_(factor, x, kernel, **options))
+    assert peak <= 2 * x.numel()  # a copy has four bytes each
+
+
+@of_16_bits
+def test_images_of_16_bits_in_transforms_and_autocast(dtype, device):
+    x = torch.randn(3, 2, 4, 4).to(device, dtype)
+    factor = torch.zeros(18, 18, device=device)
+    expected = ops.conv_kron_accumulate_(factor.clone(), x, 3)
+    raw = (factor.clone(), x, (3, 3), (1, 1), (1, 1), (1, 1), True, 1.0)
+    torch.library.opcheck(torch.ops.ella_cuda.conv_kron_accumulate_.default, raw)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), x, 3), expected)
+    torch._dynamo.reset()
+    written = factor.clone()
+    torch.compile(lambda f, image: ops.conv_kron_accumulate_(f, image, 3), fullgraph=True, backend="aot_eager")(
+        written, x
+    )
+    assert torch.equal(written, expected)
+    several = torch.zeros(3, 18, 18, device=device)
+    torch.func.vmap(lambda f, image: ops.conv_kron_accumulate_(f, image[None], 3))(several, x)
+    torch.testing.assert_close(several.sum(0), expected)
+    for empty in (x[:0], x[:, :, :0]):
+        options = {} if empty.shape[2] else {"padding": 2}
+        assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), empty, 3, "zeros", **options), factor)

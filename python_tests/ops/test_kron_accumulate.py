@@ -235,10 +235,12 @@ def test_a_factor_that_is_not_contiguous_is_refused(device):
         ops.kron_accumulate_(wide, rows)
     with pytest.raises(RuntimeError, match="rows"):
         ops.kron_accumulate_(factor, rows[:, :, :2])
-    with pytest.raises(RuntimeError, match=r"rows must have the dtype of factor \(float32\), got float64"):
+    with pytest.raises(RuntimeError, match=r"of factor \(float32\) or be bfloat16 or float16, got float64"):
         ops.kron_accumulate_(factor.float(), rows)
-    with pytest.raises(RuntimeError, match=r"\(float64\) or be float32, got float16"):
-        ops.kron_accumulate_(factor, rows.half())
+    with pytest.raises(RuntimeError, match=r"\(float64\) or be float32, bfloat16 or float16, got int16"):
+        ops.kron_accumulate_(factor, rows.short())
+    with pytest.raises(RuntimeError, match=r"factor must be float32 or float64, got float16"):
+        ops.kron_accumulate_(factor.half(), rows.half())
     with pytest.raises(RuntimeError, match="factor must be contiguous"):
         ops.kron_accumulate_(factor[:1].expand(2, 3, 3), rows)
 
@@ -396,3 +398,103 @@ def test_more_rows_than_are_packed_at_once(dtype, device):
     ops.kron_accumulate_(ours, rows)
     ops.kron_accumulate_torch_(twin, rows)
     checks.error_at_most_twice(ours, twin, outer_products(torch.zeros_like(ours), rows, 1.0))
+
+
+of_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+def accurate_in_both(rows: Tensor, alpha: float = 0.7) -> None:
+    """Rows of 16 bits beside a factor of either dtype. The oracle is float64 on the same numbers."""
+    factor, _ = tensors((1, *rows.shape[1:]), rows.device)
+    for total in (torch.float32, torch.float64):
+        start = factor.to(total)
+        ours, exact = ops.kron_accumulate_(start.clone(), rows, alpha), outer_products(start, rows, alpha)
+        twin = ops.kron_accumulate_torch_(factor.float(), rows, alpha)
+        if total == torch.float64:  # products of float32 are summed in float32 for a while
+            floor = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+            assert (ours - exact).abs().max() <= max(2 * (twin.double() - exact).abs().max(), floor)
+        else:
+            checks.error_at_most_twice(ours, twin, exact)
+        assert torch.equal(ours, ours.mT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@of_16_bits
+def test_rows_of_16_bits(shape, dtype, device):
+    accurate_in_both(tensors(shape, device)[1].to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 5), (130, 9, 3), (70, 37, 20), (300, 3, 130), (5, 2, 300), (4501, 1, 37)])
+@of_16_bits
+def test_every_layout_of_rows_of_16_bits(shape, dtype, device):
+    rows = tensors(shape, device)[1].to(dtype)
+    accurate_in_both(rows.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    accurate_in_both(rows[:, :1].expand_as(rows))
+    for _, laid_out in checks.layouts(rows):
+        accurate_in_both(laid_out)
+
+
+@of_16_bits
+def test_every_number_of_16_bits_is_taken_as_it_is(dtype, device):
+    """Its product with 1, once by each way through the rows: subnormal numbers, infinities and NaN among them."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).to(device)
+    pairs = torch.stack([numbers, torch.ones_like(numbers)], 1)[None]  # (1, G, 2)
+    for rows in (pairs, pairs.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        factor = ops.kron_accumulate_(torch.zeros(1 << 16, 2, 2, device=device), rows)
+        torch.testing.assert_close(factor[:, 0, 1], numbers.float(), rtol=0, atol=0, equal_nan=True)
+    if device.type == "cpu":  # tensor cores give NaN for an infinite number
+        finite = numbers[numbers.isfinite()][: 40 * 1000].view(-1, 1, 40).float().to(dtype)
+        for row in finite.split(1):
+            one = torch.cat([torch.ones_like(row[..., :1]), row], 2)
+            factor = ops.kron_accumulate_(torch.zeros(1, 41, 41, dtype=torch.float64), one)
+            assert torch.equal(factor[0, 0, 1:], row[0, 0].double())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(5, 3, 5), (70, 2, 41), (300, 3, 70), (30, 1, 301), (4501, 1, 37), (70, 27, 40)])
+@of_16_bits
+def test_nothing_past_the_end_of_rows_of_16_bits_is_read(shape, dtype):
+    factor, rows = tensors(shape, torch.device("cpu"), torch.float32)
+    rows = rows.to(dtype)
+    guarded = ops.kron_accumulate_(factor.clone(), checks.before_a_guard_page(rows))
+    assert torch.equal(guarded, ops.kron_accumulate_(factor.clone(), rows))
+
+
+@of_16_bits
+@pytest.mark.parametrize("shape", [(4_000_000, 1, 4), (400_000, 2, 20), (60_000, 1, 256), (50_000, 1, 320)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_rows_of_16_bits_are_never_all_copied(shape, strided, dtype):
+    n, g, d = shape
+    rows = torch.ones(d, g, n, dtype=dtype).permute(2, 1, 0) if strided else torch.ones(shape, dtype=dtype)
+    factor = torch.zeros(g, d, d)
+    assert checks.peak_bytes(lambda: ops.kron_accumulate_(factor, rows)) <= rows.numel()  # a copy has four bytes each
+
+
+@of_16_bits
+def test_rows_of_16_bits_in_transforms_and_autocast(dtype, device):
+    factor, rows = tensors((4, 2, 3), device, torch.float32)
+    rows = rows.to(dtype)
+    expected = ops.kron_accumulate_(factor.clone(), rows)
+    torch.library.opcheck(torch.ops.ella_cuda.kron_accumulate_.default, (factor.clone(), rows, 0.5))
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(ops.kron_accumulate_(factor.clone(), rows), expected)
+    torch._dynamo.reset()
+    written = factor.clone()
+    torch.compile(ops.kron_accumulate_, fullgraph=True, backend="aot_eager")(written, rows)
+    assert torch.equal(written, expected)
+    several = factor.expand(3, 2, 3, 3).clone()
+    torch.func.vmap(ops.kron_accumulate_, (0, None))(several, rows)
+    torch.testing.assert_close(several, expected.expand_as(several))
+    assert torch.equal(ops.kron_accumulate_(factor.clone(), rows[:0]), factor)
+
+
+@of_16_bits
+def test_rows_of_16_bits_in_the_factors_memory_are_refused(dtype, device):
+    memory = torch.zeros(60, device=device)
+    halves, factor = memory.view(dtype), memory[:18].view(2, 3, 3)
+    with pytest.raises(RuntimeError, match="rows must not share memory with factor"):
+        ops.kron_accumulate_(factor, halves[35:59].view(4, 2, 3))
+    with pytest.raises(RuntimeError, match="x must not share memory with factor"):
+        ops.conv_kron_accumulate_(memory[:4].view(2, 2), halves[7:31].view(1, 2, 3, 4), 1)
+    ops.kron_accumulate_(factor, halves[36:60].view(4, 2, 3))
+    ops.conv_kron_accumulate_(memory[:4].view(2, 2), halves[8:32].view(1, 2, 3, 4), 1)

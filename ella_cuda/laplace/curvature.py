@@ -272,7 +272,9 @@ class CurvaturePass:
             self._called.add(rule)
             self.calls[rule] += 1
             with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                seen = (full(a.detach()) if isinstance(a, Tensor) else a for a in arguments)
+                seen = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
+                if not rule.reads_reduced():
+                    seen = (full(a) if isinstance(a, Tensor) else a for a in seen)
                 rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
             pulls = _BatchSecond(rule) if axis else rule
             if not rule.differentiates:

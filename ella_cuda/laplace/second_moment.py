@@ -24,20 +24,21 @@ class SecondMoment:
     Where weights are given at the A anchors of a basis, rows are collected at its X positions, as for a layer without one, and
     ``total`` is projected when it is read: d is then a multiple of X.
 
-    ``total`` is float64 whatever the rows' dtype: products of float32 rows are summed in float32 over short runs of them, and these sums
-    in float64. A float32 total would lose the small eigenvalues of rows that are not centred, the more the more batches there are.
+    ``total`` is float64 whatever the rows' dtype: products of float32, bfloat16 or float16 rows are summed in float32 over short runs of
+    them, and these sums in float64. A float32 total would lose the small eigenvalues of rows that are not centred, the more the more
+    batches there are.
 
     Args:
         groups: G.
         size: d.
-        like: a tensor of the dtype (float32 or float64) of the rows and on their device.
+        like: a tensor of the dtype (float32 or float64) in which rows are multiplied and on their device.
         name: what it belongs to, for error messages.
         basis: of the weights, or None.
     """
 
     def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
         self.total = torch.zeros(groups, size, size, dtype=torch.float64, device=like.device)
-        self.dtype = like.dtype  # of the rows
+        self.dtype = like.dtype  # of the rows, or of their products
         self.rows = 0
         self.name = name
         self.basis = basis

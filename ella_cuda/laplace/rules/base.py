@@ -22,7 +22,9 @@ class Rule(ABC):
     rule with ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`;
     otherwise autograd does. With ``pulls_afresh = True`` it promises that what it returns there is new memory, never its
     argument or a view of it: the ReLU before the layer is then differentiated in place. With ``batch_second = True`` it says that the
-    layer treats all axes but the last alike, so that the batch may also be the second; the rule's methods get it in front.
+    layer treats all axes but the last alike, so that the batch may also be the second; the rule's methods get it in front. With
+    ``takes_reduced = True`` the class that defines :meth:`inputs` says that it may get bfloat16 and float16, as a network with an
+    autocast of its own has them; otherwise it gets a float32 copy of these.
 
     Attributes:
         module: the layer.
@@ -44,6 +46,7 @@ class Rule(ABC):
     differentiates: ClassVar[bool] = False
     pulls_afresh: ClassVar[bool] = False
     batch_second: ClassVar[bool] = False
+    takes_reduced: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         self.module, self.name, self.resolution = module, name, resolution
@@ -95,6 +98,11 @@ class Rule(ABC):
         ``input_shape`` is None.
         """
         raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define pull_back.")
+
+    def reads_reduced(self) -> bool:
+        """The promise of the class that defines :meth:`inputs`; one that defines it anew has not given it."""
+        owner = next(c for c in type(self).__mro__ if "inputs" in vars(c))
+        return bool(vars(owner).get("takes_reduced", False))
 
     def shares_outputs(self) -> dict[str, str]:
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""

@@ -31,6 +31,7 @@ class Conv2dRule(Rule):
 
     differentiates = True
     pulls_afresh = True
+    takes_reduced = True
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -175,6 +176,8 @@ class SparseConv2dRule(Conv2dRule):
 
     Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
     """
+
+    takes_reduced = True
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)

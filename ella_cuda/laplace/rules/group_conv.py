@@ -24,6 +24,8 @@ class GroupFilter2dRule(Rule):
     Source: Grosse and Martens, ICML 2016; van der Ouderaa et al., NeurIPS 2023, appendix.
     """
 
+    takes_reduced = True
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         patch = math.prod(m.weight.shape[1:])

@@ -24,6 +24,7 @@ class LinearRule(Rule):
     differentiates = True
     pulls_afresh = True
     batch_second = True
+    takes_reduced = True
 
     def shapes(self) -> dict[str, FactorShape]:
         a, b = self.module.in_features, self.module.out_features

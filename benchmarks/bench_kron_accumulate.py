@@ -1,6 +1,6 @@
 """Symmetric accumulation ``factor[g] += rows[:, g]^T rows[:, g]``, blocks of 4 to 1024; where there are several blocks also the
 published structure, one dense matrix from block-diagonal copies of the rows. Then float32 rows that join a float32 factor and a
-float64 one, by the kernels and by a product of torch's that is added to it."""
+float64 one, by the kernels and by a product of torch's that is added to it. At last bfloat16 rows that join a float32 factor."""
 
 from __future__ import annotations
 
@@ -79,4 +79,44 @@ def test_factors_of_both_types(time, device, n, d, who):
         who=who,
         flops=n * d * (d + 1),  # the upper triangle
         bytes=4 * n * d + 2 * dtype.itemsize * d * d,
+    )
+
+
+def copy_and_baddbmm(factor, rows):
+    baddbmm(factor, rows.float())
+
+
+def copy_and_ours(factor, rows):
+    ops.kron_accumulate_(factor, rows.float())
+
+
+def baddbmm_into_float32(factor, rows):
+    """Torch's product of 16-bit matrices that is summed and added in float32; on CUDA only."""
+    rows = rows.transpose(0, 1)
+    torch.baddbmm(factor, rows.mT, rows, out_dtype=torch.float32, out=factor)
+
+
+OF_16_BITS = {
+    "ella_cuda": ops.kron_accumulate_,
+    "float32 copy, then ella_cuda": copy_and_ours,
+    "float32 copy, then baddbmm_": copy_and_baddbmm,
+    "baddbmm into float32": baddbmm_into_float32,
+}
+
+
+@pytest.mark.parametrize(("n", "g", "d", "who"), [(*s, w) for s in SHAPES for w in OF_16_BITS])
+def test_bfloat16_rows(time, device, n, g, d, who):
+    if device.type == "cpu" and who == "baddbmm into float32":
+        pytest.skip("torch has no such product on the CPU")
+    call, rows = OF_16_BITS[who], torch.randn(n, g, d, device=device).bfloat16()
+    factor = torch.zeros(g, d, d, device=device)
+    call(factor, rows)
+    exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
+    torch.testing.assert_close(factor.double(), exact, rtol=1e-4, atol=1e-3 * n**0.5)
+    time(
+        lambda: call(factor, rows),
+        work=f"kron_accumulate_ of bfloat16 rows, {n} rows, {g} blocks of {d}",
+        who=who,
+        flops=n * g * d * (d + 1),  # the upper triangle
+        bytes=2 * n * g * d + 8 * g * d * d,
     )

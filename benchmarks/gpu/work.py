@@ -62,8 +62,13 @@ def peaks(work: Any, allowed: bool) -> Peaks | None:
     rates = json.loads(os.environ.get("ELLA_CEILINGS", "{}"))
     if not rates:
         return None
-    exact = rates["float64"] if work.wide else max(rates["float32"], rates["tf32"] / 3)
-    return Peaks(1e12 * (rates["tf32"] if allowed and not work.wide else exact), 1e9 * rates["copy"])
+    if work.reduced:
+        rate = rates["bfloat16"]
+    elif work.wide:
+        rate = rates["float64"]
+    else:
+        rate = rates["tf32"] if allowed else max(rates["float32"], rates["tf32"] / 3)
+    return Peaks(1e12 * rate, 1e9 * rates["copy"])
 
 
 # facts

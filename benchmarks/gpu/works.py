@@ -37,6 +37,7 @@ class Work:
         flops: of the mathematics.
         bytes: read and written.
         wide: the arithmetic is float64's.
+        reduced: the inputs are bfloat16, whose products tensor cores sum in float32.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Work:
     flops: float
     bytes: float
     wide: bool = False
+    reduced: bool = False
 
 
 def normal(*sizes: tuple[int, ...]) -> Callable[[torch.device], tuple[Tensor, ...]]:
@@ -113,9 +115,41 @@ def accumulate(n: int, g: int, d: int) -> Work:
     )
 
 
+def baddbmm_into_float32(factor: Tensor, rows: Tensor) -> Tensor:
+    """Of 16-bit rows, summed in float32; the CPU has no such product."""
+    rows = rows.transpose(0, 1)
+    return torch.baddbmm(factor, rows.mT, rows, out_dtype=torch.float32, out=factor)
+
+
+def accumulate_reduced(n: int, g: int, d: int, rehearse: bool) -> Work:
+    full = accumulate(n, g, d)
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        factor, rows = full.make(device)
+        return factor, rows.bfloat16()
+
+    functions = peers(
+        ella_cuda=ops.kron_accumulate_, float32_copy_and_baddbmm=lambda factor, rows: baddbmm(factor, rows.float())
+    )
+    if not rehearse:
+        functions["baddbmm into float32"] = baddbmm_into_float32
+    bytes_ = 2 * n * g * d + 8 * g * d * d
+    return Work(f"bfloat16 {full.name}", make, functions, full.exact, full.flops, bytes_, reduced=True)
+
+
+def patches_of(x: Tensor) -> Tensor:
+    return F.unfold(F.pad(x, (1, 1, 1, 1), mode="circular"), 3).transpose(1, 2).flatten(0, 1)
+
+
 def unfolded(factor: Tensor, x: Tensor) -> Tensor:
-    patches = F.unfold(F.pad(x, (1, 1, 1, 1), mode="circular"), 3).transpose(1, 2).flatten(0, 1)
+    patches = patches_of(x)
     return torch.addmm(factor, patches.T, patches, out=factor)
+
+
+def unfolded_into_float32(factor: Tensor, x: Tensor) -> Tensor:
+    """Of 16-bit images, summed in float32; the CPU has no such product."""
+    patches = patches_of(x)
+    return torch.addmm(factor, patches.T, patches, out_dtype=torch.float32, out=factor)
 
 
 def accumulate_patches(batch: int, stage: int) -> Work:
@@ -128,6 +162,21 @@ def accumulate_patches(batch: int, stage: int) -> Work:
         lambda factor, x: ops.conv_kron_accumulate_torch_(factor, x, 3),
         2 * batch * X * min(13, X) * C * C,  # of 25 distances between two pixels of a patch, and symmetry leaves 13
         4 * (batch * C * X + 2 * 81 * C * C),
+    )
+
+
+def accumulate_reduced_patches(batch: int, stage: int, rehearse: bool) -> Work:
+    full, (C, _, X, _) = accumulate_patches(batch, stage), stages(10)[stage - 1]
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        factor, x = full.make(device)
+        return factor, x.bfloat16()
+
+    functions = {OURS: full.candidates[OURS], "float32 copy, unfold and addmm": lambda f, x: unfolded(f, x.float())}
+    if not rehearse:
+        functions["unfold and addmm into float32"] = unfolded_into_float32
+    return Work(
+        f"bfloat16 {full.name}", make, functions, full.exact, full.flops, full.bytes - 2 * batch * C * X, reduced=True
     )
 
 
@@ -222,6 +271,8 @@ def works(rehearse: bool) -> dict[str, Work]:
     blocks = [(5, 2, 8)] if rehearse else sorted(BLOCKS, key=lambda s: -s[0] * s[1] * s[2] ** 2)
     out += [accumulate(*sizes) for sizes in blocks]
     out += [accumulate_patches(batch, stage) for stage in chosen]
+    out += [accumulate_reduced(*sizes, rehearse) for sizes in blocks[::4]]
+    out += [accumulate_reduced_patches(batch, stage, rehearse) for stage in ((7,) if rehearse else (2, 5))]
     out += [network_evidence(3 if rehearse else 52)]
     out += [evidence(*sizes) for sizes in ([(2, 4, 3)] if rehearse else LOGDET_SHAPES)]
     out += [work for stage in chosen for work in images(batch, stage)]

@@ -514,6 +514,30 @@ BUGS = [
         WRONG,
     ),
     Bug(
+        "the first rows in place of those that are copied next",
+        "widened.cuh",
+        "from.data += first * x.n;",
+        "",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "a copy whose axes lie in another order than it says",
+        "widened.cuh",
+        "const auto [n, c, h, w] = order;",
+        "const int n = 0, c = 1, h = 2, w = 3;",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
+        "numbers of a copy that are there once read as if they were repeated",
+        "widened.cuh",
+        "copied[axis] = strides[axis] == 0 ? 0 : count;",
+        "copied[axis] = count;",
+        "kron_accumulate",
+        WRONG,
+    ),
+    Bug(
         "images that are moved by their component in rows alone",
         "padded_images.cuh",
         "left = component >> 1;",
@@ -630,8 +654,9 @@ def run(library, source, warpgroups):
                 got, want = [], []
                 # Ordinary; on tensor cores, the last slab where the sums are laid.
                 narrow = [torch.randn(150, 1, 20), torch.rand(4064, 1, 40) + 0.5]
+                narrow += [torch.randn(9, 150, 2).bfloat16().transpose(0, 1), torch.randn(70, 1, 1).half().expand(70, 3, 4)]
                 for rows in [torch.randn(300, 1, 100), torch.randn(300, 1, 230)] if warpgroups else narrow:
-                    factor = torch.zeros(1, *[rows.shape[2]] * 2)
+                    factor = torch.zeros(rows.shape[1], *[rows.shape[2]] * 2)
                     simulator.ops.kron_accumulate_(factor, rows, 1.0)
                     exact = torch.einsum("ngi,ngj->gij", rows.double(), rows.double())
                     got.append((factor / exact.abs().amax()).flatten())

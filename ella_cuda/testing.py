@@ -182,6 +182,16 @@ def kernel_cases() -> list[KernelCase]:
     def patches(channels: int) -> Callable[[], Tensors]:
         return lambda: (torch.zeros(*[9 * channels] * 2, dtype=torch.float64), normal(4, channels, 9, 7))
 
+    def of_16_bits(make: Callable[[], Tensors]) -> Callable[[], Tensors]:
+        """The same factor, and small integers: no sum is rounded in either precision."""
+        return lambda: ((made := make())[0], torch.randint(-8, 9, made[1].shape).double())
+
+    def reduced(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+        return lambda factor, numbers: function(factor, numbers.to(dtype))
+
+    def conv_reduced(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
+        return conv(lambda factor, x, *rest: function(factor, x.bfloat16(), *rest), "circular")
+
     return [
         *(
             (f"factored_linear{which}{more}", layer(*sizes), take(ops.factored_linear), take(ops.factored_linear_torch))
@@ -203,6 +213,21 @@ def kernel_cases() -> list[KernelCase]:
                 ("kron_accumulate_ blocks of 230", 200, 230),  # several
                 ("kron_accumulate_ blocks of 132", 50, 132),
             ]
+        ),
+        *(
+            (
+                f"kron_accumulate_ of {str(dtype).removeprefix('torch.')}",
+                of_16_bits(rows(600, d)),
+                one(reduced(ops.kron_accumulate_, dtype)),
+                one(reduced(ops.kron_accumulate_torch_, dtype)),
+            )
+            for dtype, d in ((torch.bfloat16, 100), (torch.float16, 20))
+        ),
+        (
+            "conv_kron_accumulate_ of bfloat16",
+            of_16_bits(patches(4)),
+            conv_reduced(ops.conv_kron_accumulate_),
+            conv_reduced(ops.conv_kron_accumulate_torch_),
         ),
         *(
             (

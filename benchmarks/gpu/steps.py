@@ -164,7 +164,7 @@ def ncu(call: Call) -> None:
         if metrics:
             call.row(item=item, status="ok", **metrics)
         else:
-            call.row(item=item, status="failed", message="ncu met no kernel of ours")
+            call.row(item=item, status="failed", message=f"ncu met no kernel of ours; {ended.message}")
 
 
 def sweep(call: Call) -> None:
@@ -197,7 +197,9 @@ def tests(call: Call) -> None:
     """The tests that run on a GPU, where pytest-xdist is there eight at once."""
     there = call.items["plugins"]
     options = ["-n", "8"] if "xdist" in there else []
-    options += ["--timeout=60"] if "pytest_timeout" in there else ["-o", "faulthandler_timeout=40"]
+    # By a thread: a signal's handler waits for the call that hangs on the device.
+    timeout = ["--timeout=30", "--timeout-method=thread"]
+    options += timeout if "pytest_timeout" in there else ["-o", "faulthandler_timeout=30"]
     chosen = ["test_cuda_path.py"] if call.rehearsal else TESTS
     files = [str(ROOT / "python_tests" / name) for name in chosen]
     _pytest(call, [*options, "--tb=short", "-k", "cuda and refused" if call.rehearsal else "cuda", *files])

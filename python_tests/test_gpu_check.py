@@ -263,6 +263,29 @@ def test_ncu(call, tmp_path, text, status):
         assert rows[0]["Duration"] == "12 us" and "ella::kernel" in (tmp_path / "out" / "ncu.csv").read_text()
 
 
+TESTS_THAT_HANG = """
+import signal, time
+
+def test_of_which_all_is_known():
+    assert 1 + 1 == 3
+
+def test_that_hears_no_signal():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(300)
+"""
+
+
+def test_a_test_that_fails_before_one_that_hangs_has_its_row(call, tmp_path):
+    one = call()
+    one.env["PYTHONPATH"] = str(run.ROOT)
+    file = tmp_path / "test_hanging.py"
+    file.write_text(TESTS_THAT_HANG)
+    one.step("tests", 15, lambda step: steps._pytest(step, [str(file)]))
+    first, last = (row for row in rows_of(tmp_path / "out") if "item" in row)
+    assert first["item"].endswith("test_of_which_all_is_known") and "1 + 1" in first["message"]
+    assert last["item"] == "pytest" and last["status"] == "failed" and first["at"] < last["at"] - 2
+
+
 def test_failing_cases_are_bisected(call, tmp_path):
     one = call()
     one.env["PATH"] = tool(tmp_path / "tools", "compute-sanitizer", FORWARDING)

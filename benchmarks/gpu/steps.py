@@ -173,21 +173,23 @@ def sweep(call: Call) -> None:
 
 
 def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
-    """pytest on files of the checkout; a row for every failure."""
-    failures: list[str] = []
+    """pytest on files of the checkout; a row for every failure, when it happens."""
+    failures: set[str] = set()
     last = [""]
 
     def line(text: str) -> bool:
         if text.startswith(("FAILED ", "ERROR ")):
-            failures.append(text)
+            item = text.split(" - ")[0].split(" ", 1)[-1]
+            if item not in failures and len(failures) < 60:
+                call.row(status="failed", item=item, message=text[:600])
+            failures.add(item)  # the summary names it again
         if " passed" in text or " failed" in text or " error" in text:
             last[0] = text.strip("= ")
         return False
 
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    plugins = ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.failures"]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, *arguments]
     ended = call.run(command, line=line, interrupt=min(8, call.left() / 3), **options)
-    for text in failures[:60]:
-        call.row(status="failed", item=text.split(" - ")[0].split(" ", 1)[-1], message=text[:600])
     status = "ok" if ended.code in (0, 1) and not failures else "failed" if failures else ended.status
     message = last[0] if status == "ok" else f"{last[0]}; {ended.message}"
     call.row(status=status, item="pytest", message=message[:800])

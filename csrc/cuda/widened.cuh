@@ -15,6 +15,10 @@ namespace ella {
 #endif
 constexpr int64_t kMostWidened = ELLA_MOST_WIDENED_NUMBERS;  // copied at a time: 16 MiB of an H100's 50, an A100's 40
 
+__device__ __forceinline__ float widened(BFloat16 number) { return __uint_as_float(uint32_t{number.x} << 16); }
+
+__device__ __forceinline__ float widened(Half number) { return number; }
+
 // out[place] = x's number there, for the places of a contiguous tensor of x's axes
 //   x of any strides, out contiguous, of which `axes` are the last three
 template <class S, class Place>
@@ -22,7 +26,7 @@ __global__ void __launch_bounds__(kElementThreads)
     widen_kernel(Image<S> x, float* __restrict__ out, Place count, Axes<Place> axes) {
   write_elements(out, count, [&](Place place) {
     const auto at = axes(place);
-    return static_cast<float>(x.at(at.n, at.c, at.h, at.w));
+    return widened(x.at(at.n, at.c, at.h, at.w));
   });
 }
 

@@ -336,7 +336,7 @@ def test_an_empty_image_that_is_not_padded_is_taken_with_and_without_memory(devi
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_wide_rows_beside_a_narrow_factor_are_refused_with_and_without_memory(device):
     factor, rows = torch.zeros(1, 2, 2, device=device), torch.ones(3, 1, 2, device=device)
-    words = "must have the dtype of factor (float32), got float64"
+    words = "must have the dtype of factor (float32) or be bfloat16 or float16, got float64"
     assert words in refusal("kron_accumulate_", (factor, rows.double(), 1.0))
     assert words in refusal(
         "conv_kron_accumulate_", (factor[0], torch.ones(1, 2, 2, 2, device=device).double(), *PLAIN_CONV)

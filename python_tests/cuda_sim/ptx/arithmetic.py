@@ -15,6 +15,7 @@ from .fault import Array
 DTYPES = {
     **{f"{kind}{8 * width}": np.dtype(f"u{width}") for kind in "ub" for width in (1, 2, 4, 8)},
     **{f"s{8 * width}": np.dtype(f"i{width}") for width in (1, 2, 4, 8)},
+    "f16": np.dtype(np.float16),
     "f32": np.dtype(np.float32),
     "f64": np.dtype(np.float64),
     "pred": np.dtype(bool),

@@ -5,7 +5,7 @@ was asked for reading; where two threads of a block touch a word without a barri
 an atomic operation between, and one of them writes; where a block writes what another one has read; where a word that atomic
 operations change is accessed otherwise; and where what a kernel writes is read by the instruction for what none does.
 
-Not watched: whether two blocks' atomic operations are on the same word.
+Not watched: whether two blocks' atomic operations are on the same word, and which half of a word is read.
 
 Source: PTX ISA, "Memory Consistency Model"; "ld.global.nc".
 """
@@ -34,12 +34,12 @@ class Elements(NamedTuple):
     writable: bool
 
     def words(self) -> Array:
-        """The numbers of their words, counted from address 0."""
-        places = np.arange(self.item // WORD, dtype=np.int64) + self.address // WORD
+        """The numbers of their words, counted from address 0; one of two elements is there twice."""
+        places = np.arange(0, self.item, WORD, dtype=np.int64) + self.address
         for size, stride in zip(self.sizes, self.strides, strict=True):
             distinct = size if stride else min(size, 1)
-            places = np.add.outer(np.arange(distinct) * stride * (self.item // WORD), places).ravel()
-        return places
+            places = np.add.outer(np.arange(distinct) * stride * self.item, places).ravel()
+        return places // WORD
 
 
 class GlobalMemory:
@@ -119,7 +119,12 @@ class GlobalMemory:
     def load(self, threads: Array, addresses: Array, width: int, count: int, coherent: bool = True) -> Array:
         """(threads, count) numbers of `width` bytes; not `coherent`: by the instruction for what no thread writes."""
         index = self._index(addresses, width, count)
-        words = self._words(addresses, width * count)
+        half = width * count < WORD
+        words = (
+            self._words(addresses - addresses % np.uint64(WORD), WORD)
+            if half
+            else self._words(addresses, width * count)
+        )
         if not self._readable[words].all():
             raise Fault("a read of global memory that is no element of a tensor")
         if self._writable[words].any():

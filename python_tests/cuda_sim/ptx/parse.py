@@ -94,6 +94,8 @@ def _body(kernel: Kernel, lines: Iterator[tuple[int, str]]) -> None:
             if depth == 0:
                 return
             continue
+        if line.startswith("{") and line.endswith(";}"):  # a scope of one statement
+            line = line[1:-1].strip()
         while match := LABEL.match(line):
             kernel.labels[match[1]] = len(kernel.code)
             line = line[match.end() :]

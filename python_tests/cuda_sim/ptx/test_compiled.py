@@ -11,7 +11,7 @@ from torch import Tensor
 from ella_cuda.ops import pack_spectra
 
 from ..checking import arrange, assert_accurate, guarded, tuple_of
-from ..launches import PROCESSORS, accumulate, call_every_op
+from ..launches import PROCESSORS, accumulate, accumulate_16_bits, call_every_op
 from .device import PtxDevice
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
@@ -37,7 +37,8 @@ class Checked:
             else:
                 got = tuple_of(getattr(self._device.ops, name)(*arguments))
                 same, exact = tuple_of(reference(*arguments)), tuple_of(reference(*map(_double, arguments)))
-            single = any(isinstance(argument, Tensor) and argument.dtype == torch.float32 for argument in arguments)
+            floating = (a for a in arguments if isinstance(a, Tensor) and a.is_floating_point())
+            single = any(a.dtype != torch.float64 for a in floating)
             for one, expected, other in zip(got, exact, same, strict=True):
                 if one.is_floating_point():  # a result in float64 of numbers in float32 is as accurate as those
                     assert_accurate(one.float() if single else one, expected, other)
@@ -56,6 +57,7 @@ def test_every_kernel(ampere: PtxDevice) -> None:
     ampere.launched.clear()
     with ampere.scheduled(multiprocessors=PROCESSORS):
         call_every_op(Checked(ampere))
+        accumulate_16_bits(Checked(ampere))
         with ampere.path(product="scalar"):
             accumulate(Checked(ampere), torch.float32, [40])
     assert ampere.launched == set(ampere.kernels)
@@ -115,6 +117,20 @@ def test_kron_accumulate(
         for layout in ("contiguous", "strided", "permuted", "expanded"):
             factor = torch.randn(shape[1], *shape[2:] * 2, dtype=total)
             Checked(ampere).kron_accumulate_(factor, arrange(rows, layout), -1.5)
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_rows_of_16_bits(ampere: PtxDevice, dtype: torch.dtype, total: torch.dtype) -> None:
+    with ampere.scheduled("random"):
+        for layout in ("contiguous", "strided", "permuted", "expanded"):
+            for shape in ((70, 2, 33), (9, 3, 6)):
+                rows, factor = torch.randn(shape).to(dtype), torch.randn(shape[1], *shape[2:] * 2, dtype=total)
+                Checked(ampere).kron_accumulate_(factor, arrange(rows, layout), -1.5)
+            image, ones = arrange(torch.randn(5, 2, 10, 9).to(dtype), layout), (1, 1)
+            for circular in (True, False):
+                factor = torch.randn(18, 18, dtype=total)
+                Checked(ampere).conv_kron_accumulate_(factor, image, (3, 3), ones, ones, ones, circular, 0.7)
 
 
 # Image, kernel, stride, padding, dilation: factors of each tile's size, and of several tiles.

@@ -405,6 +405,7 @@ NUMBERS = np.random.default_rng(3).standard_normal(400)
         ("cvt.rni.s32.f32", ([2.5, -3.5, 1e30, np.nan],), [2, -4, 2**31 - 1, 0]),
         ("cvt.rmi.u32.f64", ([2.7, -2.7, np.nan],), [2, 0, 2**31]),
         ("cvt.rn.f32.f64", ([1 + 2.0**-30],), [1.0]),
+        ("cvt.f32.f16", ([1 + 2.0**-10, 2.0**-24, np.inf],), [1 + 2.0**-10, 2.0**-24, np.inf]),
         ("cvt.sat.f32.f32", ([-1.0, 0.5, 7.0, np.nan],), [0.0, 0.5, 1.0, 0.0]),
         ("cvt.s64.s32", ([-3],), [-3]),
         # Nearest, ties away from zero; the last 13 bits are not part of the number.

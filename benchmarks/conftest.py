@@ -68,14 +68,15 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 @pytest.fixture
-def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
+def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytest.Config) -> Time:
     """``time(call, work=..., who=..., flops=..., bytes=...)``: run the candidate ``who`` of the comparison ``work``.
 
     ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
     measured in the same session they give the floor. ``once`` is for what takes long: one call, timed while its memory is
     watched. Else there are at least ``rounds`` of them after ``warmups``. ``memory_of`` is what takes the memory where the call
     itself takes none, for it was made ready before. Everything lands in ``extra_info``, where
-    ``compare.py`` finds it, with what else it is told to note (``info``).
+    ``compare.py`` finds it, with what else it is told to note (``info``). The median is printed at once: a session that does not end
+    leaves no report.
     """
 
     def run(
@@ -115,6 +116,9 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device) -> Time:
             peak_bandwidth=peaks.bandwidth,
             **info,
         )
+        if benchmark.stats is not None:  # benchmarks may be disabled
+            with pytestconfig.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+                print(f"\n{work} | {who}: {1e6 * benchmark.stats.stats.median:.1f} us", flush=True)
 
     return run
 

@@ -47,6 +47,35 @@ def test_counted_passes_are_those_that_torch_counts(monkeypatch):
     assert work.step == forward.get_total_flops() + backward.get_total_flops()
 
 
+ENDED = """
+import os
+
+import pytest
+
+from benchmarks.machine import Peaks
+
+@pytest.fixture(scope="session")
+def peaks():
+    return Peaks(1e9, 1e9)
+
+def test_sums(time):
+    time(lambda: sum(range(9)), work="sums", who="python", flops=9, bytes=8)
+
+def test_that_ends_it():
+    os._exit(5)
+"""
+
+
+def test_a_median_is_printed_before_the_session_ends(tmp_path):
+    file = tmp_path / "bench_sums.py"
+    file.write_text(ENDED)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.conftest", "-p", "no:cacheprovider"]
+    command += ["--rootdir", str(tmp_path), str(file)]
+    done = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "\nsums | python: " in done.stdout
+
+
 def test_counted_factors_are_the_upper_triangles_of_all_rows():
     model, x = network(), torch.randn(3, 2, 6, 6, dtype=torch.float64)
     la = KronLaplace(model).fit([(x, torch.tensor([0, 1, 3]))])

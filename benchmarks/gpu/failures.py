@@ -18,6 +18,7 @@ class Failures:
             self._terminal.ensure_newline()
             word = "FAILED" if report.when == "call" else "ERROR"
             self._terminal.write_line(f"{word} {report.nodeid} - {(said.splitlines() or [''])[0]}")
+            self._terminal.flush()
 
 
 @pytest.hookimpl(trylast=True)  # the terminal's reporter is there then; xdist's workers have none

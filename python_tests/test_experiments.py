@@ -169,7 +169,7 @@ def test_a_row_says_what_its_checkpoint_gives(tmp_path, layer, objective):
         log_p = model(data.test_images).log_softmax(1)
     assert row["accuracy"] == pytest.approx(100 * float((log_p.argmax(1) == data.test_labels).double().mean()))
     assert row["nll"] == pytest.approx(-float(log_p[torch.arange(360), data.test_labels].double().mean()), rel=1e-5)
-    precision = state["prior"]["log_precision"].exp()
+    precision = state["learners"]["prior"]["log_precision"].exp()
     la = KronLaplace(model, prior_precision=precision).fit(TensorLoader(data.train_images, data.train_labels, 40))
     assert row["neg_log_marginal_likelihood"] == pytest.approx(-float(la.log_marginal_likelihood()) / 40, rel=1e-4)
     gamma = la.effective_parameters()

@@ -81,9 +81,9 @@ def test_a_run_logs_what_its_diary_has(tmp_path, writer):
 
 def test_a_resumed_run_has_every_step_once(tmp_path, writer, monkeypatch):
     """Killed between the log and the checkpoint of epoch 3, which is repeated; and begun without a log."""
-    from ella_cuda.training import loop
+    from ella_cuda.training import checkpoint
 
-    save = loop.save_checkpoint
+    save = checkpoint.save_checkpoint
 
     def stop(path, state):
         if state["epoch"] == 3:
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path, writer, monkeypatch):
         save(path, state)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "save_checkpoint", stop)
+        patched.setattr(checkpoint, "save_checkpoint", stop)
         for name, logged in (("logged", True), ("plain", False)):
             with pytest.raises(KeyboardInterrupt):
                 run_one(config(), tmp_path / name, progress=False, tensorboard=logged)

@@ -1,6 +1,14 @@
-"""Training of weights and hyperparameters together: MAP steps on the weights, evidence steps on the prior precisions."""
+"""Training of weights and hyperparameters together: MAP steps on the weights, evidence steps on what learners learn."""
 
-from ella_cuda.training.loop import Evaluation, Objective, marglik_training
-from ella_cuda.training.prior import PriorStructure
+from ella_cuda.training.learners import BufferLearner, Learner, PriorStructure
+from ella_cuda.training.trainer import Evaluation, MarglikTrainer, Objective, marglik_training
 
-__all__ = ["Evaluation", "Objective", "PriorStructure", "marglik_training"]
+__all__ = [
+    "BufferLearner",
+    "Evaluation",
+    "Learner",
+    "MarglikTrainer",
+    "Objective",
+    "PriorStructure",
+    "marglik_training",
+]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import math
 import os
 import pickle
 import random
 import re
-import warnings
+import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch import Tensor, nn
 
 from ella_cuda.claim import claim
 from ella_cuda.files import remove_temporary_files, write_file
+from ella_cuda.training.arguments import warn
+from ella_cuda.training.learners import Learner
 
-FORMAT = 3
+FORMAT = 4
+FORMATS = (3, FORMAT)  # that can be read
 ENTRIES = {
     "epoch": int,
     "margliks": list,
@@ -32,38 +36,101 @@ ENTRIES = {
     "random": dict,
     "settings": dict,
     "model": dict,
-    "prior": dict,
+    "learners": dict,
     "optimizer": dict,
-    "hyper_optimizer": dict,
 }
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative
 OTHER_THREADS = "the same run up to rounding, not bit for bit"  # what the warning of other threads says
 
 
-def claimed(path: str | Path | None) -> contextlib.AbstractContextManager[None]:
-    """Work alone on a checkpoint, see :func:`ella_cuda.claim.claim`: its folder is made, and what killed processes left of its temporary
-    files is removed. Nothing for None."""
-    return contextlib.nullcontext() if path is None else _claimed(Path(path))
+class Checkpoint:
+    """The file that a training goes on from: claimed while it trains, replaced at every evaluation. Without a path, nothing is kept.
+
+    Raises:
+        TypeError: the path is none.
+        OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self.source = f"the checkpoint {path}"
+        if path is not None:
+            _require_writable(path)
+        self._path = None if path is None else Path(path)
+
+    def __bool__(self) -> bool:
+        return self._path is not None
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Work alone on the file, see :func:`ella_cuda.claim.claim`: its folder is made, and what killed processes left of its temporary
+        files is removed."""
+        if self._path is None:
+            yield
+            return
+        path, lacking = self._path, [folder for folder in self._path.parents if not folder.exists()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the folder {path.parent} of the checkpoint cannot be made ({error.strerror}); name another.",
+            ) from error
+        try:
+            with claim(path.with_name(f".{path.name}.lock"), self.source):
+                remove_temporary_files(path.parent, path.name)
+                yield
+        finally:
+            with contextlib.suppress(OSError):  # the first of them that is not empty
+                for folder in lacking:
+                    folder.rmdir()
+
+    def read(self) -> dict[str, Any] | None:
+        """What was saved, see :func:`read_checkpoint` and :func:`check_entries`; None where nothing was."""
+        if self._path is None or not self._path.exists():
+            return None
+        state = read_checkpoint(self._path)
+        check_entries(self._path, state)
+        return state
+
+    def save(self, state: dict[str, Any]) -> None:
+        """See :func:`save_checkpoint`."""
+        if self._path is not None:
+            save_checkpoint(self._path, state)
 
 
-@contextlib.contextmanager
-def _claimed(path: Path) -> Any:
-    lacking = [folder for folder in path.parents if not folder.exists()]
+def _require_writable(checkpoint: str | Path) -> None:
+    """Make sure that a checkpoint can be written, without leaving a trace."""
+    if not isinstance(checkpoint, (str, Path)):
+        raise TypeError(f"marglik_training: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
+    path = Path(checkpoint).absolute()
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"marglik_training: checkpoint must be a file, but {checkpoint} is a folder; name a file in it."
+        )
+    folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise OSError(
-            error.errno, f"the folder {path.parent} of the checkpoint cannot be made ({error.strerror}); name another."
+            f"marglik_training: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
         ) from error
+
+
+def require_loadable(learner: Learner) -> None:
+    """TypeError where a checkpoint could not give back a learner's state: loading executes no code, so that it takes tensors and plain
+    values alone."""
+    file = io.BytesIO()
     try:
-        with claim(path.with_name(f".{path.name}.lock"), f"the checkpoint {path}"):
-            remove_temporary_files(path.parent, path.name)
-            yield
-    finally:
-        with contextlib.suppress(OSError):  # the first of them that is not empty
-            for folder in lacking:
-                folder.rmdir()
+        torch.save(_plain(learner.state_dict()), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"marglik_training: the state_dict of the learner {learner.name!r} must hold tensors and plain values alone, or no checkpoint "
+            f"could be loaded ({str(error).splitlines()[0]})."
+        ) from error
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
@@ -124,11 +191,26 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         MemoryError, RecursionError,
     ) as error:  # fmt: skip
         raise _unreadable(path, error) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") not in FORMATS:
         raise ValueError(
-            f"{path} is not a checkpoint of this version of ella_cuda (format {FORMAT} expected). Move it away to start anew."
+            f"{path} is not a checkpoint of this version of ella_cuda (format {' or '.join(map(str, FORMATS))} expected). Move it away to "
+            "start anew."
         )
-    return state
+    return state if state["format"] == FORMAT or "prior" not in state else _of_format_3(path, state)
+
+
+def _of_format_3(path: str | Path, state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that has one optimizer for all bases, with a group for each word of ``learn``."""
+    try:
+        learners = {"prior": {**state["prior"], "optimizer": state["hyper_optimizer"]}}
+        for i, word in enumerate(state["settings"]["learn"]):
+            steps, group = state["shape_optimizer"]["state"], state["shape_optimizer"]["param_groups"][i]
+            kept = {j: steps[number] for j, number in enumerate(group["params"]) if number in steps}
+            group = {**group, "params": [*range(len(group["params"]))]}
+            learners[word] = {"optimizer": {"state": kept, "param_groups": [group]}}
+    except (LookupError, TypeError) as error:
+        raise _does_not_fit(f"the checkpoint {path}", f"its learners cannot be read ({error!r})") from error
+    return {**state, "learners": learners}
 
 
 def _unreadable(path: str | Path, why: object) -> ValueError:
@@ -147,27 +229,32 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
         ValueError: it cannot be read, or was written with other settings or data, or for another model; the message names the difference.
     """
     state = read_checkpoint(path)
+    _check_run(f"the checkpoint {path}", state, settings, model)
+    return state
+
+
+def _check_run(source: str, state: Mapping[str, Any], settings: Mapping[str, Any], model: nn.Module) -> None:
+    """ValueError where a state is of other settings, data or another model."""
     for key in ("settings", "model"):
         if not isinstance(state.get(key), dict):
-            raise _does_not_fit(path, f"has no {key}")
+            raise _does_not_fit(source, f"has no {key}")
     for key, expected in settings.items():
         if key not in state["settings"]:
             raise ValueError(
-                f"the checkpoint {path} does not say with which {key} it was written, as other versions' do; go on with the version that "
-                "wrote it, or use another file."
+                f"{source} does not say with which {key} it was written, as other versions' do; go on with the version that wrote it, or use "
+                "another file."
             )
-        found = state["settings"][key]
+        found, rounding = state["settings"][key], ROUNDING if key == ROUNDED else 0.0
         if key == "data":
-            _check_data(path, found, expected)
-        elif not _agree(found, expected, ROUNDING if key == ROUNDED else 0.0):
-            where, found, expected = _first_difference(key, found, expected, ROUNDING if key == ROUNDED else 0.0)
+            _check_data(source, found, expected)
+        elif not _agree(found, expected, rounding):
+            where, found, expected = _first_difference(key, found, expected, rounding)
             raise ValueError(
-                f"the checkpoint {path} was written with {where}={found!r}, this run has {expected!r}; use another file, or go on as it was "
-                "begun."
+                f"{source} was written with {where}={found!r}, this run has {expected!r}; use another file, or go on as it was begun."
             )
     expected = model.state_dict()
     if extra := [name for name in state["model"] if name not in expected]:
-        raise ValueError(f"the checkpoint {path} has {extra[0]}, which the model has not; use another file.")
+        raise ValueError(f"{source} has {extra[0]}, which the model has not; use another file.")
     for name, tensor in expected.items():
         if not isinstance(tensor, Tensor):  # what a module keeps beside tensors is its own
             continue
@@ -175,13 +262,10 @@ def load_checkpoint(path: str | Path, settings: dict[str, Any], model: nn.Module
         shape, dtype = (tuple(saved.shape), saved.dtype) if isinstance(saved, Tensor) else (None, None)
         if shape != tensor.shape:
             raise ValueError(
-                f"the checkpoint {path} has {name} of shape {shape}, the model {tuple(tensor.shape)}; use another file."
+                f"{source} has {name} of shape {shape}, the model {tuple(tensor.shape)}; use another file."
             )
         if dtype != tensor.dtype:
-            raise ValueError(
-                f"the checkpoint {path} has {name} in {dtype}, the model {tensor.dtype}; use another file."
-            )
-    return state
+            raise ValueError(f"{source} has {name} in {dtype}, the model {tensor.dtype}; use another file.")
 
 
 def check_entries(path: str | Path, state: dict[str, Any]) -> None:
@@ -190,68 +274,92 @@ def check_entries(path: str | Path, state: dict[str, Any]) -> None:
     Raises:
         ValueError: an entry is missing or of another type; the message names it.
     """
-    for key, kind in ENTRIES.items():
-        if not isinstance(state.get(key), kind):
-            what = f"{key} is a {type(state[key]).__name__}" if key in state else f"has no {key}"
-            raise _does_not_fit(path, what)
-    for key, form in (("losses", float), ("margliks", float), ("history", dict)):
-        if any(not isinstance(value, form) for value in state[key]):
-            raise _does_not_fit(path, f"{key} holds something else than {form.__name__}s")
-    if state["epoch"] < 1 or len(state["losses"]) != state["epoch"]:
-        raise _does_not_fit(path, f"has {len(state['losses'])} losses of {state['epoch']} epochs")
+    source = f"the checkpoint {path}"
+    _check_forms(source, state)
     last = state["history"][-1] if state["history"] else {}
     for key in ("epoch", "prior_precision", "sigma_noise"):
         if key not in last:
-            raise _does_not_fit(path, f"has no {key} in its last evaluation")
+            raise _does_not_fit(source, f"has no {key} in its last evaluation")
 
 
-def resume(path: str | Path, settings: dict[str, Any], parts: dict[str, Any], loaders: Iterable[Any]) -> dict[str, Any]:
-    """Put a run back to where its checkpoint was written. All of it is checked before anything changes.
+def _check_forms(source: str, state: Mapping[str, Any]) -> None:
+    for key, kind in ENTRIES.items():
+        if not isinstance(state.get(key), kind):
+            what = f"{key} is a {type(state[key]).__name__}" if key in state else f"has no {key}"
+            raise _does_not_fit(source, what)
+    for key, form in (("losses", float), ("margliks", float), ("history", dict)):
+        if any(not isinstance(value, form) for value in state[key]):
+            raise _does_not_fit(source, f"{key} holds something else than {form.__name__}s")
+    if state["epoch"] < 0 or len(state["losses"]) != state["epoch"]:
+        raise _does_not_fit(source, f"has {len(state['losses'])} losses of {state['epoch']} epochs")
+
+
+def restore(
+    source: str,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    learners: Sequence[Learner],
+    loaders: Iterable[Any],
+) -> None:
+    """Put a training back to a state of its own. All of it is checked before anything changes.
 
     Args:
-        path: the checkpoint.
-        settings: of this run.
-        parts: what has a state: ``model``, ``prior``, ``optimizer``, ``hyper_optimizer``, and ``scheduler`` and ``shape_optimizer`` or None.
+        source: what the state is, for messages.
+        state: as :meth:`ella_cuda.training.MarglikTrainer.state_dict` gives it.
+        settings: of this training.
+        model, optimizer, scheduler, learners: what has a state; ``scheduler`` may be None.
         loaders: whose generators go on.
 
-    Returns:
-        The checkpoint.
-
     Raises:
-        ValueError: it does not fit; see :func:`load_checkpoint`, or an entry is missing or of another form.
+        ValueError: the state does not fit; see :func:`load_checkpoint`, or an entry is missing or of another form.
 
     Warns:
         UserWarning: the run was on another number of threads, on the CPU: its numbers are those of one run up to rounding.
     """
-    state = load_checkpoint(path, settings, parts["model"])
-    check_entries(path, state)
-    for key, part in parts.items():
-        if key == "model":
-            continue
-        if (part is None) != (state.get(key) is None):
-            raise _does_not_fit(path, f"has {'a' if part is None else 'no'} {key}")
-        if isinstance(part, torch.optim.Optimizer):
-            stepped = key == "optimizer" or bool(state["margliks"])
-            wrong = _wrong_optimizer_state(state[key], part, stepped)
-        else:
-            wrong = None if part is None else _wrong_form(state[key], part.state_dict())
-        if wrong:
-            raise _does_not_fit(path, f"{key} {wrong}")
-    _check_random_state(path, "random", state["random"], loaders)
+    _check_run(source, state, settings, model)
+    _check_forms(source, state)
+    wrong = {"optimizer": _wrong_optimizer_state(state["optimizer"], optimizer, stepped=state["epoch"] > 0)}
+    if (scheduler is None) != (state.get("scheduler") is None):
+        raise _does_not_fit(source, f"has {'a' if scheduler is None else 'no'} scheduler")
+    if scheduler is not None:
+        wrong["scheduler"] = _wrong_form(state["scheduler"], scheduler.state_dict())
+    for learner in learners:
+        wrong[f"learner {learner.name}"] = _wrong_learner_state(state["learners"].get(learner.name), learner, state)
+    for key, what in wrong.items():
+        if what:
+            raise _does_not_fit(source, f"{key} {what}")
+    _check_random_state(source, "random", state["random"], loaders)
     if state["margliks"]:
-        _check_random_state(path, "random_at_fit", state.get("random_at_fit"), loaders)
-    for key, part in parts.items():
-        if part is not None:
-            part.load_state_dict(state[key])
+        _check_random_state(source, "random_at_fit", state.get("random_at_fit"), loaders)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    for learner in learners:
+        learner.load_state_dict(state["learners"][learner.name])
     restore_random_state(state["random"], loaders)
-    before, now = state.get("threads"), threads_of(parts["model"])
+    before, now = state.get("threads"), threads_of(model)
     if None not in (before, now) and before != now:
-        warnings.warn(
-            f"the run of {path} goes on with {now} thread(s), before it had {before}: {OTHER_THREADS}. Set OMP_NUM_THREADS={before} to "
-            "repeat it.",
-            stacklevel=3,  # whoever called marglik_training
+        warn(
+            f"the run of {source.removeprefix('the checkpoint ')} goes on with {now} thread(s), before it had {before}: {OTHER_THREADS}. Set "
+            f"OMP_NUM_THREADS={before} to repeat it."
         )
-    return state
+
+
+def _wrong_learner_state(found: Any, learner: Learner, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with a learner's saved state, None if nothing."""
+    expected = learner.state_dict()
+    if learner.optimizer is None or "optimizer" not in expected:
+        return _wrong_form(found, expected)
+    if wrong := _wrong_form(found, expected | {"optimizer": {}}):
+        return wrong
+    # Others may have been at an evidence step without a step of their own: at the last.
+    stepped = learner.name == "prior" and bool(state["margliks"])
+    wrong = _wrong_optimizer_state(found["optimizer"], learner.optimizer, stepped)
+    return wrong and f"optimizer {wrong}"
 
 
 def threads_of(model: nn.Module) -> int | None:
@@ -260,18 +368,18 @@ def threads_of(model: nn.Module) -> int | None:
     return torch.get_num_threads() if first is not None and first.device.type == "cpu" else None
 
 
-def _does_not_fit(path: str | Path, what: str) -> ValueError:
+def _does_not_fit(source: str, what: str) -> ValueError:
     return ValueError(
-        f"the checkpoint {path} cannot be gone on with: {what}. It is damaged, or another program's; move it away to start anew."
+        f"{source} cannot be gone on with: {what}. It is damaged, or another program's; move it away to start anew."
     )
 
 
-def _check_data(path: str | Path, found: Any, expected: dict[str, str | None]) -> None:
+def _check_data(source: str, found: Any, expected: dict[str, str | None]) -> None:
     found = found if isinstance(found, dict) else {}
     for name, digest in expected.items():
         if None not in (digest, found.get(name)) and found[name] != digest:
             raise ValueError(
-                f"the checkpoint {path} was written with other {name} data, although equally many (digest {found[name]}, here {digest}); "
+                f"{source} was written with other {name} data, although equally many (digest {found[name]}, here {digest}); "
                 "go on with those it was begun with, or use another file."
             )
 
@@ -371,7 +479,7 @@ def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> d
     return {key: value.dim() > 0 for key, value in tensors.items() if value.shape in ((2, 3), ())}
 
 
-def _check_random_state(path: str | Path, name: str, state: Any, loaders: Iterable[Any]) -> None:
+def _check_random_state(source: str, name: str, state: Any, loaders: Iterable[Any]) -> None:
     """Put the state into generators of our own: what they refuse, is damaged."""
     try:
         torch.Generator().set_state(state["torch"])
@@ -385,7 +493,7 @@ def _check_random_state(path: str | Path, name: str, state: Any, loaders: Iterab
         random.Random().setstate(_python_state(state["python"]))
         np.random.RandomState().set_state(_numpy_state(state["numpy"]))
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise _does_not_fit(path, f"{name} is no state of generators ({error})") from error
+        raise _does_not_fit(source, f"{name} is no state of generators ({error})") from error
 
 
 def _generators(loaders: Iterable[Any]) -> list[torch.Generator]:
@@ -425,10 +533,9 @@ def warn_of_unsaved_state(loaders: Iterable[Any]) -> None:
             ("in_order", False, "its batches come in the order in which workers finish them"),
         ):
             if getattr(loader, name, not value) is value:
-                warnings.warn(
+                warn(
                     f"marglik_training: checkpoint: a resumed run will not repeat an uninterrupted one, for a loader has {name}={value}: "
-                    f"{why}. Pass {name}={not value} to have it so.",
-                    stacklevel=3,
+                    f"{why}. Pass {name}={not value} to have it so."
                 )
 
 

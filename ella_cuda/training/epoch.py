@@ -12,8 +12,8 @@ from torch import Tensor
 from ella_cuda.laplace.batches import pair_on
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 from ella_cuda.training.graph import GraphedStep, Snapshot
+from ella_cuda.training.learners import Prior
 from ella_cuda.training.points import Points
-from ella_cuda.training.prior import Prior
 from ella_cuda.training.step import TrainingStep, what_is_not_finite
 
 

@@ -101,3 +101,29 @@ def _counted(loader: Any, name: str, progress_bar: bool) -> int:
         return seen
     finally:
         restore_random_state(before, [loader])
+
+
+def points_of_both(
+    train_loader: Any, marglik_loader: Any, n_data: int | None, progress_bar: bool
+) -> tuple[Points, Points]:
+    """Of a pass over the training's loader and over the evidence's, which is the same where ``marglik_loader`` is None.
+
+    Args:
+        n_data: N as the user gave it, where passes may yield other numbers; None lets the loaders tell.
+
+    Raises:
+        What :func:`points_of` raises. ValueError: the loaders differ.
+    """
+    if n_data is not None:
+        return (Points(n_data, "train_loader", ""),) * 2
+    points = points_of(train_loader, "train_loader", progress_bar)
+    if marglik_loader is None or marglik_loader is train_loader:
+        return points, points
+    of_evidence = points_of(marglik_loader, "marglik_loader", progress_bar)
+    if of_evidence.count != points.count:
+        raise ValueError(
+            f"marglik_training: marglik_loader must yield as many data points as train_loader, got {of_evidence.count} and {points.count}: "
+            "the prior has one precision for both. Pass loaders of the same data, or n_data=N, against which the prior is weighed in "
+            "training."
+        )
+    return points, of_evidence

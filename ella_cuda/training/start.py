@@ -1,13 +1,10 @@
-"""What is known to be wrong before the first step: the optimizer, its schedule, the checkpoint's place, the evidence of a batch."""
+"""What is known to be wrong before the first step: the optimizer, its schedule, the loaders, the evidence of a batch."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.batches import pair_of, require_loader
+from ella_cuda.training.arguments import warn
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 from ella_cuda.training.words import in_words, name_of
 
@@ -56,11 +54,10 @@ def _warn_of_weight_decay(optimizer: torch.optim.Optimizer) -> None:
         return
     several = len(optimizer.param_groups) > 1
     words = [f"{decay} in group {i}" if several else decay for i, decay in in_words(decays).items()]
-    warnings.warn(
+    warn(
         f"marglik_training: {type(optimizer).__name__} has weight_decay = {', '.join(words)}, which is added to the prior's: the prior, "
         "whose precision is learned or given, is the weight decay already. Pass weight_decay=0 in optimizer_kwargs. A weight decay as "
-        "strong at the start is prior_prec_init = N * weight_decay, N the number of data points.",
-        stacklevel=4,  # whoever called marglik_training
+        "strong at the start is prior_prec_init = N * weight_decay, N the number of data points."
     )
 
 
@@ -147,30 +144,6 @@ def _needed_arguments(function: Callable[..., Any]) -> str:
         return ""
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in optional)
-
-
-def require_writable(checkpoint: str | Path) -> None:
-    """Make sure that a checkpoint can be written, without leaving a trace.
-
-    Raises:
-        TypeError: it is no path.
-        OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
-    """
-    if not isinstance(checkpoint, (str, Path)):
-        raise TypeError(f"marglik_training: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
-    path = Path(checkpoint).absolute()
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"marglik_training: checkpoint must be a file, but {checkpoint} is a folder; name a file in it."
-        )
-    folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise OSError(
-            f"marglik_training: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
-        ) from error
 
 
 def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:

@@ -190,19 +190,23 @@ DAMAGES = {
     r"optimizer has other groups of parameters": lambda s: s["optimizer"]["param_groups"][0]["params"].reverse(),
     r"optimizer \['param_groups'\] is not a list of 1": lambda s: s["optimizer"]["param_groups"].append({}),
     r"optimizer \['param_groups'\] \[0\] has no betas": lambda s: s["optimizer"]["param_groups"][0].pop("betas"),
-    r"hyper_optimizer \['state'\]\[0\] \['exp_avg'\] has shape": lambda s: s["hyper_optimizer"]["state"][0].update(
-        exp_avg=torch.zeros(3)
-    ),
-    r"hyper_optimizer has no state of parameter 0": lambda s: s["hyper_optimizer"]["state"].clear(),
+    r"learner prior optimizer \['state'\]\[0\] \['exp_avg'\] has shape": lambda s: s["learners"]["prior"]["optimizer"][
+        "state"
+    ][0].update(exp_avg=torch.zeros(3)),
+    r"learner prior optimizer has no state of parameter 0": lambda s: s["learners"]["prior"]["optimizer"][
+        "state"
+    ].clear(),
+    r"learner prior has no optimizer": lambda s: s["learners"]["prior"].pop("optimizer"),
+    r"learner prior is a NoneType, not a dict": lambda s: s["learners"].pop("prior"),
     r"scheduler has no last_epoch": lambda s: s["scheduler"].pop("last_epoch"),
     r"scheduler \['base_lrs'\] is not a list of 1": lambda s: s["scheduler"].update(base_lrs=[0.1, 0.1]),
     r"scheduler \['T_max'\] is a str, not a number": lambda s: s["scheduler"].update(T_max="6"),
     r"has no scheduler": lambda s: s.update(scheduler=None),
-    r"has a shape_optimizer": lambda s: s.update(shape_optimizer={}),
-    r"prior \['log_precision'\] has shape \(3,\), here \(4,\)": lambda s: s["prior"].update(
+    r"learner prior \['log_precision'\] has shape \(3,\), here \(4,\)": lambda s: s["learners"]["prior"].update(
         log_precision=torch.ones(3)
     ),
-    r"prior has no log_sigma": lambda s: s["prior"].pop("log_sigma"),
+    r"learner prior has no log_sigma": lambda s: s["learners"]["prior"].pop("log_sigma"),
+    r"has no learners": lambda s: s.pop("learners"),
     r"has no model": lambda s: s.pop("model"),
     r"has no settings": lambda s: s.pop("settings"),
     r"has no margliks": lambda s: s.pop("margliks"),

@@ -13,10 +13,10 @@ from ella_cuda import cli, experiments, marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
-from ella_cuda.training import graph, loop
+from ella_cuda.training import graph, trainer
 from ella_cuda.training.step import TrainingStep
 from python_tests.recorded import RecordedGraphs
-from python_tests.training.test_loop import Network, images
+from python_tests.training.test_trainer import Network, images
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
     made: list[RecordedGraphs] = []
     if device.type == "cpu":
         monkeypatch.setattr(RecordedGraphs, "made", made, raising=False)
-        monkeypatch.setattr(loop, "CudaGraphs", RecordedGraphs)
+        monkeypatch.setattr(trainer, "CudaGraphs", RecordedGraphs)
         return made
 
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
@@ -50,7 +50,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[Record
 
             return counted
 
-    monkeypatch.setattr(loop, "CudaGraphs", Counted)
+    monkeypatch.setattr(trainer, "CudaGraphs", Counted)
     return made
 
 
@@ -207,7 +207,7 @@ def test_a_bad_batch_is_named_and_its_epoch_undone(device, graphs, monkeypatch, 
     """The same words, step and weights as step by step."""
     messages, weights = [], []
     for cuda_graph in (True, False):
-        monkeypatch.setattr(loop, "TrainingStep", remembered := Remembered())
+        monkeypatch.setattr(trainer, "TrainingStep", remembered := Remembered())
 
         def change(loader: Changing, number: int) -> None:
             if number == 3:

@@ -21,7 +21,7 @@ from ella_cuda import marglik_training
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
-from ella_cuda.training import loop
+from ella_cuda.training import trainer
 from ella_cuda.training.checkpoint import read_checkpoint
 from python_tests.ops.checks import assert_same
 
@@ -168,13 +168,13 @@ def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
 def test_one_approximation_at_a_time_is_in_memory(monkeypatch):
     alive, at_fit = weakref.WeakSet(), []
 
-    class Counted(loop.KronLaplace):
+    class Counted(trainer.KronLaplace):
         def fit(self, *args, **kwargs):
             alive.add(self)
             at_fit.append(len(alive))
             return super().fit(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "KronLaplace", Counted)
+    monkeypatch.setattr(trainer, "KronLaplace", Counted)
     small_run(n_epochs=3, n_epochs_burnin=0, marglik_frequency=1)
     assert at_fit == [1, 1, 1, 1]  # the first before training
 
@@ -424,7 +424,7 @@ def test_killed_process_resumes(tmp_path, beside_the_tests):
     script = beside_the_tests / "run.py"
     script.write_text(
         "import sys, torch\n"
-        "from python_tests.training.test_loop import small_run\n"
+        "from python_tests.training.test_trainer import small_run\n"
         "torch.set_num_threads(1)\n"
         "def tell(evaluation): print(evaluation.epoch, flush=True)\n"
         "small_run(sys.argv[1], n_epochs=12, on_evaluation=tell)\n"

@@ -1,33 +1,52 @@
-"""The prior's precisions and the likelihood's noise scale, as the evidence steps move them."""
+"""The prior's precisions and the likelihood's noise scale."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.training.learners.learner import Learner
 from ella_cuda.training.words import in_words
 
 PriorStructure = Literal["layerwise", "module", "scalar"]
 
 
-class Prior:
-    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype."""
+class Prior(Learner):
+    """Log precisions, one per group of parameter tensors, and the log noise scale; float64 whatever the model's dtype.
 
-    def __init__(self, model: nn.Module, structure: PriorStructure, precision: float, sigma: float) -> None:
+    Args:
+        model: of the parameters.
+        likelihood: whether there is a noise scale to learn.
+        prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, lr_hyp, n_hypersteps: see
+            :func:`ella_cuda.marglik_training`.
+    """
+
+    name = "prior"
+
+    def __init__(self, model: nn.Module, likelihood: str, **settings: Any) -> None:
+        self._settings = settings
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
-        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[structure]
+        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[
+            settings["prior_structure"]
+        ]
         groups = list(dict.fromkeys(key(n) for n in self.names))
         device = self.parameters[0].device
         self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
         self.log_precision = torch.full(
-            (len(groups),), math.log(precision), dtype=torch.float64, device=device
+            (len(groups),), math.log(settings["prior_prec_init"]), dtype=torch.float64, device=device
         ).requires_grad_()
-        self.log_sigma = torch.tensor(math.log(sigma), dtype=torch.float64, device=device).requires_grad_()
+        self.log_sigma = torch.tensor(
+            math.log(settings["sigma_noise_init"]), dtype=torch.float64, device=device
+        ).requires_grad_()
+        self._learns_sigma = likelihood == "regression" and not settings["fix_sigma_noise"]
+        learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
+        self.optimizer = torch.optim.Adam(learned, lr=settings["lr_hyp"], fused=True)
 
     def log_precisions(self) -> Tensor:
         """log δ, one per parameter tensor, differentiable in the log precisions."""
@@ -72,25 +91,26 @@ class Prior:
                 "with an infinite derivative in the model; the last checkpoint, if any, is from before this epoch."
             )
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
+    def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
+        """Adam steps with the curvature held; la has the last ones' values."""
+        upward = self.log_precision.new_tensor(-1 / la.n_data)
+        for _ in range(self._settings["n_hypersteps"]):
+            self.optimizer.zero_grad()
+            la.evidence_at(self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
+            self.optimizer.step()
+        with torch.no_grad():
+            la.prior_precision = self.precision()
+            la.sigma_noise = self.sigma()
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def settings(self) -> dict[str, Any]:
+        return dict(self._settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        values = {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}
+        return values | super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with torch.no_grad():
             self.log_precision.copy_(state["log_precision"])
             self.log_sigma.copy_(state["log_sigma"])
-
-
-def evidence_step(
-    la: KronLaplace, prior: Prior, optimizer: torch.optim.Optimizer, learn_sigma: bool, steps: int
-) -> float:
-    """Adam steps on the hyperparameters with the curvature held; returns log q / N at the last ones."""
-    upward = prior.log_precision.new_tensor(-1 / la.n_data)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        la.evidence_at(prior.log_precisions(), prior.log_sigma if learn_sigma else None).backward(upward)
-        optimizer.step()
-    with torch.no_grad():
-        la.prior_precision = prior.precision()
-        la.sigma_noise = prior.sigma()
-        return float(la.log_marginal_likelihood()) / la.n_data
+        super().load_state_dict(state)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
-from ella_cuda.training.bases import LearnedBases, bases_step
+from ella_cuda.training.learners import learners_of
 from python_tests.ops.checks import assert_same
 
 BOTH = ("anchors", "lengthscales")
@@ -132,13 +132,14 @@ def test_a_step_follows_the_gradient_at_the_fit():
 def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
     model = network()
     x, y = data().tensors
-    bases = LearnedBases(model, ["lengthscales"])
+    (learner,) = learners_of(["lengthscales"], model, {"lengthscales": 1e-2})
+    learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups[0]["params"], lr=1e-2)
     basis = model[0].s_conv.basis
     basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
-    with bases.differentiable():
+    with learner.differentiable():
         la = KronLaplace(model).fit([(x, y)])
         (slope,) = torch.autograd.grad(la.log_marginal_likelihood(), basis.inverse_lengthscale)
-    bases_step(la, bases, torch.optim.SGD(bases.leaves, lr=1e-2))
+    learner.step(la, {name: slope / la.n_data if "s_conv" in name else torch.zeros(()) for name in learner.tensors()})
     expected = math.log(0.4) + 1e-2 * float(slope) * 0.4 / la.n_data
     assert math.log(float(basis.inverse_lengthscale)) == pytest.approx(expected, abs=1e-6)
 
@@ -240,8 +241,9 @@ def test_what_is_learned_is_kept_as_plain_strings():
         ANCHORS = "anchors"
         LENGTHSCALES = "lengthscales"
 
-    learn = LearnedBases(network(), [Kind.LENGTHSCALES, Kind.ANCHORS]).learn
-    assert learn == ("anchors", "lengthscales") and {type(name) for name in learn} == {str}
+    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), {"anchors": 0.1, "lengthscales": 0.1})
+    names = [learner.name for learner in learn]
+    assert names == ["anchors", "lengthscales"] and {type(name) for name in names} == {str}
 
 
 def test_learn_must_list_what_there_is():
@@ -266,7 +268,7 @@ def test_there_must_be_something_to_learn():
         run(nn.Sequential(nn.Flatten(), nn.Linear(16, 5)))
     model = network()
     model[0].s_conv.basis.inverse_lengthscale.zero_()
-    with pytest.raises(ValueError, match="positive inverse lengthscales"):
+    with pytest.raises(ValueError, match=r"inverse_lengthscale' must be positive"):
         run(model)
     run(model, ["anchors"], n_epochs=4)
     assert math.isfinite(float(model[0].s_conv.weight.sum()))

@@ -1,0 +1,56 @@
+"""Checks of the arguments of :func:`ella_cuda.marglik_training`, and warnings about them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+import warnings
+
+
+def whole(name: str, value: int, least: int) -> int:
+    """The value as an int; numpy's are whole numbers too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"marglik_training: {name} must be an integer, got {value!r}.")
+    if value < least:
+        raise ValueError(f"marglik_training: {name} must be at least {least}, got {value!r}.")
+    return int(value)
+
+
+def positive(name: str, value: float, where: str = "marglik_training") -> float:
+    """The value as a float, from whatever is one real number."""
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{where}: {name} must be one number, got {type(value).__name__}.") from error
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{where}: {name} must be positive and finite, got {value!r}.")
+    return number
+
+
+def check_schedule(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int, learn: object) -> None:
+    """ValueError where the evidence steps that the arguments ask for never come."""
+    if objective != "evidence":
+        return
+    if n_epochs_burnin >= n_epochs:
+        raise ValueError(
+            f"marglik_training: n_epochs_burnin must be less than n_epochs, or no evidence step is done; got {n_epochs_burnin} and "
+            f"{n_epochs}. For training without evidence steps pass objective='map'."
+        )
+    if (
+        learn and (n_epochs - 1) // marglik_frequency * marglik_frequency <= n_epochs_burnin
+    ):  # the last evaluation before the last epoch
+        raise ValueError(
+            f"marglik_training: learn={learn!r} needs an evidence step after n_epochs_burnin = {n_epochs_burnin} and before the last epoch, "
+            f"{n_epochs}; with marglik_frequency = {marglik_frequency} there is none."
+        )
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the line that called ``ella_cuda.training``."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ella_cuda.training"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,68 @@
+"""Learners: what the evidence steps move. ``learn`` names those of :data:`WORDS`, or has objects of the same interface."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ella_cuda.training.learners.bases import Anchors, Lengthscales
+from ella_cuda.training.learners.learner import BufferLearner, Learner
+from ella_cuda.training.learners.prior import Prior, PriorStructure
+from ella_cuda.training.words import in_words
+
+__all__ = ["WORDS", "BufferLearner", "Learner", "Prior", "PriorStructure", "add_settings", "learners_of"]
+
+WORDS = {"anchors": Anchors, "lengthscales": Lengthscales}
+
+
+def learners_of(learn: Sequence[str | Learner], model: nn.Module, rates: Mapping[str, float]) -> list[Learner]:
+    """The learners that ``learn`` names, each at its rate, then those that it holds.
+
+    Raises:
+        TypeError: a learner is no object of :class:`Learner`, or its name no string.
+        ValueError: ``learn`` is a string, a word is unknown, a name is not unique, or a learner's tensor is none that the model saves
+            as a buffer.
+    """
+    if isinstance(learn, str):
+        raise ValueError(
+            f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{learn!r}]."
+        )
+    own = [entry for entry in learn if not isinstance(entry, str)]
+    if any(isinstance(entry, str) and entry not in WORDS for entry in learn):
+        raise ValueError(
+            f"marglik_training: learn must list any of {', '.join(WORDS)}, got {learn!r}; beside these it takes objects of "
+            "ella_cuda.training.Learner."
+        )
+    for entry in own:
+        if not isinstance(entry, Learner) or not isinstance(getattr(entry, "name", None), str):
+            raise TypeError(
+                "marglik_training: learn must list names and objects of a subclass of ella_cuda.training.Learner that has a name, got "
+                f"{type(entry).__name__}."
+            )
+    found = [*(make(model, rates[word]) for word, make in WORDS.items() if word in learn), *own]
+    names = ["prior", *(learner.name for learner in found)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"marglik_training: learn must have one learner of each name, got several named {twice[0]!r}; rename one."
+        )
+    saved = {id(t) for t in model.state_dict(keep_vars=True).values() if not isinstance(t, nn.Parameter)}
+    for learner in own:
+        for name, tensor in learner.tensors().items():
+            if id(tensor) not in saved or not tensor.is_floating_point():
+                raise ValueError(
+                    f"marglik_training: learn: what the learner {learner.name!r} calls {name!r} must be a persistent buffer of the model, "
+                    "of floating point numbers; make it one by register_buffer (parameters are the training loss's)."
+                )
+    return found
+
+
+def add_settings(settings: dict[str, Any], learner: Learner) -> None:
+    """Add a learner's settings to a training's, what is no plain value in words; ValueError where one of that name is there."""
+    for key, value in learner.settings().items():
+        if key in settings or key == "data":  # digests of which come last
+            raise ValueError(
+                f"marglik_training: the setting {key!r} of the learner {learner.name!r} is another's; give it a name of its own."
+            )
+        settings[key] = value if isinstance(value, (bool, int, float, str)) else in_words({key: value})[key]

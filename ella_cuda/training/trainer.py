@@ -1,0 +1,519 @@
+"""Training of weights and hyperparameters together: MAP steps on the weights, evidence steps on what learners learn."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, get_args
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.kron import FISHERS
+from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.progress import bar_size
+from ella_cuda.training.arguments import check_schedule, positive, whole
+from ella_cuda.training.checkpoint import (
+    Checkpoint,
+    random_state,
+    require_loadable,
+    restore,
+    restore_random_state,
+    threads_of,
+    warn_of_unsaved_state,
+)
+from ella_cuda.training.data import data_digest
+from ella_cuda.training.epoch import train_epoch, train_epoch_by_graphs
+from ella_cuda.training.graph import CudaGraphs, GraphedStep
+from ella_cuda.training.learners import Learner, Prior, PriorStructure, add_settings, learners_of
+from ella_cuda.training.learners.bases import bases_of
+from ella_cuda.training.points import points_of_both
+from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
+from ella_cuda.training.step import TrainingStep
+from ella_cuda.training.words import in_words, name_of
+
+Objective = Literal["evidence", "map"]
+Arguments = ParamSpec("Arguments")
+Result = tuple[KronLaplace, nn.Module, list[float], list[float]]
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """What is recorded at every evaluation; a list of these is in the checkpoint under ``history``."""
+
+    epoch: int  # epochs done
+    loss: (
+        float | None
+    )  # data fit, mean over the epoch's data points, plus the prior's part at the epoch's start; None before the first
+    accuracy: float | None  # of the training batches as they were seen, fraction; None for regression
+    neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
+    prior_precision: list[float]  # per parameter tensor
+    effective_parameters: dict[str, float] | None  # per parameter tensor
+    sigma_noise: float
+    inverse_lengthscale: dict[str, float]  # per basis of a sparsified layer, by its name
+    learned: dict[str, Any]  # what learners record, by their names
+
+
+class MarglikTrainer:
+    """The training of :func:`ella_cuda.marglik_training` in parts, for loops of a user's own. :meth:`run` is the whole of it::
+
+        trainer = MarglikTrainer(model, train_loader, n_epochs=30)
+        for _ in range(30):
+            trainer.epoch()
+            trainer.evidence_step()
+
+    Args:
+        Those of :func:`ella_cuda.marglik_training`, which raises and warns of the same. All are checked here, before the first step.
+        learners: more objects for ``learn``.
+
+    Attributes:
+        model: in training.
+        learners: what the evidence steps move: the prior's precisions and the noise scale, then those of ``learn``.
+        epochs: how many are done.
+        losses: of every epoch. margliks: ``-log q`` of every evidence step. history: every :class:`Evaluation`, as a dict.
+        la: the Laplace approximation of the last evidence step; None before.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Iterable[tuple[Tensor, Tensor]],
+        likelihood: str = "classification",
+        *,
+        optimizer_cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        optimizer_kwargs: dict[str, Any] | None = None,
+        scheduler_cls: type[torch.optim.lr_scheduler.LRScheduler] | None = None,
+        scheduler_kwargs: dict[str, Any] | None = None,
+        n_epochs: int = 300,
+        lr_hyp: float = 0.1,
+        prior_structure: PriorStructure = "layerwise",
+        n_epochs_burnin: int = 0,
+        n_hypersteps: int = 10,
+        marglik_frequency: int = 1,
+        prior_prec_init: float = 1.0,
+        sigma_noise_init: float = 1.0,
+        fix_sigma_noise: bool = False,
+        cuda_graph: bool = False,
+        learn: Sequence[str | Learner] = (),
+        learners: Sequence[Learner] | None = None,
+        lr_lengthscales: float = 0.03,
+        lr_anchors: float = 0.003,
+        progress_bar: bool = True,
+        objective: Objective = "evidence",
+        fisher: str = "exact",
+        resolution: str = "shared",
+        column_tolerance: float = 0.0,
+        marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
+        n_data: int | None = None,
+        checkpoint: str | Path | None = None,
+        depends_on: Mapping[str, Any] | None = None,
+        on_evaluation: Callable[[Evaluation], None] | None = None,
+        description: str = "training",
+    ) -> None:
+        likelihood, objective, prior_structure, fisher, resolution = (
+            check_choice(f"marglik_training: {name}", choice, choices)
+            for name, choice, choices in (
+                ("likelihood", likelihood, tuple(LIKELIHOODS)),
+                ("objective", objective, get_args(Objective)),
+                ("prior_structure", prior_structure, get_args(PriorStructure)),
+                ("fisher", fisher, FISHERS),
+                ("resolution", resolution, RESOLUTIONS),
+            )
+        )
+        schedule = {
+            "objective": objective,
+            "n_epochs": whole("n_epochs", n_epochs, 1),
+            "n_epochs_burnin": whole("n_epochs_burnin", n_epochs_burnin, 0),
+            "marglik_frequency": whole("marglik_frequency", marglik_frequency, 1),
+        }
+        n_hypersteps = whole("n_hypersteps", n_hypersteps, 1)
+        n_data = None if n_data is None else whole("n_data", n_data, 1)
+        require_passes(train_loader, "train_loader")
+        if marglik_loader is not None:
+            require_passes(marglik_loader, "marglik_loader")
+        if on_evaluation is not None and not callable(on_evaluation):
+            raise TypeError(
+                f"marglik_training: on_evaluation must be None or a function of an Evaluation, got {on_evaluation!r}."
+            )
+        self._checkpoint = Checkpoint(checkpoint)
+        learn = learn if isinstance(learn, str) else [*learn, *(learners or ())]
+        check_schedule(**schedule, learn=learn)
+        hyperparameters = {
+            "prior_structure": prior_structure,
+            "prior_prec_init": positive("prior_prec_init", prior_prec_init),
+            "sigma_noise_init": positive("sigma_noise_init", sigma_noise_init),
+            "fix_sigma_noise": fix_sigma_noise,
+            "lr_hyp": positive("lr_hyp", lr_hyp),
+            "n_hypersteps": n_hypersteps,
+        }
+        rates = {
+            "lengthscales": positive("lr_lengthscales", lr_lengthscales),
+            "anchors": positive("lr_anchors", lr_anchors),
+        }
+        self._laplace_settings = {
+            "likelihood": likelihood,
+            "fisher": fisher,
+            "resolution": resolution,
+            "column_tolerance": column_tolerance,
+        }
+        # Refuses what no evidence step could do.
+        KronLaplace(model, sigma_noise=hyperparameters["sigma_noise_init"], **self._laplace_settings)
+        if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
+            raise ValueError(
+                "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
+                "as they are. Pass a TensorLoader of the same data without augment."
+            )
+        self._prior = Prior(model, likelihood, **hyperparameters)
+        self._optimizer = make_optimizer(optimizer_cls, self._prior.parameters, optimizer_kwargs)
+        groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
+        batches = _length(train_loader)
+        self._scheduler = make_scheduler(
+            scheduler_cls,
+            self._optimizer,
+            scheduler_kwargs,
+            None if batches is None else batches * schedule["n_epochs"],
+        )
+        self._step = TrainingStep(model, self._optimizer, self._prior.parameters, likelihood)
+        self._graphed = GraphedStep(self._step, CudaGraphs(self._prior.parameters[0].device)) if cuda_graph else None
+        self.learners: list[Learner] = [self._prior, *learners_of(learn, model, rates)]
+        self._points, self._evidence_points = points_of_both(
+            train_loader, marglik_loader if objective == "evidence" else None, n_data, progress_bar
+        )
+        self.model, self._schedule, self._on_evaluation = model, schedule, on_evaluation
+        self._train_loader, self._evidence_loader, self._evidence_name = train_loader, train_loader, "train_loader"
+        if marglik_loader is not None:
+            self._evidence_loader, self._evidence_name = marglik_loader, "marglik_loader"
+        self._loaders = [self._train_loader, self._evidence_loader]
+        self._settings = {
+            **self._laplace_settings,
+            **schedule,
+            "learn": [learner.name for learner in self.learners[1:]],
+            "parameters": self._prior.names,
+            "optimizer_cls": name_of(optimizer_cls),
+            "optimizer_kwargs": in_words(optimizer_kwargs),
+            "optimizer_groups": groups,
+            "scheduler_cls": None if scheduler_cls is None else name_of(scheduler_cls),
+            "scheduler_kwargs": in_words(scheduler_kwargs),
+            "n_data": self._points.count,
+            "depends_on": in_words(depends_on),
+        }
+        for learner in self.learners:
+            add_settings(self._settings, learner)
+        if self._checkpoint:
+            warn_of_unsaved_state(self._loaders)
+            self._describe_data()
+            for learner in self.learners:
+                require_loadable(learner)
+        self._bar = {"desc": description, "disable": not progress_bar}
+        self.epochs = 0
+        self.margliks: list[float] = []
+        self.losses: list[float] = []
+        self.history: list[dict[str, Any]] = []
+        self.la: KronLaplace | None = None
+        self._accuracy: float | None = None
+        self._tried = False
+        self._random_at_fit: dict[str, Any] | None = None
+
+    def run(self) -> KronLaplace:
+        """Epochs, evidence steps and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the
+        Laplace approximation at the last weights, not fitted for "map"."""
+        last, frequency = self._schedule["n_epochs"], self._schedule["marglik_frequency"]
+        with self._checkpoint.claimed():
+            if (state := self._checkpoint.read()) is not None:
+                self._restore(self._checkpoint.source, state)
+            with tqdm(total=last, initial=self.epochs, unit="epoch", **self._bar, **bar_size()) as bar:
+                while self.epochs < last:
+                    loss, accuracy = self.epoch()
+                    shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
+                    if self.epochs % frequency == 0 or self.epochs == last:
+                        if (
+                            self._schedule["objective"] == "evidence"
+                            and self.epochs > self._schedule["n_epochs_burnin"]
+                        ):
+                            bar.set_postfix(shown | {"-log q/N": "..."})  # it takes as long as some epochs
+                            shown["-log q/N"] = f"{self.evidence_step().neg_log_marginal_likelihood:.3f}"
+                        else:
+                            self._record()
+                        if self._checkpoint:
+                            self._checkpoint.save(self.state_dict())
+                    bar.set_postfix(shown, refresh=False)
+                    bar.update()
+        if self.la is None:
+            self.la = self._new_laplace()
+            if self._schedule["objective"] == "evidence":  # a finished run, resumed: its last fit again
+                after = random_state(self._loaders)
+                if self._random_at_fit is not None:
+                    restore_random_state(self._random_at_fit, self._loaders)
+                with self._differentiable():
+                    self.la.fit(self._evidence_loader)
+                restore_random_state(after, self._loaders)
+        return self.la
+
+    def epoch(self) -> tuple[float, float | None]:
+        """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they
+        were seen, None for regression. Before its first step the first one tries the evidence on a few images."""
+        if self._schedule["objective"] == "evidence" and not self._tried:
+            with self._differentiable():
+                try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name)
+            self._tried = True
+        self._prior.require_parameters_of(self.model)
+        run = (self._train_loader, self._points, self._scheduler, self._prior, self.epochs + 1)
+        if self._graphed is None:
+            loss, self._accuracy = train_epoch(self._step, None, *run)
+        else:
+            loss, self._accuracy = train_epoch_by_graphs(self._step, self._graphed, *run)
+        self._prior.check_finite(self.epochs + 1)
+        self.epochs += 1
+        self.losses.append(loss)
+        return loss, self._accuracy
+
+    def evidence_step(self, last: bool | None = None) -> Evaluation:
+        """Fit the Laplace approximation at the present weights and let the learners step on its evidence.
+
+        Args:
+            last: no epoch follows, so that learners inside the network stay where they are and ``la`` is of the network as it is. None:
+                whether ``n_epochs`` are done.
+
+        Returns:
+            What is recorded of it, in ``history`` too. Its evidence is that at the new precisions, before the network changed.
+
+        Raises:
+            ValueError: the objective is "map"; a pass over the evidence's data yields another number of points than N.
+            FloatingPointError: a factor, the likelihood or a learner's gradient is not finite.
+        """
+        if self._schedule["objective"] == "map":
+            raise ValueError("evidence_step: objective='map' has no evidence steps; pass objective='evidence'.")
+        self._random_at_fit = random_state(self._loaders)
+        self.la = None  # before the next one is made, or the factors of both are in memory
+        la = self._new_laplace()
+        inside = [learner for learner in self.learners if learner.tensors()]
+        with self._differentiable():
+            la.fit(self._evidence_loader)
+        self._evidence_points.require(la.n_data)
+        for learner in self.learners:
+            if learner not in inside:
+                learner.step(la, {})
+        with torch.no_grad():
+            evidence = float(la.log_marginal_likelihood()) / la.n_data
+        self.margliks.append(-evidence * la.n_data)
+        self.la = la
+        evaluation = self._evaluation(-evidence, la.effective_parameters())
+        if inside and not (self.epochs >= self._schedule["n_epochs"] if last is None else last):
+            self._move_network(la, inside)
+        if self._graphed is not None and (inside or bases_of(self.model)):
+            self._graphed.forget()  # bases keep matrices, which are others now
+        return self._record(evaluation)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the training goes on from, random generators included; with that of model and optimizer it shares their
+        tensors. Loadable with ``weights_only=True``."""
+        self._describe_data()
+        return {
+            "epoch": self.epochs,
+            "margliks": list(self.margliks),
+            "losses": list(self.losses),
+            "history": list(self.history),
+            "random": random_state(self._loaders),
+            "random_at_fit": self._random_at_fit,
+            "settings": dict(self._settings),
+            "threads": threads_of(self.model),
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "learners": {learner.name: learner.state_dict() for learner in self.learners},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was called, the global random generators and the loaders' own included.
+
+        Raises:
+            ValueError: the state is of other settings, data or another model, or an entry is missing or does not fit; nothing is changed
+                then.
+        """
+        self._restore("the state", state)
+
+    def _restore(self, source: str, state: Mapping[str, Any]) -> None:
+        self._describe_data()
+        parts = (self.model, self._optimizer, self._scheduler, self.learners, self._loaders)
+        restore(source, state, self._settings, *parts)
+        # Rates as they were rounded at first.
+        self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
+        self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
+        self.epochs, self._random_at_fit, self.la = state["epoch"], state["random_at_fit"], None
+        if self._graphed is not None:
+            self._graphed.forget()
+
+    def _describe_data(self) -> None:
+        """Digests of the data, among the settings; they take a pass over their bytes."""
+        if "data" not in self._settings:
+            digests = {"training": data_digest(self._train_loader), "evidence": data_digest(self._evidence_loader)}
+            self._settings["data"] = digests
+
+    def _new_laplace(self) -> KronLaplace:
+        values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}
+        return KronLaplace(self.model, **values, **self._laplace_settings)
+
+    @contextmanager
+    def _differentiable(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for learner in self.learners:
+                stack.enter_context(learner.differentiable())
+            yield
+
+    def _move_network(self, la: KronLaplace, learners: Sequence[Learner]) -> None:
+        """One step of learners inside the network, all along the gradient at the present values.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; nothing has moved then.
+        """
+        tensors = [(learner, name, t) for learner in learners for name, t in learner.tensors().items()]
+        with self._differentiable(), torch.enable_grad():
+            evidence = la.log_marginal_likelihood() / la.n_data
+            found = torch.autograd.grad(evidence, [tensor for *_, tensor in tensors])
+        for (learner, name, _), gradient in zip(tensors, found, strict=True):
+            if not gradient.isfinite().all():
+                raise FloatingPointError(
+                    f"marglik_training: after epoch {self.epochs} the evidence's gradient in {name!r} of the learner {learner.name!r} is not "
+                    "finite. Lower its learning rate, or leave it out of learn; the last checkpoint, if any, is from before this step."
+                )
+        for learner in learners:
+            learner.step(la, {name: g for (owner, name, _), g in zip(tensors, found, strict=True) if owner is learner})
+
+    def _evaluation(self, neg_log_q: float | None, effective: dict[str, float] | None) -> Evaluation:
+        records = {learner.name: learner.record() for learner in self.learners}
+        return Evaluation(
+            self.epochs,
+            self.losses[-1] if self.losses else None,
+            self._accuracy,
+            neg_log_q,
+            self._prior.precision().tolist(),
+            effective,
+            float(self._prior.sigma().detach()),
+            {name: float(basis.inverse_lengthscale) for name, basis in bases_of(self.model).items()},
+            {name: record for name, record in records.items() if record is not None},
+        )
+
+    def _record(self, evaluation: Evaluation | None = None) -> Evaluation:
+        evaluation = self._evaluation(None, None) if evaluation is None else evaluation
+        self.history.append(dataclasses.asdict(evaluation))
+        if self._on_evaluation is not None:
+            self._on_evaluation(evaluation)
+        return evaluation
+
+
+def _length(loader: Any) -> int | None:
+    """Batches of a pass; None where the loader does not tell."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _takes_arguments_of(
+    trainer: Callable[Arguments, Any],
+) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
+    """The decorated function has the trainer's signature, so that arguments and their defaults are declared once."""
+
+    def decorate(function: Callable[..., Result]) -> Callable[Arguments, Result]:
+        function.__signature__ = inspect.signature(trainer).replace(return_annotation=Result)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_takes_arguments_of(MarglikTrainer)
+def marglik_training(*args: Any, **kwargs: Any) -> Result:
+    r"""Train ``model`` and learn one prior precision per parameter tensor by gradient ascent on the marginal likelihood.
+
+    Every step minimises mean loss :math:`+ \frac{1}{2N} \sum_l \delta_l \|\theta_l\|^2`. After ``n_epochs_burnin`` epochs, every
+    ``marglik_frequency`` epochs, one pass over ``marglik_loader`` accumulates the curvature at the present weights and
+    ``n_hypersteps`` Adam steps on :math:`\log\delta` (and :math:`\log\sigma`) raise the Laplace evidence. ``objective="map"`` is the
+    same loop without evidence steps. Arguments named as in laplace-torch mean the same, and defaults are its own unless noted.
+
+    Args:
+        model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
+        train_loader: yields ``(x, y)`` batches, which are moved to the model's device; iterated once per epoch.
+        likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
+        optimizer_cls: of the weights, called with their list. Default: Adam with its own defaults.
+        optimizer_kwargs: its other arguments. Pass ``weight_decay=0`` to an optimizer that decays weights unasked, such as AdamW: the prior
+            is the weight decay, and another is added to it, of which a warning tells.
+        scheduler_cls: of the weights' learning rate, stepped after every batch. scheduler_kwargs: its arguments.
+        n_epochs: passes over ``train_loader``.
+        lr_hyp: Adam's learning rate on the log hyperparameters, kept from one evidence step to the next.
+        prior_structure: which tensors share a precision: "layerwise" (none: one precision per tensor), "module" (the tensors of
+            one module) or "scalar" (all).
+        n_epochs_burnin: the first evidence step is after the first multiple of ``marglik_frequency`` above it, as in the paper's
+            recipe (laplace-torch does one at a multiple equal to it too).
+        n_hypersteps: hyperparameter steps per evidence step.
+        marglik_frequency: epochs between evaluations (evidence step and checkpoint).
+        prior_prec_init: δ at the start. With N data points the prior weighs δ/N against one data point's loss.
+        sigma_noise_init: σ at the start, regression only. fix_sigma_noise: whether to keep it there.
+        cuda_graph: whether to record a step as a CUDA graph, once for each shape of batch (at most eight), and replay it, so that the GPU
+            does not wait for Python between small kernels. For models on CUDA whose work depends on shapes alone and
+            that keep no tensor from one call to the next; optimizers with the option ``capturable``, such as Adam; schedules of the
+            learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
+            no class, the epoch is done again without graphs, so that the error can name the layer and the step.
+        learn: what the evidence learns beside the precisions. Words are of sparsified layers: "lengthscales" (log
+            :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
+            evidence step but one at the last epoch, which no training would follow, they make one Adam step
+            along the evidence's gradient; one, because the data fit's part is a gradient at the present values. With
+            ``objective="map"`` they stay. Beside words, objects of :class:`ella_cuda.training.Learner`: a
+            :class:`ella_cuda.training.BufferLearner` learns other buffers of the network in the same way, a class of your own anything.
+        lr_lengthscales: Adam's learning rate on log ω.
+        lr_anchors: Adam's learning rate on anchors, in pixels. Low, since where anchors nearly coincide the interpolating basis changes
+            wholly over a fraction of their distance, and the network with it.
+        progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
+        objective: "evidence" or "map".
+        fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
+        resolution: "shared" or "per_channel" output factors of F-FC.
+        column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
+        marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
+            :class:`ella_cuda.data.TensorLoader` that augments. Its first images are tried before the first step.
+        n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn
+            several times, dropped, or left out of the evidence. None takes N from the loader's ``dataset_size``, or from a
+            ``DataLoader``'s data set and samplers; where these do not tell, batches are counted in one pass before the first step.
+        checkpoint: a file, written atomically at every evaluation and at the end. If it exists, training resumes from it. On the
+            CPU a resumed run gives the numbers of an uninterrupted one bit for bit on the same machine with the same number of torch's
+            threads, and the same run up to rounding on another, which a warning says for threads. That covers what is drawn
+            from the global generators of torch, numpy and Python and from the ``generator`` of a loader or of its samplers, by
+            a ``DataLoader``'s workers too, which are seeded anew every epoch. It does not cover workers that go on from epoch to epoch
+            (``persistent_workers=True``) or batches in the order in which they are ready (``in_order=False``), of both of which it
+            warns; nor generators that a data set has of its own, where it is read in this process (``num_workers=0``), nor any other
+            state that a loader or data set keeps from one epoch to the next. One call at a time works on a file.
+            A file of other settings or other data is refused, as far as the data tell without a pass over them: by the loader's attribute
+            ``data_digest`` (a string of your choice, None for unknown), which :class:`ella_cuda.data.TensorLoader` has, or the tensors of a
+            DataLoader's ``TensorDataset``; for others by the number of data points alone.
+        depends_on: what else the numbers depend on, by name, such as how the data were made; a checkpoint of another is refused.
+        on_evaluation: called with an :class:`Evaluation` after every evaluation.
+        description: of the progress bar.
+
+    Returns:
+        ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not
+        fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch,
+        the prior's term included.
+        Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
+
+    Raises:
+        TypeError: an argument is of a wrong type; layers have no curvature rule, all of which are named; a loader yields something else
+            than pairs of tensors, or can be passed over once only; an optimizer or a schedule whose ``step`` needs arguments.
+        ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; outputs or labels that do not fit
+            the likelihood; an empty loader; a pass with another number of data points than N; a checkpoint of other settings or
+            data, or one that cannot be read.
+        OSError: the checkpoint cannot be written.
+        RuntimeError: another call, of this process or another, works on the checkpoint; an optimizer's step asks for a closure.
+        FloatingPointError: the loss, a factor, or a parameter after an epoch is not finite; the message names layer, epoch and
+            step. The last good checkpoint stays.
+
+    Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, algorithm 1;
+    van der Ouderaa et al., NeurIPS 2023, section 5.
+    """
+    trainer = MarglikTrainer(*args, **kwargs)
+    la = trainer.run()
+    return la, trainer.model, trainer.margliks, trainer.losses

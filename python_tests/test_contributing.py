@@ -1,16 +1,19 @@
-"""Walks CONTRIBUTING.md: every op has the files it lists, and its example layer is right."""
+"""Walks CONTRIBUTING.md: every op has the files it lists, and its example layer and learner are right."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from ella_cuda import ops
+from ella_cuda import marglik_training, ops
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import PATHS, neyshabur
 from python_tests.ops.checks import assert_same
@@ -42,11 +45,18 @@ def test_every_op_has_the_files_of_the_page(op):
     assert f'"{op}' in (ROOT / "csrc/schemas.cpp").read_text()
 
 
+def executed(section: str) -> dict[str, Any]:
+    """What the block of a section defines."""
+    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+    (source,) = re.findall(r"<!-- the test suite executes this block -->\n```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(source, "CONTRIBUTING.md", "exec"), names)
+    return names
+
+
 def test_the_example_layer_is_exact():
     """The example's block against the dense generalised Gauss-Newton, N > 1."""
-    (source,) = re.findall(r"<!-- the test suite executes this block -->\n```python\n(.*?)```", PAGE, re.DOTALL)
-    names: dict[str, object] = {}
-    exec(compile(source, "CONTRIBUTING.md", "exec"), names)
+    names = executed("Adding a layer")
     model = torch.nn.Sequential(names["ChannelScale"](3), torch.nn.Flatten(), torch.nn.Linear(12, 4)).double()
     x, y = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randint(4, (5,))
     la = KronLaplace(model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
@@ -58,6 +68,37 @@ def test_the_example_layer_is_exact():
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     block = torch.einsum("nka,nkl,nlb->ab", jacobian, hessian, jacobian)
     assert_same(la.factors["0.scale"].outputs[0], block)
+
+
+class Slope(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.slope * x)
+
+
+def test_the_example_learner_climbs_the_evidence(tmp_path):
+    """With the weights held, every step is along the slope of the log likelihood in the logarithm, by finite differences."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), Slope(), torch.nn.Linear(5, 3)).double()
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.arange(20) % 3
+
+    def log_likelihood(slope: float) -> float:
+        inside = torch.tanh(slope * model[0](x))
+        return -float(torch.nn.functional.cross_entropy(model[2](inside), y).detach())
+
+    seen = []
+    learner = executed("Adding a learner")["SlopeLearner"](model[1], 0.5)
+    options = {"n_epochs": 4, "optimizer_kwargs": {"lr": 0.0}, "progress_bar": False, "checkpoint": tmp_path / "c.pt"}
+    for _ in range(2):  # the second call is a finished run, resumed
+        marglik_training(model, [(x, y)], learn=[learner], on_evaluation=seen.append, **options)
+    slopes = [evaluation.learned["slope"] for evaluation in seen]
+    assert len(slopes) == 4 and slopes[-1] == float(model[1].slope)
+    for before, after in itertools.pairwise(slopes):
+        uphill = (log_likelihood(before + 1e-6) - log_likelihood(before - 1e-6)) / 2e-6
+        assert after == pytest.approx(before * math.exp(0.5 * before * uphill), rel=1e-6) and after != before
 
 
 def test_every_path_of_the_network_has_curvature():

@@ -123,7 +123,7 @@ def require_loadable(learner: Learner) -> None:
     values alone."""
     file = io.BytesIO()
     try:
-        torch.save(_plain(learner.state_dict()), file)
+        torch.save(plain(learner.state_dict()), file)
         file.seek(0)
         torch.load(file, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
@@ -145,7 +145,7 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     def save(name: str) -> None:
         try:
             with open(name, "wb") as file:  # by a name torch would store it in the file
-                torch.save(_plain({"format": FORMAT, **state}), file)
+                torch.save({"format": FORMAT, **state}, file)
         except RuntimeError as error:  # torch's word for a failed write, or for its end after one
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
@@ -154,12 +154,12 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> None:
     write_file(path, save)
 
 
-def _plain(state: Any) -> Any:
+def plain(state: Any) -> Any:
     """The state with Python's numbers in place of numpy's, which would not be loaded: torch takes them for code."""
     if type(state) is dict:  # no other kind, which may have attributes, as a module's state dict has
-        return {key: _plain(value) for key, value in state.items()}
+        return {key: plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(map(_plain, state))
+        return type(state)(map(plain, state))
     return state.item() if isinstance(state, np.generic) else state
 
 

@@ -22,6 +22,7 @@ from ella_cuda.progress import bar_size
 from ella_cuda.training.arguments import check_schedule, positive, whole
 from ella_cuda.training.checkpoint import (
     Checkpoint,
+    plain,
     random_state,
     require_loadable,
     restore,
@@ -71,7 +72,6 @@ class MarglikTrainer:
 
     Args:
         Those of :func:`ella_cuda.marglik_training`, which raises and warns of the same. All are checked here, before the first step.
-        learners: more objects for ``learn``.
 
     Attributes:
         model: in training.
@@ -315,7 +315,7 @@ class MarglikTrainer:
         """Everything that the training goes on from, random generators included; with that of model and optimizer it shares their
         tensors. Loadable with ``weights_only=True``."""
         self._describe_data()
-        return {
+        state = {
             "epoch": self.epochs,
             "margliks": list(self.margliks),
             "losses": list(self.losses),
@@ -329,6 +329,7 @@ class MarglikTrainer:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "learners": {learner.name: learner.state_dict() for learner in self.learners},
         }
+        return plain(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where :meth:`state_dict` was called, the global random generators and the loaders' own included.
@@ -466,6 +467,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             along the evidence's gradient; one, because the data fit's part is a gradient at the present values. With
             ``objective="map"`` they stay. Beside words, objects of :class:`ella_cuda.training.Learner`: a
             :class:`ella_cuda.training.BufferLearner` learns other buffers of the network in the same way, a class of your own anything.
+        learners: more objects for ``learn``.
         lr_lengthscales: Adam's learning rate on log ω.
         lr_anchors: Adam's learning rate on anchors, in pixels. Low, since where anchors nearly coincide the interpolating basis changes
             wholly over a fraction of their distance, and the network with it.

@@ -16,6 +16,7 @@ from torch import nn
 
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
+from ella_cuda.nn import SparseFactoredLinear2d
 from ella_cuda.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 
@@ -266,3 +267,40 @@ def test_optimizers_of_other_forms_are_resumed(tmp_path, optimizer):
     finished = train(tmp_path / "run.pt", optimizer_cls=optimizer)
     again = train(tmp_path / "run.pt", optimizer_cls=optimizer)
     assert all(map(torch.equal, finished.parameters(), again.parameters()))
+
+
+def test_a_checkpoint_of_format_3_is_gone_on_from(tmp_path):
+    """It has the prior and one optimizer of all bases, with a group for each word, at the top."""
+
+    def run(name: str, stop_after: int | None = None) -> list[torch.Tensor]:
+        def stop(evaluation) -> None:
+            if evaluation.epoch == stop_after:
+                raise KeyboardInterrupt
+
+        torch.manual_seed(0)
+        model = nn.Sequential(SparseFactoredLinear2d(1, 2, 4, 4), nn.Tanh(), nn.Flatten(), nn.Linear(32, 2))
+        loader = TensorLoader(torch.randn(12, 1, 4, 4), torch.arange(12) % 2, 4, shuffle=True)
+        marglik_training(
+            model, loader, n_epochs=6, learn=["anchors", "lengthscales"], checkpoint=tmp_path / name, on_evaluation=stop,
+            progress_bar=False,
+        )  # fmt: skip
+        return list(model.state_dict().values())
+
+    with pytest.raises(KeyboardInterrupt):
+        run("old.pt", stop_after=4)
+    state = read_checkpoint(tmp_path / "old.pt")
+    learners = state.pop("learners")
+    state["hyper_optimizer"] = learners["prior"].pop("optimizer")
+    state["prior"] = learners["prior"]
+    kinds = [learners[name]["optimizer"] for name in ("anchors", "lengthscales")]
+    assert [[*kind["state"]] for kind in kinds] == [[0, 1], [0, 1]]  # of the bases of inputs and outputs
+    state["shape_optimizer"] = {
+        "state": {2 * i + j: kind["state"][j] for i, kind in enumerate(kinds) for j in (0, 1)},
+        "param_groups": [kind["param_groups"][0] | {"params": [2 * i, 2 * i + 1]} for i, kind in enumerate(kinds)],
+    }
+    torch.save(state | {"format": 3}, tmp_path / "old.pt")
+    damaged = {**state, "format": 3, "shape_optimizer": None}
+    torch.save(damaged, tmp_path / "damaged.pt")
+    assert all(map(torch.equal, run("old.pt"), run("whole.pt")))
+    with pytest.raises(ValueError, match=r"damaged\.pt cannot be gone on with: its learners cannot be read"):
+        run("damaged.pt")

@@ -1,10 +1,13 @@
-"""marglik_training: schedule, resume, interruption, errors, and what it learns on problems with a known answer."""
+"""MarglikTrainer and marglik_training: schedule, resume, interruption, errors, and what it learns on problems with a known answer."""
 
 from __future__ import annotations
 
 import enum
 import functools
+import inspect
+import io
 import itertools
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +24,7 @@ from ella_cuda import marglik_training
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance
-from ella_cuda.training import trainer
+from ella_cuda.training import MarglikTrainer, trainer
 from ella_cuda.training.checkpoint import read_checkpoint
 from python_tests.ops.checks import assert_same
 
@@ -603,3 +606,107 @@ def test_bad_data():
         marglik_training(model, TensorLoader(x, torch.zeros(24, 3), 8), "regression", n_epochs=1, progress_bar=False)
     with pytest.raises(ValueError, match="no trainable parameters"):
         marglik_training(model.requires_grad_(False), TensorLoader(x, y, 8), n_epochs=1, progress_bar=False)
+
+
+def small_trainer(**options) -> MarglikTrainer:
+    """Of :func:`small_run`, with an evidence step after every epoch."""
+    torch.manual_seed(3)
+    loader = TensorLoader(*images(), 10, shuffle=True)
+    arguments = {"n_epochs": 4, "n_hypersteps": 3, "progress_bar": False, "fisher": "mc"}
+    return MarglikTrainer(Network(), loader, **arguments | options)
+
+
+def results(of: MarglikTrainer) -> tuple:
+    return of.la, of.model, of.margliks, of.losses
+
+
+def test_a_loop_by_hand_is_the_run():
+    whole, seen = small_trainer(), []
+    assert whole.run() is whole.la
+    by_hand = small_trainer(on_evaluation=seen.append)
+    for epoch in range(1, 5):
+        assert by_hand.epoch()[0] == by_hand.losses[-1] == whole.losses[epoch - 1]
+        evaluation = by_hand.evidence_step()
+        assert evaluation is seen[-1] and evaluation.epoch == epoch == by_hand.epochs
+        assert 24 * evaluation.neg_log_marginal_likelihood == by_hand.margliks[-1]
+    same_results(results(whole), results(by_hand))
+    assert by_hand.history == whole.history
+    assert by_hand.run() is by_hand.la and len(by_hand.losses) == 4  # nothing is left to do
+
+
+def test_a_run_goes_on_from_a_loop_by_hand():
+    whole = small_trainer()
+    whole.run()
+    begun = small_trainer()
+    for _ in range(2):
+        begun.epoch()
+        begun.evidence_step()
+    begun.run()
+    same_results(results(whole), results(begun))
+
+
+@pytest.mark.parametrize("done", [0, 2, 4])
+def test_a_state_is_gone_on_from(done):
+    """By another trainer, whose own weights and random state are others; through a file that loads without code."""
+    options = {"optimizer_kwargs": {"lr": np.float64(1e-3)}, "scheduler_cls": torch.optim.lr_scheduler.StepLR}
+    options |= {"scheduler_kwargs": {"step_size": 2}}
+    whole, begun, other = (small_trainer(**options) for _ in range(3))
+    torch.manual_seed(8)
+    for _ in range(done):
+        begun.epoch()
+        begun.evidence_step()
+    torch.save(begun.state_dict(), file := io.BytesIO())
+    torch.rand(5)
+    other.epoch()
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.epochs == done and other.la is None
+    other.run()
+    torch.manual_seed(8)
+    whole.run()
+    same_results(results(whole), results(other))
+    assert other.history == whole.history
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    other = small_trainer(n_hypersteps=4)
+    state, before = other.state_dict(), {n: t.clone() for n, t in other.model.state_dict().items()}
+    begun = small_trainer()
+    begun.epoch()
+    with pytest.raises(ValueError, match="the state was written with n_hypersteps=3, this run has 4"):
+        other.load_state_dict(begun.state_dict())
+    del state["losses"]
+    with pytest.raises(ValueError, match="the state cannot be gone on with: has no losses"):
+        other.load_state_dict(state)
+    assert other.epochs == 0 and all(torch.equal(t, before[n]) for n, t in other.model.state_dict().items())
+
+
+def test_weights_that_were_trained_elsewhere():
+    """Evidence steps alone."""
+    alone = small_trainer(fisher="exact")
+    first, second = alone.evidence_step(), alone.evidence_step()
+    assert first.loss is None and alone.losses == [] and first.epoch == 0
+    assert second.neg_log_marginal_likelihood < first.neg_log_marginal_likelihood
+    fresh = KronLaplace(alone.model, prior_precision=torch.tensor(second.prior_precision, dtype=torch.float64))
+    assert alone.margliks[1] == pytest.approx(-float(fresh.fit([images()]).log_marginal_likelihood()), rel=1e-6)
+
+
+def test_map_has_no_evidence_step():
+    with pytest.raises(ValueError, match="objective='map' has no evidence steps"):
+        small_trainer(objective="map").evidence_step()
+
+
+def test_the_evidence_is_tried_before_the_first_step_of_a_loop_by_hand():
+    x, y = images()
+    by_hand = MarglikTrainer(Network(), TensorLoader(x, y.float(), 10), n_epochs=2, progress_bar=False)
+    before = [p.clone() for p in by_hand.model.parameters()]
+    with pytest.raises(TypeError, match="on 3 images of train_loader"):
+        by_hand.epoch()
+    assert all(map(torch.equal, before, by_hand.model.parameters()))
+
+
+def test_the_function_has_the_trainer_s_arguments_and_explains_each():
+    of_function, of_class = inspect.signature(marglik_training), inspect.signature(MarglikTrainer)
+    assert list(of_function.parameters.values()) == list(of_class.parameters.values())
+    explained = marglik_training.__doc__.split("Args:")[1].split("Returns:")[0]
+    assert [name for name in of_function.parameters if not re.search(rf"^ +(.*\. )?{name}: ", explained, re.M)] == []

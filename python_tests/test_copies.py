@@ -259,11 +259,28 @@ ADDED = {
             lambda: training.Evaluation(1, 0.5, 0.25, None, [1.0, 2.0], {"a": 0.5}, 1.0, {"basis": 0.5}), dataclasses.asdict
         )
     },
+    "Learner": {"of nothing": Case(training.Learner, lambda learner: (learner.tensors(), learner.settings(), learner.state_dict()))},
+    "BufferLearner": {"after a step": Case(lambda: learner(), lambda thing: learned(thing))},
     "RunConfig": {"of digits": Case(run_config, dataclasses.asdict)},
     "Recipe": {name: Case(lambda name=name: experiments.RECIPES[name], dataclasses.asdict) for name in experiments.RECIPES},
     "LoadedRun": {"of three epochs": Case(loaded_run, lambda run: (run.model(X), run.config.name, run.epoch))},
     "Adam of adam_for": {"after a step": Case(lambda: stepped(), lambda optimizer: optimizer.state_dict())},
 }  # fmt: skip
+
+
+def learner() -> training.BufferLearner:
+    return moved(training.BufferLearner("scale", network(), ["0.s_fc.basis_in.anchors"], lr=0.1))
+
+
+def moved(learner: training.BufferLearner) -> training.BufferLearner:
+    learner.step(None, {name: torch.ones_like(tensor) for name, tensor in learner.tensors().items()})
+    return learner
+
+
+def learned(learner: training.BufferLearner) -> tuple[Any, ...]:
+    """Also what a step does, to a copy."""
+    other = moved(copy.deepcopy(learner))
+    return learner.state_dict(), learner.record(), other.state_dict(), other.record(), learner.settings()
 
 
 def stepped() -> torch.optim.Optimizer:
@@ -299,7 +316,15 @@ def exports() -> Iterator[tuple[str, Any]]:
 
 def test_every_exported_class_is_here():
     classes = {name.rpartition(".")[2] for name, thing in exports() if inspect.isclass(thing)}
-    assert classes - CASES.keys() == set()
+    assert classes - CASES.keys() == {"MarglikTrainer"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trainer_is_refused(way):
+    """Torch's schedules patch their optimizer: the copy's would step the original's weights."""
+    trainer = training.MarglikTrainer(network(), [(X, Y)], n_epochs=1)
+    with pytest.raises(TypeError, match=r"a trainer cannot be copied or pickled.* state_dict"):
+        WAYS[way](trainer)
 
 
 @pytest.mark.parametrize(

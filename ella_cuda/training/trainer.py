@@ -59,7 +59,7 @@ class Evaluation:
     effective_parameters: dict[str, float] | None  # per parameter tensor
     sigma_noise: float
     inverse_lengthscale: dict[str, float]  # per basis of a sparsified layer, by its name
-    learned: dict[str, Any]  # what learners record, by their names
+    learned: dict[str, Any] = dataclasses.field(default_factory=dict)  # what learners record, by their names
 
 
 class MarglikTrainer:
@@ -339,6 +339,12 @@ class MarglikTrainer:
                 then.
         """
         self._restore("the state", state)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "MarglikTrainer: a trainer cannot be copied or pickled, for torch's schedules cannot; copy its state_dict, and load it into a "
+            "trainer of the same arguments."
+        )
 
     def _restore(self, source: str, state: Mapping[str, Any]) -> None:
         self._describe_data()

@@ -28,11 +28,34 @@ def train_epoch(
 ) -> tuple[float, float | None]:
     """One pass; returns the images' mean data loss plus the prior's part at its start, and the training accuracy as a fraction.
 
+    By recorded steps where there are such; where one went wrong, the epoch is done again without them, to say which and why.
+
     Raises:
         TypeError, ValueError: a batch is no pair of tensors or does not fit the likelihood, the pass yields nothing or another number of
             data points than ``points`` has.
         FloatingPointError: the loss is not finite.
     """
+    if graphed is not None:
+        before, random_before = Snapshot(step, scheduler), random_state([loader])
+        graphed.begin_epoch()
+        loss, accuracy = _pass(step, graphed, loader, points, scheduler, prior, epoch)
+        if math.isfinite(loss) and graphed.labels_were_classes():
+            return loss, accuracy
+        before.restore()
+        restore_random_state(random_before, [loader])
+        graphed.forget()  # they read the optimizer's state where it was
+    return _pass(step, None, loader, points, scheduler, prior, epoch)
+
+
+def _pass(
+    step: TrainingStep,
+    graphed: GraphedStep | None,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    points: Points,
+    scheduler: Any,
+    prior: Prior,
+    epoch: int,
+) -> tuple[float, float | None]:
     step.model.train()
     penalty = step.begin_epoch(prior.precision().detach(), float(prior.sigma().detach()), points.count)
     device = step.parameters[0].device
@@ -65,24 +88,3 @@ def train_epoch(
     points.require(seen)
     loss, accuracy = step.epoch_means(seen)
     return loss + penalty, accuracy
-
-
-def train_epoch_by_graphs(
-    step: TrainingStep,
-    graphed: GraphedStep,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    points: Points,
-    scheduler: Any,
-    prior: Prior,
-    epoch: int,
-) -> tuple[float, float | None]:
-    """:func:`train_epoch` by recorded steps. Where one went wrong, the epoch is done again without them, to say which and why."""
-    before, random_before = Snapshot(step, scheduler), random_state([loader])
-    graphed.begin_epoch()
-    loss, accuracy = train_epoch(step, graphed, loader, points, scheduler, prior, epoch)
-    if math.isfinite(loss) and graphed.labels_were_classes():
-        return loss, accuracy
-    before.restore()
-    restore_random_state(random_before, [loader])
-    graphed.forget()  # they read the optimizer's state where it was
-    return train_epoch(step, None, loader, points, scheduler, prior, epoch)

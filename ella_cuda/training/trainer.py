@@ -31,7 +31,7 @@ from ella_cuda.training.checkpoint import (
     warn_of_unsaved_state,
 )
 from ella_cuda.training.data import data_digest
-from ella_cuda.training.epoch import train_epoch, train_epoch_by_graphs
+from ella_cuda.training.epoch import train_epoch
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
 from ella_cuda.training.learners import Learner, Prior, PriorStructure, add_settings, learners_of
 from ella_cuda.training.learners.bases import bases_of
@@ -225,6 +225,7 @@ class MarglikTrainer:
         """Epochs, evidence steps and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the
         Laplace approximation at the last weights, not fitted for "map"."""
         last, frequency = self._schedule["n_epochs"], self._schedule["marglik_frequency"]
+        evidence = self._schedule["objective"] == "evidence"
         with self._checkpoint.claimed():
             if (state := self._checkpoint.read()) is not None:
                 self._restore(self._checkpoint.source, state)
@@ -233,10 +234,7 @@ class MarglikTrainer:
                     loss, accuracy = self.epoch()
                     shown = {"loss": f"{loss:.3f}"} | ({} if accuracy is None else {"acc": f"{100 * accuracy:.1f}%"})
                     if self.epochs % frequency == 0 or self.epochs == last:
-                        if (
-                            self._schedule["objective"] == "evidence"
-                            and self.epochs > self._schedule["n_epochs_burnin"]
-                        ):
+                        if evidence and self.epochs > self._schedule["n_epochs_burnin"]:
                             bar.set_postfix(shown | {"-log q/N": "..."})  # it takes as long as some epochs
                             shown["-log q/N"] = f"{self.evidence_step().neg_log_marginal_likelihood:.3f}"
                         else:
@@ -247,7 +245,7 @@ class MarglikTrainer:
                     bar.update()
         if self.la is None:
             self.la = self._new_laplace()
-            if self._schedule["objective"] == "evidence":  # a finished run, resumed: its last fit again
+            if evidence:  # a finished run, resumed: its last fit again
                 after = random_state(self._loaders)
                 if self._random_at_fit is not None:
                     restore_random_state(self._random_at_fit, self._loaders)
@@ -264,11 +262,15 @@ class MarglikTrainer:
                 try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name)
             self._tried = True
         self._prior.require_parameters_of(self.model)
-        run = (self._train_loader, self._points, self._scheduler, self._prior, self.epochs + 1)
-        if self._graphed is None:
-            loss, self._accuracy = train_epoch(self._step, None, *run)
-        else:
-            loss, self._accuracy = train_epoch_by_graphs(self._step, self._graphed, *run)
+        loss, self._accuracy = train_epoch(
+            self._step,
+            self._graphed,
+            self._train_loader,
+            self._points,
+            self._scheduler,
+            self._prior,
+            self.epochs + 1,
+        )
         self._prior.check_finite(self.epochs + 1)
         self.epochs += 1
         self.losses.append(loss)

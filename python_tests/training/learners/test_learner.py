@@ -196,7 +196,7 @@ def test_words_are_learners_of_buffers():
     anchors, scales = ([n for n in names if n.endswith(end)] for end in ("anchors", "inverse_lengthscale"))
     by_words = train(words, "lengthscales", "anchors", lr_anchors=0.02, lr_lengthscales=0.04)
     own = [BufferLearner("a", objects, anchors, 0.02), BufferLearner("l", objects, scales, 0.04, logarithmic=True)]
-    assert by_words[2:] == train(objects, *own)[2:]
+    assert by_words[2:] == train(objects, own[0], learners=own[1:])[2:]
     assert all(map(torch.equal, words.buffers(), objects.buffers()))
 
 

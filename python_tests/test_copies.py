@@ -262,7 +262,6 @@ ADDED = {
     "Learner": {"of nothing": Case(training.Learner, lambda learner: (learner.tensors(), learner.settings(), learner.state_dict()))},
     "BufferLearner": {"after a step": Case(lambda: learner(), lambda thing: learned(thing))},
     "RunConfig": {"of digits": Case(run_config, dataclasses.asdict)},
-    "Recipe": {name: Case(lambda name=name: experiments.RECIPES[name], dataclasses.asdict) for name in experiments.RECIPES},
     "LoadedRun": {"of three epochs": Case(loaded_run, lambda run: (run.model(X), run.config.name, run.epoch))},
     "Adam of adam_for": {"after a step": Case(lambda: stepped(), lambda optimizer: optimizer.state_dict())},
 }  # fmt: skip

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from ella_cuda.experiments import RECIPES, configure, paper
+from ella_cuda.data import SOURCES
+from ella_cuda.experiments import configure, paper, recipe
 from ella_cuda.experiments.paper import TABLES, Plan, entries, plan_table, scaled
 from ella_cuda.models import neyshabur
 from python_tests.reports.pictures.pages import check_page
@@ -250,13 +251,12 @@ def test_the_scale_keeps_the_number_of_evidence_steps_where_it_can():
     def steps(epochs: int, burn_in: int, frequency: int, **_) -> int:
         return sum(e > burn_in and (e % frequency == 0 or e == epochs) for e in range(1, epochs + 1))
 
-    whole = RECIPES["digits"]
-    full = steps(whole.epochs, whole.burn_in, whole.frequency)
+    full = steps(**{name: recipe("digits")[name] for name in ("epochs", "burn_in", "frequency")})
     assert full == 3
     for scale in (0.9, 0.8, 0.6, 0.4, 0.2):
         assert abs(steps(**scaled("digits", 1437, scale)) - full) <= 1
     assert steps(**scaled("digits", 1437, 0.001)) == 2
-    for data in RECIPES:  # what bases learn, they learn before the last step
+    for data in SOURCES:  # what bases learn, they learn before the last step
         for percent in range(1, 101):
             found = scaled(data, IMAGES[data], percent / 100)
             assert any(e % found["frequency"] == 0 for e in range(found["burn_in"] + 1, found["epochs"]))

@@ -9,7 +9,7 @@ import pytest
 
 from ella_cuda import cli
 from ella_cuda.cli import train
-from ella_cuda.experiments import RECIPES, configure
+from ella_cuda.experiments import configure, recipe
 from ella_cuda.experiments.grid import _run_quietly
 from python_tests.data.test_sources import write_mnist
 from python_tests.reports.rows import row
@@ -30,7 +30,7 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
     for name in ("width", "lr", "burn_in", "hypersteps", "column_tolerance", "init", "augment"):
         option = "--" + name.replace("_", "-")
         for heading, cell in shown[option].items():
-            assert {cell} == {str(getattr(RECIPES[data], name)) for data in heading.split(", ")}
+            assert {cell} == {str(recipe(data)[name]) for data in heading.split(", ")}
         about = options.rpartition(f"\n  {option} ")[2].split("\n  --")[0]
         assert " ".join(about.split()).endswith("(by --data)")
     assert "--fisher" not in shown and "one sampled column (exact)" in options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import itertools
 import re
@@ -16,60 +15,13 @@ from typing import Any
 
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError, grid_of, named_device
-from ella_cuda.data import AUGMENTATIONS
-from ella_cuda.experiments import DENSE_PATH, RECIPES, RESTARTS, Recipe, RunConfig
-from ella_cuda.groups import GROUPS
-from ella_cuda.models import GROUP_PATH, INITS
-from ella_cuda.nn.group_conv import VARIANTS
-from ella_cuda.nn.group_layers import FRAMES
-from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, network_title, number
+from ella_cuda.data import SOURCES
+from ella_cuda.experiments import DENSE_PATH, RunConfig
+from ella_cuda.experiments.settings import settings_of
+from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
-# Options that are attributes of RunConfig: flag, type, help. None given means the recipe's.
-NUMBERS: tuple[tuple[str, Any, str], ...] = (
-    ("width", int, "network width, the multiple of all channel counts"),
-    ("epochs", int, "passes over the training data"),
-    ("batch_size", int, "images in a minibatch"),
-    ("lr", float, "Adam's learning rate at the start"),
-    ("fan_in_limit", int, "weights with more inputs than this learn at rates lower in proportion (- below: no limit)"),
-    (
-        "cooldown",
-        float,
-        "share of the steps, or of each cycle, the last, in which lr falls linearly (- below: a cosine over all)",
-    ),
-    ("prior_prec_init", float, "prior precision: MAP's, and evidence's at the start"),
-    ("lr_hyp", float, "Adam's learning rate on log prior precisions"),
-    ("burn_in", int, "epochs before the first evidence step"),
-    ("frequency", int, "epochs between evidence steps"),
-    ("hypersteps", int, "steps on the prior precisions in each"),
-    ("lr_lengthscales", float, "Adam's learning rate on the logarithms of lengthscales that --learn names"),
-    ("lr_anchors", float, "Adam's learning rate on anchors that --learn names, in pixels"),
-    ("inverse_lengthscale", float, "of s_fc paths at the start, per pixel"),
-    ("column_tolerance", float, "share of the output Hessian's trace that curvature may leave out"),
-    ("train_size", int, "use only so many training images, classes in proportion"),
-    ("holdout", float, "keep this fraction of the training images to evaluate on, instead of the test images"),
-    ("data_seed", int, "of what the task draws for each image, the subsample and the hold-out split"),
-)
-WORDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("init", INITS, "initial weights: as published, or with only the equivariant paths on"),
-    ("fisher", ("exact", "mc"), "curvature: exact GGN or one sampled column"),
-    ("resolution", ("shared", "per_channel"), "output factors of F-FC"),
-    ("basis", ("interpolating", "exponential"), "of sparsified layers"),
-    ("group", tuple(GROUPS), "of gconv paths: rotations by 90 degrees, or with mirror images"),
-    ("group_conv", VARIANTS, "how filters of gconv paths are factored"),
-    (
-        "frames",
-        FRAMES,
-        "how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
-    ),
-    (
-        "restarts",
-        RESTARTS,
-        "with a cooldown: lr falls at the end only, or also before every evidence step but the first, and starts anew; of MAP too",
-    ),
-    ("augment", AUGMENTATIONS, "of the images that weights learn from; none where labels say where things are"),
-    ("prior_structure", ("layerwise", "module", "scalar"), "which parameter tensors share a precision"),
-)
+NOTHING = "none"  # the option's word for an empty value
 MOST_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
 PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
@@ -81,23 +33,23 @@ def flag(name: str) -> str:
 
 
 def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """The options that are attributes of runs, but for those named, and below all options the recipes of their defaults."""
-    varying = [name for name, values in _recipe_values().items() if len(set(values)) > 1]
-
-    def default(name: str) -> str:
-        if name in varying:
-            return " (by --data)"
-        value = getattr(next(iter(RECIPES.values())), name, getattr(RunConfig, name, None))
-        return "" if value is None else f" ({value})"
-
-    for name, kind, text in NUMBERS:
-        if name not in without:
-            command.add_argument(flag(name), type=kind, metavar="N" if kind is int else "X", help=text + default(name))
-    for name, words, text in WORDS:
-        if name not in without:
-            command.add_argument(flag(name), choices=words, help=text + default(name))
+    """The options that are settings of runs, but for those named, and below all options the recipes of their defaults."""
+    known = {n: one for n, one in settings_of(RunConfig).items() if one.option and n not in without}
+    for name, one in known.items():
+        values = dict.fromkeys(one.in_recipe(data) for data in SOURCES)
+        default = "by --data" if len(values) > 1 else _cell(*values)
+        words: dict[str, Any] = {"choices": [choice or NOTHING for choice in one.choices]}
+        if not one.choices:
+            words = {"metavar": {int: "N", float: "X", str: name.upper()}[one.kind]}
+        command.add_argument(
+            flag(name),
+            **words,
+            type=one.read or one.kind,
+            nargs="+" if isinstance(next(iter(values)), tuple) else None,
+            help=one.help + ("" if default == "-" else f" ({default})"),
+        )
     command.formatter_class = _KeepTables
-    command.epilog = "defaults by --data:\n" + recipe_table([name for name in varying if name not in without])
+    command.epilog = "defaults by --data:\n" + _recipe_table(known)
 
 
 class _KeepTables(argparse.HelpFormatter):
@@ -107,34 +59,33 @@ class _KeepTables(argparse.HelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def _recipe_values() -> dict[str, list[Any]]:
-    """Of every attribute of a recipe, what the data sets' recipes say."""
-    return {field.name: [getattr(r, field.name) for r in RECIPES.values()] for field in dataclasses.fields(Recipe)}
+def _cell(value: Any) -> str:
+    """A default in words; ``-`` is None."""
+    if isinstance(value, tuple):
+        return " ".join(map(_cell, value))
+    return "-" if value is None else str(value) or NOTHING
 
 
-def recipe_table(names: Sequence[str]) -> str:
-    """Those attributes of the recipes as options: a column for each, headed by its data sets; ``-`` is None."""
-    titles = {
-        "tasks": "--task",
-        "fc_fan_in_limit": "--fan-in-limit, FC",
-        "prior_prec_init": "--prior-prec-init",
-        "map_prior_prec": "--prior-prec-init, MAP",
-    }
-    recipes: dict[Recipe, list[str]] = {}
-    for data, recipe in RECIPES.items():
-        recipes.setdefault(recipe, []).append(data)
-    lines = [["", *(", ".join(sets) for sets in recipes.values())]]
-    for name in names:
-        values = (getattr(recipe, name) for recipe in recipes)
-        cells = ("-" if v is None else " ".join(v) if isinstance(v, tuple) else f"{v}" for v in values)
-        lines.append([titles.get(name, flag(name)), *cells])
+def _recipe_table(names: Collection[str]) -> str:
+    """The settings of those names in which recipes differ, as options: a column for each recipe, headed by its data sets."""
+    rows = [
+        (name, layer, [_cell(one.in_recipe(data, layer)) for data in SOURCES])
+        for name, one in settings_of(RunConfig).items()
+        for layer in ("", *one.by_layer)
+    ]
+    recipes: dict[tuple[str, ...], list[str]] = {}
+    for i, data in enumerate(SOURCES):
+        recipes.setdefault(tuple(cells[i] for *_, cells in rows), []).append(data)
+    lines = [["", *map(", ".join, recipes.values())]]
+    for (name, layer, cells), *shown_cells in zip(rows, *recipes, strict=True):
+        if name in names and len(set(cells)) > 1:
+            lines.append([flag(name) + (f", {layer_title(layer)}" if layer else ""), *shown_cells])
     return columns(lines)
 
 
 def add_session(command: argparse.ArgumentParser, all_too: str = "") -> None:
-    """The options of seeds and dense evidence, and those that say where runs are done and their results go; ``all_too`` is what else
+    """The options of dense evidence, and those that say where runs are done and their results go; ``all_too`` is what else
     the help of --all says."""
-    command.add_argument("--seed", nargs="+", type=int, help="one or several; tables show means (0)")
     command.add_argument(
         "--all",
         action="store_true",
@@ -194,13 +145,14 @@ def grid_options(given: dict[str, Any]) -> dict[str, Any]:
 
 def attributes(options: dict[str, Any]) -> dict[str, Any]:
     """The attributes of runs among the options, in place of the recipe's."""
-    return {name: options[name] for name, *_ in (*NUMBERS, *WORDS) if name in options}
+    return {name: options[name] for name, one in settings_of(RunConfig).items() if name in options and not one.axis}
 
 
 def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
     """What :class:`RunConfig` says is wrong with attributes, with the options that set those it names: which were given, and
     which have their defaults."""
-    options = (*(name for name, *_ in (*NUMBERS, *WORDS)), "seed")
+    # Those of axes but the seed's are words of any error.
+    options = (name for name, one in settings_of(RunConfig).items() if one.option and (not one.axis or name == "seed"))
     names = [name for name in options if re.search(rf"(?<![\w-]){name}(?![\w-])", str(error))]
     sides = (
         (what, [flag(name) for name in names if (name in given) is here])
@@ -215,14 +167,12 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
     for kind in ("lengthscales", "anchors"):
         if f"lr_{kind}" in options and not any(kind in c.learn for c in configs):
             raise UsageError(f"--lr-{kind} is a rate of what is learned; no run learns {kind} (--learn {kind}).")
-    if "inverse_lengthscale" in options and not any("s_fc" in c.layer.split("+") for c in configs):
-        raise UsageError(
-            "--inverse-lengthscale is that of s_fc paths, of which there are none; kernels of s_conv start at 1."
-        )
-    if {"group", "group_conv", "frames"} & options.keys() and not any(c.over_group for c in configs):
-        raise UsageError(
-            f"--group, --group-conv and --frames are those of {GROUP_PATH} paths, of which there are none."
-        )
+    known = settings_of(RunConfig)
+    for path in dict.fromkeys(one.path for name, one in known.items() if one.path and name in options):
+        if not any(path in c.paths for c in configs):
+            *first, last = (flag(name) for name, one in known.items() if one.path == path)
+            words = f"{', '.join(first)} and {last} are those" if first else f"{last} is that"
+            raise UsageError(f"{words} of {path} paths, of which there are none.")
 
 
 def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:

@@ -22,7 +22,9 @@ from ella_cuda.cli.grid import (
 )
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
+from ella_cuda.experiments.config import GridConfig
 from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
+from ella_cuda.experiments.settings import settings_of
 
 
 def add_reproduce(commands: Any) -> None:
@@ -50,7 +52,7 @@ def add_reproduce(commands: Any) -> None:
     )
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
-    add_attributes(reproduce, without=("train_size", "holdout", "group", "group_conv", "tasks"))
+    add_attributes(reproduce, without=(*settings_of(GridConfig), "train_size", "holdout", "group", "group_conv"))
     widths = ", ".join(f"{table.name}: {table.width}" for table in TABLES.values() if table.width)
     reproduce.epilog += f"\nwidth whatever the data: {widths}"
     add_session(reproduce)
@@ -93,7 +95,6 @@ def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunCon
             rows=given.get("row"),
             seeds=options["seed"],
             dense=options["all"],
-            device=options["device"],
             **attributes(options),
         )
     except ValueError as error:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda import experiments
 from ella_cuda.cli.common import DONE, UsageError
 from ella_cuda.cli.grid import (
+    NOTHING,
     add_attributes,
     add_session,
     attributes,
@@ -24,15 +24,12 @@ from ella_cuda.cli.grid import (
     shown,
     wrong_attributes,
 )
-from ella_cuda.data import SOURCES, TASKS
-from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, LEARN, OBJECTIVES, RECIPES, RunConfig, as_learn
-from ella_cuda.models import PATHS, SPARSE_PATHS
+from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
+from ella_cuda.experiments.settings import settings_of
+from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned
 from ella_cuda.reports.text import layer_title
-
-DEFAULT_LAYERS = ("fc", "conv", "f_fc+conv")
-NOTHING = "none"  # of --learn
 
 
 def add_train(commands: Any) -> None:
@@ -43,24 +40,6 @@ def add_train(commands: Any) -> None:
         description="Train networks by MAP and by the marginal likelihood, and print accuracy, NLL, -log q/N and every "
         "layer's learned type. Without options: the two quadrant tasks on scikit-learn's digits. Numbers not given are "
         "the data set's recipe's.",
-    )
-    tasks = "; ".join(f"{name}: {task.description}" for name, task in TASKS.items())
-    train.add_argument("--data", choices=SOURCES, help="data set (digits)")
-    train.add_argument("--task", nargs="+", choices=TASKS, help=f"{tasks} (by --data)")
-    train.add_argument(
-        "--layer",
-        nargs="+",
-        metavar="LAYER",
-        help=f"sums of {', '.join(PATHS)}, such as f_fc+conv ({' '.join(DEFAULT_LAYERS)})",
-    )
-    train.add_argument("--objective", nargs="+", choices=OBJECTIVES, help="map, evidence or both (both)")
-    train.add_argument(
-        "--learn",
-        nargs="+",
-        type=as_learn,
-        choices=[learn or NOTHING for learn in LEARN],
-        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; of several words each is a run of its "
-        "own (none)",
     )
     add_attributes(train)
     add_session(train, "; naming --objective is enough")
@@ -100,15 +79,12 @@ def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str
 
 def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     """The runs that the options ask for, and the options completed by the defaults that chose them."""
-    data = given.get("data", "digits")
-    options = {
-        **grid_options(given),
-        "data": data,
-        "task": list(dict.fromkeys(given.get("task", RECIPES[data].tasks))),
-        "layer": list(dict.fromkeys(given.get("layer", DEFAULT_LAYERS))),
-        "objective": [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)],
-        "learn": list(dict.fromkeys(given.get("learn", [NOTHING]))),
-    }
+    data = given.get("data", settings_of(RunConfig)["data"].recipe)
+    usual = recipe(data)
+    axes = {k: list(dict.fromkeys(given.get(k, usual[k]))) for k in ("task", "layer", "learn")}
+    axes["learn"] = [learn or NOTHING for learn in axes["learn"]]
+    axes["objective"] = [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)]
+    options = {**grid_options(given), "data": data, **axes}
     dense_too = options["all"] or "objective" in given
     configs: list[RunConfig] = []
     try:
@@ -120,10 +96,8 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
                 continue
             learns = objective == "evidence" and paths & SPARSE_PATHS  # others have nothing to learn: one run
             for learn in options["learn"] if learns else [NOTHING]:
-                common = {"device": options["device"], "learn": "" if learn == NOTHING else learn}
-                configs.append(
-                    experiments.configure(data, task, layer, objective, seed, **common, **attributes(options))
-                )
+                word = "" if learn == NOTHING else learn
+                configs.append(configure(data, task, layer, objective, seed, learn=word, **attributes(options)))
     except ValueError as error:
         raise wrong_attributes(error, given) from error
     if set(options["learn"]) != {NOTHING} and not any(c.learn for c in configs):

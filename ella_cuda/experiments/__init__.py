@@ -1,22 +1,12 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
-from ella_cuda.experiments.config import (
-    DENSE_PATH,
-    DENSE_REASON,
-    LEARN,
-    OBJECTIVES,
-    RESTARTS,
-    RunConfig,
-    as_learn,
-    configure,
-)
+from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running, read_summary
 from ella_cuda.experiments.grid import run_grid
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
-from ella_cuda.experiments.recipes import RECIPES, Recipe
 from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 
@@ -24,15 +14,10 @@ __all__ = [
     "CONFIG_FILE",
     "DENSE_PATH",
     "DENSE_REASON",
-    "LEARN",
     "OBJECTIVES",
-    "RECIPES",
-    "RESTARTS",
     "LoadedRun",
-    "Recipe",
     "RunConfig",
     "adam_for",
-    "as_learn",
     "configure",
     "evaluate",
     "learning_rate_schedule",
@@ -44,6 +29,7 @@ __all__ = [
     "read_grid",
     "read_running",
     "read_summary",
+    "recipe",
     "require_tensorboard",
     "resolve_device",
     "run_grid",

@@ -1,56 +1,31 @@
-"""One run: everything that its numbers depend on."""
+"""One run: everything that its numbers depend on, each a setting that is declared here and nowhere else."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
-from typing import Any
+from typing import Any, get_args
 
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
-from ella_cuda.experiments.recipes import RECIPES
+from ella_cuda.experiments.settings import SINGLE, setting, settings_of
 from ella_cuda.groups import GROUPS
+from ella_cuda.laplace.kron import FISHERS
+from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
+from ella_cuda.reports.text import OBJECTIVE_TITLES
+from ella_cuda.training import PriorStructure
 
-OBJECTIVES = ("map", "evidence")
+OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
 RESTARTS = ("none", "evidence")  # of the learning rate
 # Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
-MANY = 2**31 - 1
-# Of whole numbers, the least and the most. What takes memory or time in proportion is bounded far above any use.
-WHOLE: dict[str, tuple[int, int]] = {
-    "width": (1, 1024),
-    "epochs": (1, 10**6),
-    "batch_size": (1, MANY),
-    "frequency": (1, MANY),
-    "hypersteps": (1, 10**6),
-    "burn_in": (0, MANY),
-    "seed": (0, 2**64 - 1),  # what torch's generators take
-    "data_seed": (-(2**63), 2**64 - 1),
-    "image_size": (1, 1024),
-    "train_size": (1, MANY),
-    "fan_in_limit": (1, MANY),
-    "evidence_batch_size": (1, MANY),
-}
-SINGLE = (2.0**-126, 2.0**128 - 2.0**104)  # of single precision, the least number that is not subnormal, and the most
 LEAST_HOLDOUT = 1e-6  # of the images of any data set here, less than one
-REAL = (
-    "lr",
-    "lr_hyp",
-    "lr_lengthscales",
-    "lr_anchors",
-    "prior_prec_init",
-    "inverse_lengthscale",
-    "cooldown",
-    "column_tolerance",
-    "holdout",
-)
-OPTIONAL = ("train_size", "fan_in_limit", "evidence_batch_size", "cooldown", "holdout")  # may be None
+# Data sets that have most of their recipe in common.
+MNIST, CIFAR = ("mnist", "fashion-mnist"), ("cifar10", "cifar100")
 
 
 def as_learn(words: str) -> str:
@@ -58,133 +33,219 @@ def as_learn(words: str) -> str:
     return "+".join(sorted(words.split("+")))
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """One run: everything that its numbers depend on.
+def _check_layer(name: str, value: str) -> None:
+    paths = value.split("+")
+    if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
+        raise ValueError(f"{name} must be different names out of {', '.join(PATHS)} joined by '+', got {value!r}.")
 
-    Attributes:
-        data: a name of :data:`ella_cuda.data.SOURCES`.
-        task: a name of :data:`ella_cuda.data.TASKS`.
-        layer: sum of paths, see :func:`ella_cuda.models.neyshabur`.
-        objective: ``map`` or ``evidence``.
-        seed: of the initial weights and of the order of the minibatches.
-        width: α of the network.
-        init: ``published`` or ``equivariant``, see :func:`ella_cuda.models.neyshabur`.
-        epochs: passes over the training data.
-        batch_size: images in a minibatch.
-        lr: Adam's learning rate, at the start.
-        fan_in_limit: inputs of a weight up to which it learns at that rate, see :func:`adam_for`; None is no limit.
-        cooldown: share of the steps, or of each cycle's with restarts, the last ones, in which lr falls linearly towards 0 after
-            being constant; None is a cosine to 0 over all steps.
-        restarts: ``none``, or ``evidence``: lr falls so before every evidence step but the first, and at the end, and starts anew
-            after each: a cycle ends there, and the last cycle is no shorter than ``frequency``. MAP runs do the same. Needs a
-            cooldown.
-        prior_prec_init: prior precision δ of every tensor, at the start (evidence) or throughout (map).
-        lr_hyp: Adam's learning rate on log δ.
-        burn_in: epochs before the first evidence step.
-        frequency: epochs between evidence steps.
-        hypersteps: steps on log δ in each.
-        evidence_batch_size: images in a minibatch of the curvature pass; None leaves it to the device, see
-            :data:`ella_cuda.experiments.run.EVIDENCE_BATCH_SIZES`. It decides which columns ``column_tolerance`` leaves out and what
-            ``mc`` draws; other numbers do not depend on it beyond rounding.
-        fisher: ``exact`` or ``mc``.
-        resolution: ``shared`` or ``per_channel``, see :class:`ella_cuda.laplace.KronLaplace`.
-        column_tolerance: share of the output Hessian's trace that curvature may leave out, see there.
-        prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`.
-        learn: what of sparsified layers' bases the evidence learns: a name of :data:`LEARN`, its words in any order.
-        lr_lengthscales: Adam's learning rate on log lengthscales. lr_anchors: on anchors, in pixels.
-        basis: of sparsified layers, ``interpolating`` or ``exponential``.
-        inverse_lengthscale: of S-FC paths at the start, per pixel.
-        group: of GCONV paths, a name of :data:`ella_cuda.groups.GROUPS`.
-        group_conv: variant of GCONV paths, see :class:`ella_cuda.nn.GroupConv2d`.
-        frames: of GCONV paths and convolutions beside them, ``own`` or ``common``, see there.
-        augment: what the weights' training images go through, a name of :data:`ella_cuda.data.AUGMENTATIONS`; the
-            evidence always gets the images as they are.
-        device: ``cpu``, ``cuda`` or ``cuda:<index>``.
-        train_size: how many training images to use; None for all.
-        holdout: fraction of the training images to evaluate on instead of the test images; None for the test images.
-        data_seed: of what the task draws for each image, the subsample and the hold-out split; runs of a table share it.
-        image_size: height and width of the images, in pixels.
+
+def _check_cooldown(name: str, value: float) -> None:
+    if not SINGLE[0] <= value <= 1:
+        raise ValueError(f"{name} must be above 0, by {SINGLE[0]:.3g} or more, and at most 1, got {value}.")
+
+
+def _check_tolerance(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
+    if 0 < value < SINGLE[0]:
+        raise ValueError(f"{name} must be 0 or at least {SINGLE[0]:.3g}, got {value}.")
+
+
+def _check_holdout(name: str, value: float) -> None:
+    least, most = LEAST_HOLDOUT, 1 - LEAST_HOLDOUT
+    if not least <= value <= most:
+        raise ValueError(
+            f"{name} must lie between {least:g} and {most:g}, got {value}: images are needed on both sides."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridConfig:
+    """What the runs of a grid differ in."""
+
+    data: str = setting(recipe="digits", choices=SOURCES, axis=True, help="data set")
+    task: str = setting(
+        recipe=("digit", "quadrant"),
+        by_data={"fashion-mnist": ("plain", "quadrant"), CIFAR: ("plain",)},
+        choices=TASKS,
+        axis=True,
+        help="; ".join(f"{name}: {task.description}" for name, task in TASKS.items()),
+    )
+    layer: str = setting(
+        recipe=("fc", "conv", "f_fc+conv"),
+        check=_check_layer,
+        axis=True,
+        help=f"sums of {', '.join(PATHS)}, such as f_fc+conv",
+    )
+    objective: str = setting(recipe=OBJECTIVES, choices=OBJECTIVES, axis=True, help="map, evidence or both")
+    learn: str = setting(
+        "",
+        recipe=("",),
+        choices=LEARN,
+        read=as_learn,
+        axis=True,
+        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; of several words each is a run of its own",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The images."""
+
+    augment: str = setting(
+        "none",
+        by_data={CIFAR: "flips-shifts"},
+        choices=AUGMENTATIONS,
+        help="of the images that weights learn from; none where labels say where things are",
+    )
+    train_size: int | None = setting(None, help="use only so many training images, classes in proportion")
+    holdout: float | None = setting(
+        None,
+        check=_check_holdout,
+        help="keep this fraction of the training images to evaluate on, instead of the test images",
+    )
+    data_seed: int = setting(
+        0,
+        least=-(2**63),
+        most=2**64 - 1,
+        help="of what the task draws for each image, the subsample and the hold-out split",
+    )
+    image_size: int = setting(32, most=1024, option=False, help="height and width of the images, in pixels")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """The network: arguments of :func:`ella_cuda.models.neyshabur`."""
+
+    group: str = setting(
+        "p4",
+        choices=GROUPS,
+        path=GROUP_PATH,
+        named="{}",
+        help="of gconv paths: rotations by 90 degrees, or with mirror images",
+    )
+    group_conv: str = setting(
+        "pointwise", choices=VARIANTS, path=GROUP_PATH, named="{}", help="how filters of gconv paths are factored"
+    )
+    width: int = setting(
+        recipe=4,
+        by_data={CIFAR: 10},
+        most=1024,
+        named="width{}",
+        named_with=GROUP_PATH,
+        help="network width, the multiple of all channel counts",
+    )
+    init: str = setting(
+        "published",
+        recipe="equivariant",
+        by_data={CIFAR: "published"},
+        choices=INITS,
+        help="initial weights: as published, or with only the equivariant paths on",
+    )
+    basis: str = setting("interpolating", choices=BASIS_KINDS, help="of sparsified layers")
+    inverse_lengthscale: float = setting(
+        1.0,
+        most=LARGEST_INVERSE_LENGTHSCALE,
+        path="s_fc",
+        help="of s_fc paths at the start, per pixel; kernels of s_conv start at 1",
+    )
+    frames: str = setting(
+        "own",
+        choices=FRAMES,
+        path=GROUP_PATH,
+        help="how gconv paths mix the slices of the group: as they are, as published, or turned back to one frame",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam's steps on the weights."""
+
+    epochs: int = setting(
+        recipe=100, by_data={"digits": 60, MNIST: 20}, most=10**6, help="passes over the training data"
+    )
+    batch_size: int = setting(recipe=128, by_data={"digits": 64}, help="images in a minibatch")
+    lr: float = setting(recipe=3e-3, by_data={"digits": 5e-3, CIFAR: 0.01}, help="Adam's learning rate at the start")
+    fan_in_limit: int | None = setting(
+        None,
+        by_data={"digits": 256},
+        by_layer={DENSE_PATH: {"digits": 64}},
+        help="weights with more inputs than this learn at rates lower in proportion (- below: no limit)",
+    )
+    cooldown: float | None = setting(
+        None,
+        by_data={"digits": 0.3},
+        check=_check_cooldown,
+        help="share of the steps, or of each cycle, the last, in which lr falls linearly (- below: a cosine over all)",
+    )
+    restarts: str = setting(
+        "none",
+        by_data={"digits": "evidence"},
+        choices=RESTARTS,
+        help="with a cooldown: lr falls at the end only, or also before every evidence step but the first, and starts anew; of MAP too",
+    )
+    prior_prec_init: float = setting(
+        recipe=0.03, by_data={CIFAR: 1.0}, help="prior precision: MAP's, and evidence's at the start"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvidenceConfig:
+    """Evidence steps, and the curvature that they need."""
+
+    lr_hyp: float = setting(recipe=0.1, by_data={"digits": 0.3}, help="Adam's learning rate on log prior precisions")
+    burn_in: int = setting(recipe=10, by_data={MNIST: 2}, least=0, help="epochs before the first evidence step")
+    frequency: int = setting(recipe=5, by_data={"digits": 20, MNIST: 2}, help="epochs between evidence steps")
+    hypersteps: int = setting(
+        recipe=20, by_data={"digits": 40}, most=10**6, help="steps on the prior precisions in each"
+    )
+    # It decides which columns column_tolerance leaves out and what mc draws; other numbers depend on it by rounding alone.
+    evidence_batch_size: int | None = setting(
+        None, option=False, help="images in a minibatch of the curvature pass; None leaves it to the device"
+    )
+    fisher: str = setting("exact", choices=FISHERS, help="curvature: exact GGN or one sampled column")
+    resolution: str = setting("shared", choices=RESOLUTIONS, help="output factors of F-FC")
+    column_tolerance: float = setting(
+        0.0,
+        by_data={"digits": 0.05},
+        check=_check_tolerance,
+        help="share of the output Hessian's trace that curvature may leave out",
+    )
+    prior_structure: str = setting(
+        "layerwise", choices=get_args(PriorStructure), help="which parameter tensors share a precision"
+    )
+    lr_lengthscales: float = setting(
+        0.03, help="Adam's learning rate on the logarithms of lengthscales that --learn names"
+    )
+    lr_anchors: float = setting(0.003, help="Adam's learning rate on anchors that --learn names, in pixels")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig):
+    """One run: everything that its numbers depend on. The fields say what each setting is; GridConfig's are the first.
 
     Raises:
         ValueError: a name that is not known, a value of another type or a number out of range; the message names the attribute.
     """
 
-    data: str
-    task: str
-    layer: str
-    objective: str
-    seed: int
-    width: int
-    epochs: int
-    batch_size: int
-    lr: float
-    prior_prec_init: float
-    lr_hyp: float
-    burn_in: int
-    frequency: int
-    hypersteps: int
-    evidence_batch_size: int | None = None
-    fisher: str = "exact"
-    resolution: str = "shared"
-    column_tolerance: float = 0.0
-    prior_structure: str = "layerwise"
-    learn: str = ""
-    lr_lengthscales: float = 0.03
-    lr_anchors: float = 0.003
-    basis: str = "interpolating"
-    inverse_lengthscale: float = 1.0
-    group: str = "p4"
-    group_conv: str = "pointwise"
-    frames: str = "own"
-    cooldown: float | None = None
-    restarts: str = "none"
-    init: str = "published"
-    fan_in_limit: int | None = None
-    augment: str = "none"
-    device: str = "cpu"
-    train_size: int | None = None
-    holdout: float | None = None
-    data_seed: int = 0
-    image_size: int = 32
+    device: str = setting("cpu", option=False, help="cpu, cuda or cuda:<index>")
+    seed: int = setting(
+        recipe=(0,),
+        least=0,
+        most=2**64 - 1,  # what torch's generators take
+        axis=True,
+        named="seed{}",
+        help="one or several; tables show means",
+    )
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        choices = {
-            "data": SOURCES,
-            "task": TASKS,
-            "objective": OBJECTIVES,
-            "init": INITS,
-            "fisher": ("exact", "mc"),
-            "resolution": ("shared", "per_channel"),
-            "prior_structure": ("layerwise", "module", "scalar"),
-            "basis": BASIS_KINDS,
-            "augment": AUGMENTATIONS,
-            "group": GROUPS,
-            "group_conv": VARIANTS,
-            "frames": FRAMES,
-            "restarts": RESTARTS,
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in [*allowed]:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        for name, known in settings_of(type(self)).items():
+            object.__setattr__(self, name, known.checked(getattr(self, name)))
         if TASKS[self.task].positional and self.augment != "none":
             raise ValueError(
                 f"augment must be none for the task {self.task}, whose labels say where things are; got {self.augment!r}."
             )
-        for name in ("layer", "device"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a string, got {getattr(self, name)!r}.")
-        paths = self.layer.split("+")
-        if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
-            raise ValueError(
-                f"layer must be different names out of {', '.join(PATHS)} joined by '+', got {self.layer!r}."
-            )
-        if isinstance(self.learn, str):
-            object.__setattr__(self, "learn", as_learn(self.learn))
-        if self.learn not in LEARN:
-            raise ValueError(f"learn must be one of {', '.join(map(repr, LEARN))}, got {self.learn!r}.")
-        if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & set(paths)):
+        if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & self.paths):
             raise ValueError(
                 f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
                 f"and {self.layer}."
@@ -199,37 +260,13 @@ class RunConfig:
                 f"learn={self.learn!r} needs an evidence step after burn_in and before the last epoch, of which there is none: got burn_in "
                 f"{self.burn_in}, frequency {self.frequency} and epochs {self.epochs}."
             )
-        for name in ("lr", "lr_hyp", "lr_lengthscales", "lr_anchors", "prior_prec_init", "inverse_lengthscale"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}.")
-            least, most = SINGLE[0], LARGEST_INVERSE_LENGTHSCALE if name == "inverse_lengthscale" else SINGLE[1]
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"{name} must be at least {least:.3g} and at most {most:.3g}, as single precision holds it, got {getattr(self, name)}."
-                )
-        if self.cooldown is not None and not SINGLE[0] <= self.cooldown <= 1:
-            raise ValueError(
-                f"cooldown must be above 0, by {SINGLE[0]:.3g} or more, and at most 1, got {self.cooldown}."
-            )
         if self.restarts != "none" and self.cooldown is None:
             raise ValueError(f"restarts={self.restarts!r} needs a cooldown, got None; give one, or restarts='none'.")
-        if not 0 <= self.column_tolerance < 1:
-            raise ValueError(f"column_tolerance must be at least 0 and less than 1, got {self.column_tolerance}.")
-        if self.column_tolerance and self.column_tolerance < SINGLE[0]:
-            raise ValueError(f"column_tolerance must be 0 or at least {SINGLE[0]:.3g}, got {self.column_tolerance}.")
-        if self.holdout is not None and not LEAST_HOLDOUT <= self.holdout <= 1 - LEAST_HOLDOUT:
-            raise ValueError(
-                f"holdout must lie between {LEAST_HOLDOUT:g} and {1 - LEAST_HOLDOUT:g}, got {self.holdout}: images are needed on both sides."
-            )
 
-    def _check_numbers(self) -> None:
-        """Raise ValueError for what is no number or is out of range; make Python's numbers of others'."""
-        for name in (*WHOLE, *REAL):
-            value = getattr(self, name)
-            if value is None and name in OPTIONAL:
-                continue
-            checked = whole_number(name, value) if name in WHOLE else _real_number(name, value)
-            object.__setattr__(self, name, checked)
+    @property
+    def paths(self) -> frozenset[str]:
+        """The paths of every layer."""
+        return frozenset(self.layer.split("+"))
 
     def _evidence_steps(self) -> range:
         """The epochs with an evidence step, but the last epoch."""
@@ -238,7 +275,8 @@ class RunConfig:
 
     @property
     def cycle_ends(self) -> list[int]:
-        """The epochs after which the learning rate starts anew, and the last."""
+        """The epochs after which the learning rate starts anew, and the last: under restarts those of all evidence steps but the first,
+        and of those that leave a last cycle shorter than ``frequency``."""
         if self.restarts == "none":
             return [self.epochs]
         # A short last cycle would only unsettle the weights.
@@ -247,72 +285,58 @@ class RunConfig:
     @property
     def chosen(self) -> dict[str, Any]:
         """The attributes that differ from their defaults: what a checkpoint says of its run, also when later versions have more of them."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        known = settings_of(type(self)).items()
+        return {name: value for name, one in known if (value := getattr(self, name)) != one.default}
 
     @property
     def name(self) -> str:
         """The run's name within its grid, and its folder's."""
-        learn = f"-{self.learn}" if self.learn else ""
-        network = f"-{self.group}-{self.group_conv}-width{self.width}" if self.over_group else ""
-        return f"{self.data}-{self.task}-{self.layer}-{self.objective}{learn}{network}-seed{self.seed}"
-
-    @property
-    def over_group(self) -> bool:
-        """Whether the network has group convolutions, so that their attributes mean something."""
-        return GROUP_PATH in self.layer.split("+")
+        parts = (
+            known.named.format(getattr(self, name))
+            for name, known in settings_of(type(self)).items()
+            if {known.path, known.named_with} - {""} <= self.paths
+        )
+        return "-".join(filter(None, parts))
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a row says of the run; ``group`` and ``group_conv`` are empty without group convolutions."""
-        names = ("data", "task", "layer", "objective", "learn", "seed", "width")
-        groups = {name: getattr(self, name) if self.over_group else "" for name in ("group", "group_conv")}
-        return {name: getattr(self, name) for name in names} | groups
+        """What a row says of the run: what its name may have. It is empty without the path that gives it a meaning."""
+        return {
+            name: getattr(self, name) if {known.path} - {""} <= self.paths else ""
+            for name, known in settings_of(type(self)).items()
+            if known.named
+        }
 
 
-def whole_number(name: str, value: Any) -> int:
-    """The value of an attribute of :data:`WHOLE` as an int; ValueError where it is none, or out of range."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{name} must be a whole number, got {value!r}.")
-    least, most = WHOLE[name]
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}.")
-    if value > most:
-        power = (most + 1).bit_length() - 1
-        bound = f"less than 2**{power}" if most + 1 == 2**power else f"at most {most}"
-        raise ValueError(f"{name} must be {bound}, got {value}.")
-    return int(value)
+def recipe(data: str, layer: str = "") -> dict[str, Any]:
+    """What the runs of a data set's tables have in common, by attribute; of an axis of grids, the values of one that names none.
 
+    One for all rows of a table, to be chosen on held-out training images (``holdout``); benchmarks/results/README.md says how the digits
+    one was.
 
-def _real_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ValueError(f"{name} must be a real number, got {value!r}.")
-    try:
-        return float(value)
-    except OverflowError:  # a whole number beyond all floats
-        return math.inf if value > 0 else -math.inf
+    Args:
+        data: a name of :data:`ella_cuda.data.SOURCES`.
+        layer: of the networks, where that makes a difference.
+
+    Raises:
+        ValueError: an unknown data set.
+    """
+    known = settings_of(RunConfig)
+    known["data"].checked(data)
+    return {name: one.in_recipe(data, layer) for name, one in known.items()}
 
 
 def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, **changes: Any) -> RunConfig:
     """A run after the data set's recipe.
 
     Args:
-        data: a name of :data:`RECIPES`. task, layer, objective, seed: see :class:`RunConfig`.
-        **changes: other attributes of :class:`RunConfig`, in place of the recipe's.
+        data, task, layer, objective, seed: see :class:`RunConfig`.
+        **changes: other attributes, in place of the recipe's.
 
     Raises:
-        ValueError: an unknown data set, or what :class:`RunConfig` raises.
+        ValueError: what :class:`RunConfig` raises.
     """
-    if data not in RECIPES:
-        raise ValueError(f"data must be one of {', '.join(RECIPES)}, got {data!r}.")
-    numbers = dataclasses.asdict(RECIPES[data])
-    del numbers["tasks"]
-    map_prior_prec = numbers.pop("map_prior_prec")
-    if objective == "map":
-        numbers["prior_prec_init"] = map_prior_prec
-    fc_fan_in_limit = numbers.pop("fc_fan_in_limit")
-    if layer == DENSE_PATH and fc_fan_in_limit is not None:
-        numbers["fan_in_limit"] = fc_fan_in_limit
+    common = {name: value for name, value in recipe(data, layer).items() if not settings_of(RunConfig)[name].axis}
     if task in TASKS and TASKS[task].positional:
-        numbers["augment"] = "none"
-    return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**numbers, **changes})
+        common["augment"] = "none"
+    return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**common, **changes})

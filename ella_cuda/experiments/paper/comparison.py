@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ella_cuda.experiments.config import recipe
 from ella_cuda.experiments.folder import read_grid, read_summary
 from ella_cuda.experiments.paper.entry import METRICS, Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
-from ella_cuda.experiments.recipes import RECIPES
 from ella_cuda.files import write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns, counted
@@ -92,8 +92,8 @@ def _header(plan: Plan, found: Sequence[Entry]) -> list[str]:
         rows = [r for e in found for r in e.rows if r["data"] == data]
         one = next((c for c in configs if c.objective == "evidence"), configs[0])
         text = f"{one.train_size or images:,} of {images:,} training images, {_epochs(one.epochs)}"
-        if one.epochs != RECIPES[data].epochs:
-            text += f" (recipe: {RECIPES[data].epochs})"
+        if one.epochs != (usual := recipe(data)["epochs"]):
+            text += f" (recipe: {usual})"
         text += f", width {_listed(c.width for c in configs)}"
         if one.objective == "evidence":
             text += f", evidence every {_epochs(one.frequency, 'epoch')} after {one.burn_in}"

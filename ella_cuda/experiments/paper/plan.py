@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, WHOLE, RunConfig, configure, whole_number
+from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, RunConfig, configure, recipe
 from ella_cuda.experiments.paper.tables import TABLES, Row, Table
-from ella_cuda.experiments.recipes import RECIPES
+from ella_cuda.experiments.settings import settings_of
 
 # Whose rows a data set answers in a table that has none of its own, where there are several data sets to choose from.
 STANDS_FOR = {"digits": "mnist", "fashion-mnist": "mnist", "cifar100": "cifar10"}
@@ -78,7 +78,7 @@ def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> d
     epoch where there is any. Nothing else changes.
 
     Args:
-        data: a name of :data:`ella_cuda.experiments.RECIPES`.
+        data: a name of :data:`ella_cuda.data.SOURCES`.
         images: how many training images there are.
         scale: above 0, at most 1.
         epochs: instead of that share of the recipe's. With more than the recipe has, burn-in and frequency are the recipe's.
@@ -87,17 +87,17 @@ def scaled(data: str, images: int, scale: float, epochs: int | None = None) -> d
         ValueError: the scale is out of range, or leaves no image.
     """
     _check_scale(scale)
-    recipe = RECIPES[data]
+    own = recipe(data)
     train_size = _whole(scale * images)
     if train_size < 1:
         raise ValueError(f"scale {scale} leaves none of the {images} training images of {data}; raise it.")
-    share = scale if epochs is None else min(1.0, epochs / recipe.epochs)
-    epochs = max(2, _whole(scale * recipe.epochs)) if epochs is None else epochs
-    frequency = max(1, _whole(share * recipe.frequency))
+    share = scale if epochs is None else min(1.0, epochs / own["epochs"])
+    epochs = max(2, _whole(scale * own["epochs"])) if epochs is None else epochs
+    frequency = max(1, _whole(share * own["frequency"]))
     return {
         "train_size": None if train_size == images else train_size,
         "epochs": epochs,
-        "burn_in": max(0, min(_whole(share * recipe.burn_in), epochs - 1 - frequency)),
+        "burn_in": max(0, min(_whole(share * own["burn_in"]), epochs - 1 - frequency)),
         "frequency": frequency,
     }
 
@@ -141,12 +141,10 @@ def plan_table(
     rows = keys if rows is None else rows
     if unknown := [key for key in rows if key not in keys]:
         raise ValueError(f"the rows of {name} are {', '.join(keys)}; got {', '.join(unknown)}.")
-    for attribute in changes.keys() & WHOLE.keys():  # before numbers are made of them
-        if changes[attribute] is not None:
-            whole_number(attribute, changes[attribute])
-    data = table.data if data is None else data
-    if data is not None and data not in RECIPES:
-        raise ValueError(f"data must be one of {', '.join(RECIPES)}, got {data!r}.")
+    known = settings_of(RunConfig)
+    for attribute in changes.keys() & known.keys():  # before numbers are made of them
+        known[attribute].checked(changes[attribute])
+    data = table.data if data is None else known["data"].checked(data)
     answered = _answered(table, data)
     numbers: dict[str, dict[str, Any]] = {}
     images: dict[str, int] = {}
@@ -209,7 +207,7 @@ def _why_not(row: Row, objective: str, answered: set[str], dense: bool) -> str:
 def _configure(
     table: Table, row: Row, data: str, objective: str, seed: int, numbers: dict[str, Any], changes: dict[str, Any]
 ) -> RunConfig:
-    width = changes.get("width", table.width or RECIPES[data].width)
+    width = changes.get("width", table.width or recipe(data)["width"])
     own = {
         "learn": row.learn if objective == "evidence" else "",
         "width": max(min(1, width), _whole(row.width_share * width)),

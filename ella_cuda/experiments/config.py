@@ -190,7 +190,21 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvidenceConfig:
+class CurvatureConfig:
+    """The curvature: arguments of :class:`ella_cuda.laplace.KronLaplace` and :func:`ella_cuda.marglik_training`."""
+
+    fisher: str = setting("exact", choices=FISHERS, help="curvature: exact GGN or one sampled column")
+    resolution: str = setting("shared", choices=RESOLUTIONS, help="output factors of F-FC")
+    column_tolerance: float = setting(
+        0.0,
+        by_data={"digits": 0.05},
+        check=_check_tolerance,
+        help="share of the output Hessian's trace that curvature may leave out",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvidenceConfig(CurvatureConfig):
     """Evidence steps, and the curvature that they need."""
 
     lr_hyp: float = setting(recipe=0.1, by_data={"digits": 0.3}, help="Adam's learning rate on log prior precisions")
@@ -202,14 +216,6 @@ class EvidenceConfig:
     # It decides which columns column_tolerance leaves out and what mc draws; other numbers depend on it by rounding alone.
     evidence_batch_size: int | None = setting(
         None, option=False, help="images in a minibatch of the curvature pass; None leaves it to the device"
-    )
-    fisher: str = setting("exact", choices=FISHERS, help="curvature: exact GGN or one sampled column")
-    resolution: str = setting("shared", choices=RESOLUTIONS, help="output factors of F-FC")
-    column_tolerance: float = setting(
-        0.0,
-        by_data={"digits": 0.05},
-        check=_check_tolerance,
-        help="share of the output Hessian's trace that curvature may leave out",
     )
     prior_structure: str = setting(
         "layerwise", choices=get_args(PriorStructure), help="which parameter tensors share a precision"
@@ -262,6 +268,10 @@ class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, Grid
             )
         if self.restarts != "none" and self.cooldown is None:
             raise ValueError(f"restarts={self.restarts!r} needs a cooldown, got None; give one, or restarts='none'.")
+
+    def of(self, subject: type) -> dict[str, Any]:
+        """The settings that a class of them declares, by name: where they are arguments of those names."""
+        return {name: getattr(self, name) for name in settings_of(subject)}
 
     @property
     def paths(self) -> frozenset[str]:

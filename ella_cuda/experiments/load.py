@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.config import CurvatureConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.run import build_network
@@ -19,7 +19,6 @@ from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 
 ADVICE = "do the run again"
-LAPLACE_SETTINGS = ("likelihood", "fisher", "resolution", "column_tolerance")
 
 
 class LoadedRun(NamedTuple):
@@ -68,9 +67,10 @@ def load_run(run_dir: str | os.PathLike[str], device: str = "cpu") -> LoadedRun:
     try:
         la = KronLaplace(
             model,
+            state["settings"]["likelihood"],
             prior_precision=torch.tensor(last["prior_precision"], dtype=torch.float64),
             sigma_noise=last["sigma_noise"],
-            **{name: state["settings"][name] for name in LAPLACE_SETTINGS},
+            **config.of(CurvatureConfig),
         )
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(path, error, ADVICE) from error

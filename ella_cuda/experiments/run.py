@@ -18,12 +18,11 @@ from torch.nn import functional as F
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
 from ella_cuda.digest import sealed, tensors_digest
-from ella_cuda.experiments.config import NetworkConfig, RunConfig
+from ella_cuda.experiments.config import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.files import UNSEALED
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
-from ella_cuda.experiments.settings import settings_of
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files, write_file
 from ella_cuda.models import Neyshabur, neyshabur
@@ -93,8 +92,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, f
 
 def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neyshabur:
     """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers."""
-    said = {name: getattr(config, name) for name in settings_of(NetworkConfig)}
-    return neyshabur(config.layer, in_channels, num_classes, image_size=config.image_size, **said)
+    return neyshabur(config.layer, in_channels, num_classes, image_size=config.image_size, **config.of(NetworkConfig))
 
 
 @contextmanager
@@ -207,9 +205,7 @@ def _run(
         prior_prec_init=config.prior_prec_init,
         progress_bar=progress,
         objective=config.objective,
-        fisher=config.fisher,
-        resolution=config.resolution,
-        column_tolerance=config.column_tolerance,
+        **config.of(CurvatureConfig),
         marglik_loader=evidence_loader,
         cuda_graph=cuda_graph,
         checkpoint=run_dir / CHECKPOINT_FILE,

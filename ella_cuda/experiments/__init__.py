@@ -2,13 +2,13 @@
 
 from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.device import resolve_device
-from ella_cuda.experiments.files import CONFIG_FILE
-from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running, read_summary
+from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running
 from ella_cuda.experiments.grid import run_grid
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
+from ella_cuda.run_folder import CONFIG_FILE, read_summary
 
 __all__ = [
     "CONFIG_FILE",

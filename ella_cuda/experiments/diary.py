@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
 from torch import nn
 
-from ella_cuda.digest import sealed
 from ella_cuda.experiments.config import RunConfig
-from ella_cuda.experiments.files import UNSEALED
-from ella_cuda.experiments.folder import read_diary
-from ella_cuda.files import write_file
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
+from ella_cuda.run_folder import DIARY_FILE, read_diary, write_diary
 from ella_cuda.training import Evaluation
 from ella_cuda.training.checkpoint import threads_of
 
@@ -25,14 +21,14 @@ class Diary:
     what `load_run` rebuilds the network from.
 
     Args:
-        path: the file.
+        folder: the run's.
         config: the run.
         network: its network's numbers that follow from the data, see :func:`build_network`.
         model: the network, with its anchors where they start; a resumed run draws the same ones.
     """
 
-    def __init__(self, path: Path, config: RunConfig, network: dict[str, int], model: nn.Module) -> None:
-        self.path, self.start = path, time.monotonic()
+    def __init__(self, folder: Path, config: RunConfig, network: dict[str, int], model: nn.Module) -> None:
+        self.folder, self.start = folder, time.monotonic()
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.bases = {n: m for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
         self.start_anchors = {n: basis.anchors.detach().clone() for n, basis in self.bases.items()}
@@ -41,8 +37,8 @@ class Diary:
         if "anchors" in config.learn.split("+"):
             self.fixed["anchors_at_start"] = {n: a.tolist() for n, a in self.start_anchors.items()}
         self.before, self.evaluations = 0.0, []
-        if path.exists():
-            saved = read_diary(path.parent)
+        if (folder / DIARY_FILE).exists():
+            saved = read_diary(folder)
             self.before, self.evaluations = saved["seconds"], saved["evaluations"]
 
     def seconds(self) -> float:
@@ -65,4 +61,4 @@ class Diary:
         entry["anchors"] = self.anchors()
         self.evaluations.append(entry)
         state = {**self.fixed, "seconds": self.seconds(), "evaluations": self.evaluations}
-        write_file(self.path, json.dumps(sealed(state, without=UNSEALED), allow_nan=False))
+        write_diary(self.folder, state)

@@ -18,20 +18,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ella_cuda import __version__, build_info
+from ella_cuda import __version__, build_info, run_folder
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
-from ella_cuda.digest import DIGEST, sealed
 from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.device import device_name
-from ella_cuda.experiments.files import CONFIG_FILE, ENVIRONMENT_FILE, SUMMARY_FILE
-from ella_cuda.experiments.folder import GRID_ADVICE, read_diary, read_grid, read_running, read_summary
+from ella_cuda.experiments.folder import read_grid, read_running
 from ella_cuda.experiments.run import prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, write_file
 from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
 from ella_cuda.reports.text import counted
 from ella_cuda.training.checkpoint import OTHER_THREADS
 from ella_cuda.workers import run_at_once, threads_note
@@ -112,24 +109,21 @@ def _run_grid(
 ) -> list[dict[str, Any]]:
     """:func:`run_grid` in a folder that is claimed, each run on so many threads; ``how`` is for :func:`run_one`."""
     names = [c.name for c in configs]
-    config_path = out_dir / CONFIG_FILE
+    config_path = out_dir / run_folder.CONFIG_FILE
     if config_path.exists():
         if read_grid(out_dir)[0] != list(configs):
             raise ValueError(f"{out_dir} belongs to other runs (see {config_path}); choose another folder.")
-        stored = read_json(config_path, GRID_ADVICE)
-        if (
-            DIGEST not in stored and not (out_dir / SUMMARY_FILE).exists()
-        ):  # of an older version: its rows are sealed from here on
-            write_file(config_path, json.dumps(sealed(stored), indent=1))
+        # One of an older version is sealed from here on, as its rows are.
+        if not (out_dir / run_folder.SUMMARY_FILE).exists():
+            run_folder.write_config(out_dir, *run_folder.read_config(out_dir))
     else:
-        if (out_dir / SUMMARY_FILE).exists():
+        if (out_dir / run_folder.SUMMARY_FILE).exists():
             raise ValueError(
-                f"{out_dir} has a {SUMMARY_FILE} but no {CONFIG_FILE}: not a folder of ella_cuda; choose another."
+                f"{out_dir} has a {run_folder.SUMMARY_FILE} but no {run_folder.CONFIG_FILE}: not a folder of ella_cuda; choose another."
             )
-        runs = [dataclasses.asdict(c) for c in configs]
-        write_file(config_path, json.dumps(sealed({"options": options, "runs": runs}), indent=1))
+        run_folder.write_config(out_dir, [dataclasses.asdict(c) for c in configs], options)
     _tidy(out_dir, names)
-    done = {row["run"]: row for row in read_summary(out_dir)}
+    done = {row["run"]: row for row in run_folder.read_summary(out_dir)}
     _note_environment(out_dir, configs[0].device, jobs, threads)
     if on_begin is not None:
         on_begin(len(done))
@@ -175,8 +169,12 @@ def _tidy(out_dir: Path, names: Sequence[str]) -> None:
 
 
 def _warn_of_other_threads(out_dir: Path, waiting: Sequence[RunConfig], threads: int) -> None:
-    begun = [c.name for c in waiting if all((out_dir / c.name / f).exists() for f in (CHECKPOINT_FILE, DIARY_FILE))]
-    before = {name: read_diary(out_dir / name).get("threads") for name in begun}
+    begun = [
+        c.name
+        for c in waiting
+        if all((out_dir / c.name / f).exists() for f in (run_folder.CHECKPOINT_FILE, run_folder.DIARY_FILE))
+    ]
+    before = {name: run_folder.read_diary(out_dir / name).get("threads") for name in begun}
     others = sorted({count for count in before.values() if count not in (None, threads)})
     if others:
         warnings.warn(
@@ -212,7 +210,7 @@ def _run_quietly(config: RunConfig, run_dir: Path, how: dict[str, Any]) -> dict[
 
 
 def _note_environment(out_dir: Path, device: str, jobs: int, threads: int) -> None:
-    path = out_dir / ENVIRONMENT_FILE
+    path = out_dir / run_folder.ENVIRONMENT_FILE
     try:
         sessions = read_json(path, "")
     except (FileNotFoundError, ValueError):  # a damaged note is no reason to refuse a resume

@@ -10,12 +10,11 @@ import torch
 
 from ella_cuda.experiments.config import CurvatureConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
-from ella_cuda.experiments.files import CONFIG_FILE
 from ella_cuda.experiments.run import build_network
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE
+from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 
 ADVICE = "do the run again"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,19 +16,18 @@ from torch.nn import functional as F
 
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
-from ella_cuda.digest import sealed, tensors_digest
+from ella_cuda.digest import tensors_digest
 from ella_cuda.experiments.config import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
-from ella_cuda.experiments.files import UNSEALED
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
-from ella_cuda.files import remove_temporary_files, write_file
+from ella_cuda.files import remove_temporary_files
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
+from ella_cuda.run_folder import CHECKPOINT_FILE, sealed_row, write_history
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
@@ -167,7 +165,7 @@ def _run(
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     model = build_network(config, **network).to(device)
-    diary = Diary(run_dir / DIARY_FILE, config, network, model)
+    diary = Diary(run_dir, config, network, model)
     log = TensorBoardLog(run_dir / FOLDER, layout(model)) if tensorboard else None
 
     def record(evaluation: Evaluation) -> None:
@@ -227,9 +225,7 @@ def _run(
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
     gamma = la.effective_parameters() if fitted else None
     layers, others = describe_layers(layout(model), precision, gamma, lengthscales, diary.anchors())
-    write_file(
-        run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": diary.evaluations}, allow_nan=False)
-    )
+    write_history(run_dir, losses, diary.evaluations)
     row = {
         "run": config.name,
         **config.described,
@@ -247,4 +243,4 @@ def _run(
     }
     if log is not None:
         log.finish(row, diary.evaluations)
-    return sealed(row, without=UNSEALED)
+    return sealed_row(row)

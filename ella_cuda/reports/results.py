@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, mean, network_title
+from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
 METRICS = (
@@ -101,11 +101,11 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     Raises:
         OSError: the folder cannot be written; the files that were there are untouched.
     """
-    write_file(out_dir / "summary.json", json.dumps(list(rows), indent=1, allow_nan=False) + "\n")
-    write_file(out_dir / "summary.csv", results_csv(rows))
+    write_summary(out_dir, rows)
+    write_file(out_dir / CSV_FILE, results_csv(rows))
     text = results_table(rows)
     if learned(rows):
         text += "\n\n" + layer_table(learned(rows))
-    write_file(out_dir / "table.txt", text + "\n")
+    write_file(out_dir / TABLE_FILE, text + "\n")
     for failure in save_pictures(rows, out_dir, out_dir).failures:
         warnings.warn(failure, RuntimeWarning, stacklevel=2)

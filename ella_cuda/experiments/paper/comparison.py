@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ella_cuda.experiments.config import recipe
-from ella_cuda.experiments.folder import read_grid, read_summary
+from ella_cuda.experiments.folder import read_grid
 from ella_cuda.experiments.paper.entry import METRICS, Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
@@ -18,6 +18,7 @@ from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
 from ella_cuda.files import write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns, counted
+from ella_cuda.run_folder import read_summary
 
 COMPARISON_TEXT, COMPARISON_CSV, COMPARISON_PICTURE = "comparison.txt", "comparison.csv", "comparison"
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ella_cuda.files import write_file
-from ella_cuda.reports.files import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
@@ -19,6 +17,7 @@ from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.precisions import draw_precisions
 from ella_cuda.reports.pictures.saving import picture_files, save_picture
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
+from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, read_diary, read_history
 from ella_cuda.training.checkpoint import read_checkpoint
 
 MATRIX_PATH = "fc"  # the one whose weights have no images over positions
@@ -36,22 +35,6 @@ class Drawn:
 
     files: list[Path] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
-
-
-def read_history(run_dir: Path) -> dict[str, Any]:
-    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs.
-
-    Raises:
-        ValueError: the file that has them is damaged.
-    """
-    path = run_dir / HISTORY_FILE
-    path = path if path.exists() else run_dir / DIARY_FILE
-    try:
-        history = json.loads(path.read_text(encoding="utf-8"))
-        history["evaluations"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); do that run again in another folder.") from error
-    return history
 
 
 def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Path) -> Drawn:
@@ -115,12 +98,12 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
 
 
 def _weights(row: Mapping[str, Any], run_dir: Path) -> list[SpatialWeight]:
-    config = json.loads((run_dir / DIARY_FILE).read_text(encoding="utf-8"))["config"]
-    return spatial_weights(row["layers"], read_checkpoint(run_dir / CHECKPOINT_FILE)["model"], config["basis"])
+    kind = read_diary(run_dir)["config"]["basis"]
+    return spatial_weights(row["layers"], read_checkpoint(run_dir / CHECKPOINT_FILE)["model"], kind)
 
 
 def _start(run_dir: Path) -> dict[str, list[list[float]]] | None:
-    return json.loads((run_dir / DIARY_FILE).read_text(encoding="utf-8")).get("anchors_at_start")
+    return read_diary(run_dir).get("anchors_at_start")
 
 
 def _copied(source: Path, target: Path) -> Path:

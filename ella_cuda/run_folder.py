@@ -1,0 +1,190 @@
+"""The folder of a grid of runs: its files, what is in them, and how they are read and written.
+
+Everything that reads or writes such a folder does it by these names. Files are whole at any moment; a digest tells an edited one.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ella_cuda.digest import DIGEST, fits_seal, sealed
+from ella_cuda.files import damaged, read_json, write_file
+
+CONFIG_FILE = "config.json"  # the grid and the options it was started with
+SUMMARY_FILE = "summary.json"  # the finished rows
+CSV_FILE, TABLE_FILE = "summary.csv", "table.txt"  # the same for people
+ENVIRONMENT_FILE = "environment.json"  # versions and device, an entry for each session
+# Of a run, in a folder of its own.
+CHECKPOINT_FILE = "checkpoint.pt"
+DIARY_FILE = "progress.json"  # what it has done so far
+HISTORY_FILE = "history.json"  # of a finished run
+
+UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
+GRID_ADVICE = "start anew in another folder"
+SUMMARY_ADVICE = "move it away to do its runs again"
+OPTIONAL_NUMBER = (numbers.Real, type(None))
+# What a finished row has, at least, and what evaluations have.
+ROW = {
+    **dict.fromkeys(("run", "data", "task", "layer", "objective", "evaluated_on"), str),
+    **dict.fromkeys(("seed", "evaluated_size"), int),
+    **dict.fromkeys(("accuracy", "nll", "seconds"), numbers.Real),
+    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
+    "layers": list,
+}
+LAYER = {"name": str, "type": (str, type(None)), "paths": dict}
+EVALUATION = {
+    **dict.fromkeys(("epoch", "loss"), numbers.Real),
+    "accuracy": OPTIONAL_NUMBER,
+    "neg_log_marginal_likelihood": OPTIONAL_NUMBER,
+    "prior_precision": dict,
+    "effective_parameters": (dict, type(None)),
+    "inverse_lengthscale": dict,
+    "anchors": dict,
+}
+
+
+def read_config(
+    out_dir: str | os.PathLike[str], of: Callable[[list[Any]], list[Any]] = list
+) -> tuple[list[Any], dict[str, Any]]:
+    """The runs, made by ``of`` of their records, and the options that a folder was started with.
+
+    Raises:
+        ValueError: the folder has no readable ``config.json``, or one that was edited, or of which ``of`` raised ValueError or TypeError.
+    """
+    path = Path(out_dir) / CONFIG_FILE
+    try:
+        stored = read_json(path, GRID_ADVICE)
+    except FileNotFoundError as error:
+        lacks = f"has no {CONFIG_FILE}" if Path(out_dir).exists() else "does not exist"
+        raise ValueError(f"{out_dir} is not a folder of runs: it {lacks}.") from error
+    except NotADirectoryError as error:
+        raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
+    if wrong := _missing(stored, {"runs": list, "options": dict}):
+        raise damaged(path, wrong, GRID_ADVICE)
+
+    def edited(how: str) -> ValueError:
+        return ValueError(f"{path} was edited after the runs began: its digest {how}. Undo the edit, or {GRID_ADVICE}.")
+
+    if not fits_seal(stored):
+        raise edited("does not fit")
+    try:
+        runs = of(stored["runs"])
+    except (TypeError, ValueError) as error:
+        raise damaged(path, error, GRID_ADVICE) from error
+    if DIGEST not in stored and _begun_sealed(Path(out_dir)):
+        raise edited("is gone")
+    return runs, stored["options"]
+
+
+def write_config(out_dir: Path, runs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    """Keep what a folder is started with."""
+    write_file(out_dir / CONFIG_FILE, json.dumps(sealed({"options": options, "runs": runs}), indent=1))
+
+
+def _begun_sealed(out_dir: Path) -> bool:
+    """Whether all rows and diaries have a digest, and there are some: the version that began the folder gave its grid one too."""
+    files = [file for file in (out_dir / SUMMARY_FILE, *out_dir.glob(f"*/{DIARY_FILE}")) if file.is_file()]
+    contents = [read_json(file, SUMMARY_ADVICE) for file in files]
+    entries = [entry for content in contents for entry in (content if isinstance(content, list) else [content])]
+    return bool(entries) and all(isinstance(entry, dict) and DIGEST in entry for entry in entries)
+
+
+def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a folder's finished runs; none yet is an empty list.
+
+    Raises:
+        ValueError: ``summary.json`` is damaged, or was edited.
+    """
+    path = Path(out_dir) / SUMMARY_FILE
+    if not path.exists():
+        return []
+    rows = read_json(path, SUMMARY_ADVICE)
+    if not isinstance(rows, list):
+        raise damaged(path, f"a {type(rows).__name__}, not a list of rows", SUMMARY_ADVICE)
+    config = Path(out_dir) / CONFIG_FILE
+    # As of the version that began the folder.
+    has_digests = config.exists() and DIGEST in read_json(config, GRID_ADVICE)
+    for i, row in enumerate(rows):
+        wrong = _missing(row, ROW) or next(filter(None, (_missing(layer, LAYER) for layer in row["layers"])), None)
+        if wrong:
+            raise damaged(path, f"row {i + 1}: {wrong}", SUMMARY_ADVICE)
+        if not fits_seal(row, without=UNSEALED) or (has_digests and DIGEST not in row):
+            raise ValueError(
+                f"{path} was edited: the row of {row['run']} does not fit its digest. Undo the edit, or delete the row to do its run "
+                "again from its last checkpoint."
+            )
+    return rows
+
+
+def write_summary(out_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Keep the rows of the finished runs, each of :func:`sealed_row`."""
+    write_file(out_dir / SUMMARY_FILE, json.dumps(list(rows), indent=1, allow_nan=False) + "\n")
+
+
+def sealed_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A finished run's row with its digest."""
+    return sealed(row, without=UNSEALED)
+
+
+def read_diary(run_dir: Path) -> dict[str, Any]:
+    """What a run has done so far: ``seconds``, ``evaluations`` (at least one), ``layout`` and more.
+
+    Raises:
+        ValueError: the file is damaged, or was edited.
+    """
+    path = run_dir / DIARY_FILE
+    advice = f"move {run_dir} away to do that run again"
+    diary = read_json(path, advice)
+    wrong = _missing(diary, {"seconds": numbers.Real, "evaluations": list, "layout": dict})
+    if wrong is None and not diary["evaluations"]:
+        wrong = "no evaluation"
+    if wrong is None:
+        wrong = next(filter(None, (_missing(entry, EVALUATION) for entry in diary["evaluations"])), None)
+    if wrong:
+        raise damaged(path, wrong, advice)
+    if not fits_seal(diary, without=UNSEALED):
+        raise ValueError(f"{path} was edited: its digest does not fit. Undo the edit, or {advice}.")
+    return diary
+
+
+def write_diary(run_dir: Path, diary: Mapping[str, Any]) -> None:
+    """Keep what a run has done so far."""
+    write_file(run_dir / DIARY_FILE, json.dumps(sealed(diary, without=UNSEALED), allow_nan=False))
+
+
+def read_history(run_dir: Path) -> dict[str, Any]:
+    """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs.
+
+    Raises:
+        ValueError: the file that has them is damaged.
+    """
+    path = run_dir / HISTORY_FILE
+    path = path if path.exists() else run_dir / DIARY_FILE
+    try:
+        history = json.loads(path.read_text(encoding="utf-8"))
+        history["evaluations"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); do that run again in another folder.") from error
+    return history
+
+
+def write_history(run_dir: Path, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Keep what a finished run has done."""
+    write_file(run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": evaluations}, allow_nan=False))
+
+
+def _missing(found: Any, expected: dict[str, Any]) -> str | None:
+    """What a mapping read from a file lacks or has of another type, in words; None if nothing."""
+    if not isinstance(found, dict):
+        return f"a {type(found).__name__} where a mapping is due"
+    for key, kind in expected.items():
+        if key not in found:
+            return f"no {key}"
+        if not isinstance(found[key], kind) or (isinstance(found[key], bool)):
+            return f"{key} is a {type(found[key]).__name__}"
+    return None

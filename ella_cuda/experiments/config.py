@@ -226,9 +226,10 @@ class EvidenceConfig(CurvatureConfig):
     lr_anchors: float = setting(0.003, help="Adam's learning rate on anchors that --learn names, in pixels")
 
 
+# Fields begin with GridConfig's, the last base's: a run's name has their order.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig):
-    """One run: everything that its numbers depend on. The fields say what each setting is; GridConfig's are the first.
+    """One run: everything that its numbers depend on. The ``help`` of each field says what it is, as ``ella-cuda train --help`` does.
 
     Raises:
         ValueError: a name that is not known, a value of another type or a number out of range; the message names the attribute.

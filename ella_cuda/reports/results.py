@@ -13,16 +13,10 @@ from ella_cuda.digest import DIGEST
 from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
-from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, mean, network_title
+from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES, columns, mean, network_title
 from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
-METRICS = (
-    ("accuracy", "accuracy, %", "{:.2f}"),
-    ("nll", "NLL, nats", "{:.3f}"),
-    ("neg_log_marginal_likelihood", "-log q/N, nats", "{:.3f}"),
-)
-
 WHERE = {"test": "test images", "holdout": "held-out training images"}
 
 
@@ -46,7 +40,7 @@ def results_table(rows: Rows) -> str:
     seeds = sorted({r["seed"] for r in rows})
     objectives = [OBJECTIVE_TITLES[o] if i == 0 or kinds[i - 1][0] != o else "" for i, (o, _) in enumerate(kinds)]
     blocks: list[list[str]] = [["", *objectives]]
-    for key, title, style in METRICS:
+    for key, (title, style) in METRICS.items():
         blocks.append([title, *(network for _, network in kinds)])
         for data, task in tasks:
             line = [f"  {task}" if len(sets) == 1 else f"  {data}, {task}"]

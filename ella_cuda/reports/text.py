@@ -8,6 +8,11 @@ from typing import Any
 
 PATH_TITLES = {"fc": "FC", "f_fc": "F-FC", "conv": "CONV", "s_fc": "S-FC", "s_conv": "S-CONV", "gconv": "GCONV"}
 OBJECTIVE_TITLES = {"map": "MAP", "evidence": "evidence"}
+METRICS = {  # of a row of summary.json: title, style
+    "accuracy": ("accuracy, %", "{:.2f}"),
+    "nll": ("NLL, nats", "{:.3f}"),
+    "neg_log_marginal_likelihood": ("-log q/N, nats", "{:.3f}"),
+}
 
 
 def layer_title(layer: str) -> str:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ella_cuda.experiments.config import recipe
 from ella_cuda.experiments.folder import read_grid
-from ella_cuda.experiments.paper.entry import METRICS, Entry, entries
+from ella_cuda.experiments.paper.entry import Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
 from ella_cuda.files import write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
-from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, columns, counted
+from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES, PATH_TITLES, columns, counted
 from ella_cuda.run_folder import read_summary
 
 COMPARISON_TEXT, COMPARISON_CSV, COMPARISON_PICTURE = "comparison.txt", "comparison.csv", "comparison"

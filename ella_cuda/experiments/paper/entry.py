@@ -11,12 +11,6 @@ from ella_cuda.experiments.config import RunConfig
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import TABLES, Printed, Row
 
-METRICS = {  # of a row of summary.json: title, style
-    "accuracy": ("accuracy, %", "{:.2f}"),
-    "nll": ("NLL, nats", "{:.3f}"),
-    "neg_log_marginal_likelihood": ("-log q/N, nats", "{:.3f}"),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ella_cuda.experiments.paper.entry import METRICS, Entry
+from ella_cuda.experiments.paper.entry import Entry
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import TABLES
 from ella_cuda.reports.pictures.broken import accuracy_axis
 from ella_cuda.reports.pictures.page import MARGIN, Rooms, arrange, inches, logarithmic_scale, panels, plain_axes
 from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH
-from ella_cuda.reports.text import OBJECTIVE_TITLES
+from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES
 
 OURS, PAPER = "#1f4e9c", "#cc4c02"
 ROW = 0.165  # inches

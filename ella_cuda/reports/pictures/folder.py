@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda.files import write_file
+from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
@@ -21,7 +22,6 @@ from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, read
 from ella_cuda.training.checkpoint import read_checkpoint
 
 MATRIX_PATH = "fc"  # the one whose weights have no images over positions
-SPARSE_PATHS = ("s_fc", "s_conv")
 
 
 @dataclasses.dataclass
@@ -85,7 +85,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
         makers["precisions"] = lambda: draw_precisions(row, history()["evaluations"])
     if paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
         makers["filters"] = lambda: draw_filters(row, weights())
-        if paths & set(SPARSE_PATHS):
+        if paths & SPARSE_PATHS:
             makers["anchors"] = lambda: draw_anchors(row, weights(), _start(run_dir))
     if makers:
         out_dir.mkdir(parents=True, exist_ok=True)

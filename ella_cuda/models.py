@@ -33,12 +33,13 @@ HEAD_CHANNELS = 64  # hidden units of the head, in units of the width
 
 
 def conv_path(in_channels: int, out_channels: int, in_size: int, out_size: int) -> nn.Module:
-    """A 3x3 convolution on a torus; where the stage halves the size, at stride 1 followed by the polyphase choice."""
-    path = (CircularConv2d if in_size == out_size else StridedCircularConv2d)(in_channels, out_channels)
-    conv = path if in_size == out_size else path[0]
+    """A 3x3 convolution with circular padding; where the stage halves the size, with adaptive polyphase sampling."""
+    conv = (CircularConv2d if in_size == out_size else StridedCircularConv2d)(in_channels, out_channels)
     nn.init.kaiming_uniform_(conv.weight, nonlinearity="relu")
     nn.init.zeros_(conv.bias)
-    return path
+    return (
+        conv if in_size == out_size else nn.Sequential(conv)
+    )  # every halving path is a sequence, so that tensors are named alike
 
 
 def sparse_conv_path(
@@ -182,10 +183,6 @@ class Neyshabur(nn.Module):
         self.head = nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
         for linear in (self.head[0], self.head[2]):
             nn.init.zeros_(linear.bias)
-
-    def handed_on(self) -> list[tuple[nn.Module, nn.Module]]:
-        """Pairs of modules, of which the second alone gets what the first returns; for the curvature of both together."""
-        return [(self.activation, block) for block in self.blocks[1:]]
 
     def forward(self, x: Tensor) -> Tensor:
         """``(N, in_channels, image_size, image_size) -> (N, num_classes)``, logits."""

@@ -159,7 +159,7 @@ def factor_of(name: str) -> Any:
     return fitted().factors[name]
 
 
-FACTORS = ("0.f_fc.weight_in", "0.s_fc.weight_out", "0.conv.0.weight", "3.bias")
+FACTORS = ("0.f_fc.weight_in", "0.s_fc.weight_out", "0.conv.weight", "3.bias")
 
 
 def read_moment(moment: laplace.SecondMoment) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.laplace.batches import plain_tensor
-from ella_cuda.laplace.curvature import hooked, refusing_reentrant, run_as_written
+from ella_cuda.laplace.curvature import at_test_time, hooked, refusing_reentrant, requiring_grad
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
@@ -19,7 +19,7 @@ from ella_cuda.laplace.probe import probe
 from ella_cuda.laplace.rules import Rule, rules_for
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
-from ella_cuda.modes import evaluation_mode, exclusively
+from ella_cuda.modes import exclusively
 from ella_cuda.ops._autocast import without_autocast
 
 
@@ -113,7 +113,7 @@ def exact_log_marginal_likelihood(
 def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
     """Of checked arguments."""
     likelihood, run = la.likelihood_function, _Taps(la.model, rules)
-    with evaluation_mode(la.model), run_as_written(), _in_words(x, run.dtype):
+    with at_test_time(la.model), _in_words(x, run.dtype):
         axes = probe(la.model, rules, x, several=False).axes
     with run.hooked():  # the way back too: what a checkpoint computes anew must meet what its first forward met
         with _in_words(x, run.dtype):
@@ -139,7 +139,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
             rule.inputs(*(_batch_first(a, axes.get(rule)) if isinstance(a, Tensor) else a for a in arguments))
         gradient = torch.stack([_batch_first(g, axes.get(rule)) for g in gradients])
         if rule.differentiates:
-            rule.pull_back(gradient, None)
+            rule.vjp(gradient, None)
         else:
             rule.outputs(gradient)
     factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
@@ -199,8 +199,11 @@ class _Taps:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """The model in evaluation mode at constant parameters, with taps on its layers, for the duration of the context."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with exclusively(self.model), hooked(self.model, {rule: self._tap(rule) for rule in self.rules}, parameters):
+        parameters, taps = (
+            [p for p in self.model.parameters() if p.requires_grad],
+            {rule: self._tap(rule) for rule in self.rules},
+        )
+        with at_test_time(self.model), requiring_grad(parameters, False), hooked(taps):
             yield
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from ella_cuda import ops
 from ella_cuda.laplace.batches import pair_on, require_loader
-from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
+from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
@@ -308,20 +308,21 @@ class KronLaplace:
         self, run: CurvaturePass, data_fit: DataFitGradient, x: Tensor, y: Tensor, generator: torch.Generator | None
     ) -> Tensor:
         """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
-        outputs = run.forward(x)
-        f = outputs.detach()
-        with torch.no_grad():
-            self.likelihood_function.check(f, y)
-            statistic = self.likelihood_function.statistic(f, y)
-            columns = (
-                self.likelihood_function.columns(f, self.column_tolerance)
-                if self.fisher == "exact"
-                else self.likelihood_function.sampled_column(f, generator)
-            )
-        if x.shape[0]:
-            run.backward(outputs, columns)
+        with run.nodes():
+            outputs = run.forward(x)
+            f = outputs.detach()
+            with torch.no_grad():
+                self.likelihood_function.check(f, y)
+                statistic = self.likelihood_function.statistic(f, y)
+                columns = (
+                    self.likelihood_function.columns(f, self.column_tolerance)
+                    if self.fisher == "exact"
+                    else self.likelihood_function.sampled_column(f, generator)
+                )
+            if x.shape[0]:
+                run.backward(outputs, columns)
         if data_fit.buffers:
-            with run.paused():
+            with requiring_grad(run.hyperparameters, True):
                 data_fit.add(lambda: self.likelihood_function.statistic(self.model(x), y))
         self.n_outputs = f.shape[1]
         return statistic

@@ -62,7 +62,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int
         rule.allocate(_NoMoment)
     with curvature_pass(model, rules, 1) as run, without_autocast(x.device.type):
         run.try_out(x, several=False)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = run.forward(x[:1])
     images, count = x.shape[0], outputs.shape[1]
     column = images * max(run.column_bytes, COLUMN * count)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.nn._autocast import full_precision
-from ella_cuda.nn._sizes import Size, check_image
-from ella_cuda.nn.circular_conv import CircularConv2d
-from ella_cuda.nn.pooling import PolyphasePool2d
+from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, check_image
+from ella_cuda.ops.polyphase_pool import check_norm
 
 
-class StridedCircularConv2d(nn.Sequential):
-    """A convolution on a torus followed by the polyphase choice: ``(N, C, H, W) -> (N, D, H/2, W/2)``, equivariant to translations.
+class StridedCircularConv2d(nn.Module):
+    """A strided convolution that is equivariant to translations: ``(N, C, H, W) -> (N, D, H/2, W/2)``.
 
-    The map, the parameters and the state dict of ``nn.Sequential(CircularConv2d(in_channels, out_channels, kernel_size, bias),
-    PolyphasePool2d(norm))``, computed by :func:`ella_cuda.ops.circular_conv2d_pool`, which stores nothing of what is between the two.
-    Where something else sees that (a hook on one of the two, a global one, a module of another class in its place) both are called.
+    The map and the parameters of ``nn.Sequential(CircularConv2d(in_channels, out_channels, kernel_size, bias), PolyphasePool2d(norm))``:
+    circular padding, a convolution, adaptive polyphase sampling. It is one op, :func:`ella_cuda.ops.circular_conv2d_pool`, which stores
+    nothing between these steps; use the ``nn.Sequential`` to see what is between them.
+
+    Parameters:
+        weight: ``(D, C, kh, kw)``. bias: ``(D,)`` or None. Both with torch's default initialisation of a convolution.
 
     Args:
         in_channels: C.
         out_channels: D.
         kernel_size: odd height and width, or one odd number for both.
-        bias: whether the convolution has a bias.
-        norm: that decides, 1, 2 or ``math.inf``.
+        bias: whether the layer has a bias.
+        norm: of a component, which decides: 1, 2 or ``math.inf``.
         device, dtype: of the parameters, float32 or float64; None is torch's default.
 
     Raises:
@@ -34,6 +34,8 @@ class StridedCircularConv2d(nn.Sequential):
             device.
         TypeError: in forward, the input is no tensor.
         RuntimeError: in forward, H or W is odd.
+
+    Source: Chaman and Dokmanic, "Truly shift-invariant convolutional neural networks", CVPR 2021, section 4.
     """
 
     def __init__(
@@ -46,35 +48,26 @@ class StridedCircularConv2d(nn.Sequential):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        conv = CircularConv2d(in_channels, out_channels, kernel_size, bias, device, dtype)
-        super().__init__(conv, PolyphasePool2d(norm))
+        super().__init__()
+        check_norm("StridedCircularConv2d", norm)
+        self.in_channels = as_count("in_channels", in_channels)
+        self.out_channels = as_count("out_channels", out_channels)
+        self.kernel_size, self.norm = as_kernel_size(kernel_size), norm
+        kind = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(self.out_channels, self.in_channels, *self.kernel_size, **kind))
+        self.bias = nn.Parameter(torch.empty(self.out_channels, **kind)) if bias else None
+        self.reset_parameters()
 
-    def __getitem__(self, index: slice | int) -> nn.Module:
-        """A part, or some in a row as an ``nn.Sequential``."""
-        if isinstance(index, slice):
-            return nn.Sequential(OrderedDict(list(self._modules.items())[index]))
-        return super().__getitem__(index)
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew, from torch's global generator."""
+        nn.Conv2d.reset_parameters(self)
 
     @full_precision
     def forward(self, x: Tensor) -> Tensor:
         """``(N, C, H, W) -> (N, D, H/2, W/2)``."""
-        if not self._closed():
-            return super().forward(x)
-        conv, pool = self
-        check_image("StridedCircularConv2d", x, conv.in_channels, None, conv.weight)
-        return ops.circular_conv2d_pool(x, conv.weight, conv.bias, pool.norm)
+        check_image("StridedCircularConv2d", x, self.in_channels, None, self.weight)
+        return ops.circular_conv2d_pool(x, self.weight, self.bias, self.norm)
 
-    def _closed(self) -> bool:
-        """Whether nobody sees what is between the two."""
-        if [type(part) for part in self] != [CircularConv2d, PolyphasePool2d]:
-            return False
-        if torch.nn.modules.module._has_any_global_hook():
-            return False
-        return all("forward" not in part.__dict__ and not _has_hooks(part) for part in self)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module is more than its forward, by what :meth:`torch.nn.Module.__call__` looks at."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    def extra_repr(self) -> str:
+        sizes = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        return f"{sizes}, bias={self.bias is not None}, norm={self.norm}"

@@ -238,6 +238,18 @@ def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None
     return torch.zeros_like(_scattered_fake(x, index, weight)) if total is None else total
 
 
+def _scattered_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    x, index, weight = args
+    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+        return _scattered_loop(info, in_dims, *args)
+    x = batched_first(x, in_dims[0])  # as columns of gradients of one choice are: the batch joins N
+    found = torch.ops.ella_cuda.circular_conv2d_scattered(x.flatten(0, 1), index.repeat(info.batch_size), weight)
+    return found.unflatten(0, x.shape[:2]), 0
+
+
+_scattered_loop = loop("circular_conv2d_scattered")
+
+
 # circular_conv2d_scattered_weight_grad ---------------------------------------------------------------------------------------
 
 
@@ -294,7 +306,7 @@ _scattered = differentiable(
     save=_scattered_save,
     backward=_scattered_backward,
     jvp=_scattered_jvp,
-    vmap=loop("circular_conv2d_scattered"),
+    vmap=_scattered_vmap,
 )
 _pool = differentiable(
     "circular_conv2d_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap

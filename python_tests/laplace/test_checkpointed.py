@@ -132,8 +132,8 @@ class Differentiates(LinearRule):
         self.first = x[:, :1]  # the first position of every image, which is another thing with the axes exchanged
         super().inputs(self.first.expand_as(x))
 
-    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        pulled = super().pull_back(gradient, input_shape)
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        pulled = super().vjp(gradient, input_shape)
         assert pulled is None or pulled.shape[1:] == input_shape
         return pulled
 

@@ -321,6 +321,18 @@ def test_second_directional_derivative_of_the_way_back(way):
     checks.assert_same(found, exact)
 
 
+def test_vmap_of_gradients_of_one_choice_is_one_call():
+    shape = (3, 2, 4, 8, 6, 3, 3)
+    index, weight = choices(shape, CPU), arguments(shape, CPU)[1]
+    columns = torch.stack([pooled_gradient(shape, CPU) for _ in range(2)], 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = torch.func.vmap(lambda g: circular_conv2d_pool_transposed(g, index, weight), in_dims=1)(columns)
+    calls = [e for e in profile.events() if e.name == "ella_cuda::circular_conv2d_scattered"]
+    assert len(calls) == 2  # the batched one and, inside it, the physical one
+    exact = [rolled(polyphase_scatter(column, index), back(weight)) for column in columns.unbind(1)]
+    checks.assert_same(found, torch.stack(exact))
+
+
 def test_a_kernel_that_misses_components_is_refused():
     shape = (3, 2, 4, 8, 6, 3, 3)
     for weight in (torch.zeros(4, 2, 1, 3), torch.zeros(4, 2, 3, 1)):

@@ -1,7 +1,7 @@
 """How each layer type gets its factors: one :class:`Rule` per type, found by :func:`register`."""
 
 from ella_cuda.laplace.rules.base import Rule, register, rule_for, rules_for
-from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule
+from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCircularConv2dRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import LinearRule
@@ -14,6 +14,7 @@ __all__ = [
     "Rule",
     "SparseConv2dRule",
     "SparseFactoredLinear2dRule",
+    "StridedCircularConv2dRule",
     "register",
     "rule_for",
     "rules_for",

@@ -19,12 +19,10 @@ class Rule(ABC):
     """Turns one layer's inputs and output gradients into the Kronecker factors of its parameters.
 
     Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A
-    rule with ``differentiates = True`` also computes the gradient of the layer's input itself, in :meth:`pull_back`;
-    otherwise autograd does. With ``pulls_afresh = True`` it promises that what it returns there is new memory, never its
-    argument or a view of it: the ReLU before the layer is then differentiated in place. With ``batch_second = True`` it says that the
-    layer treats all axes but the last alike, so that the batch may also be the second; the rule's methods get it in front. With
-    ``takes_reduced = True`` the class that defines :meth:`inputs` says that it may get bfloat16 and float16, as a network with an
-    autocast of its own has them; otherwise it gets a float32 copy of these.
+    rule with ``differentiates = True`` also computes the layer's vector-Jacobian product itself, in :meth:`vjp`; otherwise
+    autograd does. With ``batch_second = True`` the layer treats all axes but the last alike, so that the batch may also be the
+    second; the rule's methods get it in front. With ``takes_reduced = True`` the class that defines :meth:`inputs` accepts
+    bfloat16 and float16, as a network with an autocast of its own has them; otherwise it gets a float32 copy of these.
 
     Attributes:
         module: the layer.
@@ -44,7 +42,6 @@ class Rule(ABC):
     """
 
     differentiates: ClassVar[bool] = False
-    pulls_afresh: ClassVar[bool] = False
     batch_second: ClassVar[bool] = False
     takes_reduced: ClassVar[bool] = False
 
@@ -89,15 +86,13 @@ class Rule(ABC):
 
         Add to ``self.factors[name].output_moment`` the rows whose outer products, summed over the data and K, give B.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define outputs (or pull_back, with differentiates = True)."
-        )
+        raise NotImplementedError(f"{type(self).__name__} must define outputs (or vjp, with differentiates = True).")
 
-    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        """As :meth:`outputs`, and return the gradient at the layer's input, ``(K, *input_shape)``, unless
-        ``input_shape`` is None.
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        """As :meth:`outputs`, and return the layer's vector-Jacobian product, the gradient at its input, ``(K, *input_shape)``,
+        unless ``input_shape`` is None.
         """
-        raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define pull_back.")
+        raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define vjp.")
 
     def reads_reduced(self) -> bool:
         """The promise of the class that defines :meth:`inputs`; one that defines it anew has not given it."""

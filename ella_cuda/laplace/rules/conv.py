@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.nn import CircularConv2d, SparseConv2d
+from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d
 from ella_cuda.ops.circular_conv2d import mirrored
-from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_transposed
 
 
 @register(CircularConv2d)
@@ -30,7 +29,6 @@ class Conv2dRule(Rule):
     """
 
     differentiates = True
-    pulls_afresh = True
     takes_reduced = True
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
@@ -61,8 +59,8 @@ class Conv2dRule(Rule):
             return total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2
         return m.padding[1], m.padding[1], m.padding[0], m.padding[0]
 
-    def _same_on_torus(self) -> bool:
-        """Whether the layer is a :func:`ella_cuda.ops.circular_conv2d`."""
+    def _same_circular(self) -> bool:
+        """Whether the layer is a :func:`ella_cuda.ops.circular_conv2d`: circular padding that keeps the size."""
         m = self.layer
         simple = m.padding_mode == "circular" and m.groups == 1 and m.stride == m.dilation == (1, 1)
         half_h, half_w = (k // 2 for k in m.kernel_size)
@@ -90,32 +88,9 @@ class Conv2dRule(Rule):
         moment.add_patches(x, m.kernel_size, mode, stride=m.stride, padding=padding, dilation=m.dilation)
         moment.count(x.shape[0] * positions)
 
-    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         self._output_sides(gradient, math.prod(gradient.shape[3:]))
-        return None if input_shape is None else self._pulled(gradient, input_shape)
-
-    def pools(self) -> bool:
-        """Whether :meth:`pull_back_pooled` knows this layer."""
-        return self._same_on_torus() and type(self) is Conv2dRule
-
-    def skips_zeros(self, device: torch.device) -> bool:
-        """Whether :meth:`pull_back_pooled` never forms the gradient at the layer's output there."""
-        return device.type != "cpu" or min(self.layer.kernel_size) >= 3
-
-    def pull_back_pooled(self, gradient: Tensor, index: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        """As :meth:`pull_back` of ``polyphase_scatter(gradient, index)``, without the zeros where it can.
-
-        Args:
-            gradient: ``(K, N, D, H/2, W/2)``, at the output of a :class:`ella_cuda.nn.PolyphasePool2d` that follows the layer.
-            index: ``(N,)``, the components that it chose.
-            input_shape: of the layer, or None.
-        """
-        self._output_sides(gradient, 4 * math.prod(gradient.shape[3:]))
-        if input_shape is None:
-            return None
-        columns = gradient.shape[:2]
-        flat, index = gradient.flatten(0, 1), index.repeat(columns[0])
-        return circular_conv2d_pool_transposed(flat, index, self.layer.weight.detach()).unflatten(0, columns)
+        return None if input_shape is None else self._at_input(gradient, input_shape)
 
     def _output_sides(self, gradient: Tensor, positions: int) -> None:
         """Add the output sides of ``(K, N, D, ...)`` gradients at all of ``positions`` that are not zero."""
@@ -127,18 +102,18 @@ class Conv2dRule(Rule):
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
 
-    def _pulled(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
+    def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
         flat = gradient.flatten(0, 1)
-        if self._same_on_torus():
+        if self._same_circular():
             return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
         # Channels innermost: convolutions are faster so on the CPU.
         flat = flat.contiguous(memory_format=torch.channels_last)
-        pulled = self._input_gradient(flat, input_shape)
+        found = self._input_gradient(flat, input_shape)
         # Back to the layout of the forward pass: elementwise work on two layouts at once is slow.
         if gradient.is_contiguous():
-            pulled = pulled.contiguous()
-        return pulled.unflatten(0, gradient.shape[:2])
+            found = found.contiguous()
+        return found.unflatten(0, gradient.shape[:2])
 
     def _input_gradient(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(R, D, H', W') -> (R, C, H, W)``.
@@ -181,8 +156,7 @@ class SparseConv2dRule(Conv2dRule):
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)
-        with torch.device("meta"):  # every batch brings its kernel, see inputs
-            self.layer = CircularConv2d(module.in_channels, module.out_channels, module.kernel_size, False)
+        self.layer = _convolution_of(module)  # every batch brings its kernel, see inputs
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -192,6 +166,35 @@ class SparseConv2dRule(Conv2dRule):
     def inputs(self, x: Tensor) -> None:
         self.layer.weight = nn.Parameter(self.module.kernel().detach(), requires_grad=False)
         super().inputs(x)
+
+
+@register(StridedCircularConv2d)
+class StridedCircularConv2dRule(Conv2dRule):
+    """:class:`ella_cuda.nn.StridedCircularConv2d`: the factors of its convolution, whose output gradient is zero outside the sampled
+    polyphase component. Autograd differentiates the layer, whose op skips these zeros.
+
+    Source: Grosse and Martens, ICML 2016.
+    """
+
+    differentiates = False
+
+    def __init__(self, module: StridedCircularConv2d, name: str, resolution: str = "shared") -> None:
+        Rule.__init__(self, module, name, resolution)
+        self.layer = _convolution_of(module)
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        weight = FactorShape(1, m.in_channels * math.prod(m.kernel_size), m.out_channels, 1)
+        return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
+
+    def outputs(self, gradient: Tensor) -> None:
+        self._output_sides(gradient, 4 * math.prod(gradient.shape[3:]))
+
+
+def _convolution_of(module: SparseConv2d | StridedCircularConv2d) -> CircularConv2d:
+    """The convolution in a layer, without its numbers."""
+    with torch.device("meta"):
+        return CircularConv2d(module.in_channels, module.out_channels, module.kernel_size, False)
 
 
 def _transposed(gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int]) -> Tensor:

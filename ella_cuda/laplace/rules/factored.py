@@ -10,14 +10,14 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 
-# Bytes of dz that exist at a time on the CPU, but at least some rows of g: the C library maps larger memory anew every time, and
-# its pages cost more than all products do.
-MOST_MIDDLE, LEAST_ROWS = 32 << 20, 64
+# The largest dz in bytes that exists at a time on the CPU, and the smallest number of rows of g in a chunk: the C library maps larger
+# memory anew every time, and its pages cost more than all products do.
+MAX_INTERMEDIATE, MIN_ROWS = 32 << 20, 64
 
 
 @register(FactoredLinear2d)
 class FactoredLinear2dRule(Rule):
-    """:class:`ella_cuda.nn.FactoredLinear2d`. With z the numbers between the two maps and dz their gradients:
+    """:class:`ella_cuda.nn.FactoredLinear2d`. With z the intermediate between the two maps and dz its gradient:
 
     ``weight_in`` U[d,c,x]: C blocks, A_c = mean over data of x[n,c,:] x[n,c,:]ᵀ; B = 1/C of the sum over data and c of
     dz[n,:,c] dz[n,:,c]ᵀ, or with resolution "per_channel" one B_c without the mean; block index (x, d).
@@ -31,7 +31,6 @@ class FactoredLinear2dRule(Rule):
     """
 
     differentiates = True
-    pulls_afresh = True
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""
@@ -63,7 +62,7 @@ class FactoredLinear2dRule(Rule):
                 z += m.bias_in.detach()
             self.factors["weight_out"].input_moment.add(z.permute(1, 2, 0))
 
-    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         factors = self.factors
         columns, g = gradient.shape[0], gradient.flatten(3).flatten(0, 1)  # (KN, D, Y)
         per_channel = self.resolution == "per_channel"
@@ -75,10 +74,10 @@ class FactoredLinear2dRule(Rule):
         inner_sides, of_one_position = "weight_in" in factors or "bias_in" in factors, g.shape[2] == 1
         if inner_sides and of_one_position:
             self._inner_sides_of_one_position(g[:, :, 0])
-        wants_x, wants_middle = input_shape is not None, inner_sides and not of_one_position
+        wants_x, wants_z = input_shape is not None, inner_sides and not of_one_position
         found = []
-        for rows in g.split(self._rows_at_once(g)) if wants_middle else [g]:
-            dx, dz = ops.factored_linear_pull_back(rows, self._weight_in, self._weight_out, wants_x, wants_middle)
+        for rows in g.split(self._rows_at_once(g)) if wants_z else [g]:
+            dx, dz = ops.factored_linear_pull_back(rows, self._weight_in, self._weight_out, wants_x, wants_z)
             if dz is not None:
                 self._inner_sides(dz)
             found.append(dx)
@@ -88,9 +87,10 @@ class FactoredLinear2dRule(Rule):
         return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
 
     def _rows_at_once(self, g: Tensor) -> int:
-        """Of g, multiples of :data:`LEAST_ROWS` whose dz takes no more than :data:`MOST_MIDDLE`; on other devices than the CPU all."""
+        """Rows of g in a chunk: a multiple of :data:`MIN_ROWS` whose dz takes at most :data:`MAX_INTERMEDIATE`; on other devices than
+        the CPU all."""
         row = self._weight_out[:, :, 0].numel() * g.element_size()
-        return max(MOST_MIDDLE // row // LEAST_ROWS, 1) * LEAST_ROWS if g.is_cpu else max(g.shape[0], 1)
+        return max(MAX_INTERMEDIATE // row // MIN_ROWS, 1) * MIN_ROWS if g.is_cpu else max(g.shape[0], 1)
 
     def _inner_sides(self, dz: Tensor) -> None:
         """Add the output sides of weight_in and bias_in, dz ``(D, C, KN)``."""
@@ -104,8 +104,8 @@ class FactoredLinear2dRule(Rule):
             self.factors["bias_in"].output_moment.add(dz.sum(1).t()[:, None])
 
     def _inner_sides_of_one_position(self, g: Tensor) -> None:
-        """The same where Y = 1, g ``(KN, D)``: it does not take dz[n,d,c] = g[n,d] V[d,c], because the sum over n of
-        dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times V[d,c] V[e,c]. No sum of these cancels.
+        """The same where Y = 1, g ``(KN, D)``, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of
+        g[n,d] g[n,e], times V[d,c] V[e,c]. No sum of these cancels.
         """
         v = self._weight_out[:, :, 0]  # (D, C)
         if "weight_in" in self.factors:

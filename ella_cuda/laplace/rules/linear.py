@@ -22,7 +22,6 @@ class LinearRule(Rule):
     """
 
     differentiates = True
-    pulls_afresh = True
     batch_second = True
     takes_reduced = True
 
@@ -31,7 +30,7 @@ class LinearRule(Rule):
         return {"weight": FactorShape(1, a, b, 1), "bias": FactorShape.bias(b)}
 
     def shares_outputs(self) -> dict[str, str]:
-        # Without shared positions both sides are the same sum; pull_back separates them when it meets shared positions.
+        # Without shared positions both sides are the same sum; vjp separates them when it meets shared positions.
         return {"bias": "weight"} if {"bias", "weight"} <= set(self.trainable) else {}
 
     def inputs(self, x: Tensor) -> None:
@@ -43,7 +42,7 @@ class LinearRule(Rule):
         if "weight" in self.factors:
             self.factors["weight"].input_moment.add(x.reshape(-1, 1, x.shape[-1]))
 
-    def pull_back(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         positions = math.prod(gradient.shape[2:-1])
         weight, bias = self.factors.get("weight"), self.factors.get("bias")
         if weight is not None and bias is not None and positions != 1 and bias.output_moment is weight.output_moment:

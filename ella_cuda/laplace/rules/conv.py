@@ -89,18 +89,8 @@ class Conv2dRule(Rule):
         moment.count(x.shape[0] * positions)
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        self._output_sides(gradient, math.prod(gradient.shape[3:]))
+        _add_output_sides(self, gradient, math.prod(gradient.shape[3:]))
         return None if input_shape is None else self._at_input(gradient, input_shape)
-
-    def _output_sides(self, gradient: Tensor, positions: int) -> None:
-        """Add the output sides of ``(K, N, D, ...)`` gradients at all of ``positions`` that are not zero."""
-        flat = gradient.flatten(0, 1)
-        if "weight" in self.factors:
-            moment = self.factors["weight"].output_moment
-            moment.add_patches(flat, 1, alpha=1 / max(positions, 1))
-            moment.count(flat.shape[0] * positions)
-        if "bias" in self.factors:
-            self.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
 
     def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
@@ -156,7 +146,8 @@ class SparseConv2dRule(Conv2dRule):
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)
-        self.layer = _convolution_of(module)  # every batch brings its kernel, see inputs
+        with torch.device("meta"):  # every batch brings its kernel, see inputs
+            self.layer = CircularConv2d(module.in_channels, module.out_channels, module.kernel_size, False)
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -169,32 +160,37 @@ class SparseConv2dRule(Conv2dRule):
 
 
 @register(StridedCircularConv2d)
-class StridedCircularConv2dRule(Conv2dRule):
-    """:class:`ella_cuda.nn.StridedCircularConv2d`: the factors of its convolution, whose output gradient is zero outside the sampled
-    polyphase component. Autograd differentiates the layer, whose op skips these zeros.
+class StridedCircularConv2dRule(Rule):
+    """:class:`ella_cuda.nn.StridedCircularConv2d`: the factors of its convolution (KFAC-expand), whose output gradient is zero outside the
+    sampled polyphase component. Autograd differentiates the layer, because its op skips these zeros.
 
     Source: Grosse and Martens, ICML 2016.
     """
-
-    differentiates = False
-
-    def __init__(self, module: StridedCircularConv2d, name: str, resolution: str = "shared") -> None:
-        Rule.__init__(self, module, name, resolution)
-        self.layer = _convolution_of(module)
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         weight = FactorShape(1, m.in_channels * math.prod(m.kernel_size), m.out_channels, 1)
         return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
 
+    def inputs(self, x: Tensor) -> None:
+        if "weight" in self.factors:
+            moment = self.factors["weight"].input_moment
+            moment.add_patches(x, self.module.kernel_size)
+            moment.count(x[:, 0].numel())
+
     def outputs(self, gradient: Tensor) -> None:
-        self._output_sides(gradient, 4 * math.prod(gradient.shape[3:]))
+        _add_output_sides(self, gradient, 4 * math.prod(gradient.shape[3:]))
 
 
-def _convolution_of(module: SparseConv2d | StridedCircularConv2d) -> CircularConv2d:
-    """The convolution in a layer, without its numbers."""
-    with torch.device("meta"):
-        return CircularConv2d(module.in_channels, module.out_channels, module.kernel_size, False)
+def _add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
+    """Add the output sides of a convolution with so many positions from ``(K, N, D, ...)`` gradients at those that are not zero."""
+    flat = gradient.flatten(0, 1)
+    if "weight" in rule.factors:
+        moment = rule.factors["weight"].output_moment
+        moment.add_patches(flat, 1, alpha=1 / max(positions, 1))
+        moment.count(flat.shape[0] * positions)
+    if "bias" in rule.factors:
+        rule.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
 
 
 def _transposed(gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int]) -> Tensor:

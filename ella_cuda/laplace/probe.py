@@ -295,12 +295,12 @@ def _unbatched(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -
 def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> list[bool]:
     """Of which tensors the gradients along two directions at once are not those along one after the other, beyond rounding."""
 
-    def pull(direction: Tensor) -> tuple[Tensor | None, ...]:
+    def vjp(direction: Tensor) -> tuple[Tensor | None, ...]:
         found = torch.autograd.grad(outputs, tensors, direction, retain_graph=True, allow_unused=True)
         return tuple(torch.zeros_like(t) if g is None else g for t, g in zip(tensors, found, strict=True))
 
-    together = torch.func.vmap(pull)(directions)
-    apart = [torch.stack(parts) for parts in zip(*(pull(d) for d in directions), strict=True)]
+    together = torch.func.vmap(vjp)(directions)
+    apart = [torch.stack(parts) for parts in zip(*(vjp(d) for d in directions), strict=True)]
     differ = []
     for one, other in zip(together, apart, strict=True):
         size = other.abs().amax() if other.numel() else other.new_zeros(())

@@ -10,7 +10,8 @@ from ella_cuda.ops.polyphase_pool import check_norm
 
 
 class PolyphasePool2d(nn.Module):
-    """Subsample by two, keeping for each image the polyphase component with the largest norm: ``(N, C, H, W) -> (N, C, H/2, W/2)``.
+    """Adaptive polyphase sampling, which keeps of each image the polyphase component with the largest norm:
+    ``(N, C, H, W) -> (N, C, H/2, W/2)``.
 
     See :func:`ella_cuda.ops.polyphase_pool` for the arguments, errors and source; a norm that there is not is refused at once.
     """

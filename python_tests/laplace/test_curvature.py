@@ -34,7 +34,7 @@ def network(relu: nn.Module) -> nn.Sequential:
         relu,
         nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.AvgPool2d(1)),
         relu,
-        FactoredLinear2d(3, 5, 2, 1),
+        StridedCircularConv2d(3, 5),
         relu,
         nn.Flatten(),
         nn.Linear(5, 4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +10,20 @@ from ella_cuda.experiments.paper.entry import Entry
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import TABLES
 from ella_cuda.reports.pictures.broken import accuracy_axis
-from ella_cuda.reports.pictures.page import MARGIN, Rooms, arrange, inches, logarithmic_scale, panels, plain_axes
-from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH
+from ella_cuda.reports.pictures.page import (
+    NORMAL,
+    SMALL,
+    TEXT_WIDTH,
+    finish,
+    logarithmic_scale,
+    panels,
+    plain_axes,
+)
 from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES
 
 OURS, PAPER = "#1f4e9c", "#cc4c02"
 ROW = 0.165  # inches
-WIDEST = 4.0  # inches of a panel
-ROOMS = Rooms(0.0, 0.0, left=0.08, right=0.08, top=0.22, bottom=0.36)
+AROUND = 0.6  # inches for a panel's title and labels
 
 
 def draw_comparison(plan: Plan, found: Sequence[Entry]) -> Any:
@@ -43,11 +48,8 @@ def draw_comparison(plan: Plan, found: Sequence[Entry]) -> Any:
         raise ValueError("found must hold at least one metric that both we and the paper have a number of, got none.")
     across = max(map(len, metrics.values()))
     labels = {o: [_label(e) for e in shown[o]] for o in metrics}
-    room = max(inches(label, SMALL) for of in labels.values() for label in of) + 2 * MARGIN
-    width = min(WIDEST, (TEXT_WIDTH - room) / across)
-    height = ROOMS.top + ROOMS.bottom + ROW * max(map(len, labels.values()))
-    rooms = dataclasses.replace(ROOMS, width=width, height=height, outer_left=room)
-    figure, axes = panels(len(metrics) * across, rooms, across)
+    height = AROUND + ROW * max(map(len, labels.values()))
+    figure, axes = panels(len(metrics) * across, across, TEXT_WIDTH, height)
     legend: dict[str, Any] = {}
     drawn: dict[str, list[Any]] = {}  # by metric
     for i, (objective, names) in enumerate(metrics.items()):
@@ -61,7 +63,7 @@ def draw_comparison(plan: Plan, found: Sequence[Entry]) -> Any:
             axis.set_yticks(range(len(labels[objective])), labels[objective] if j == 0 else [], fontsize=SMALL)
     for metric, of in drawn.items():
         _scale(of, metric)
-    arrange(figure, rooms, {label: legend[label] for label in sorted(legend)}, _title(plan, found))
+    finish(figure, _title(plan, found), {label: legend[label] for label in sorted(legend)})
     return figure
 
 

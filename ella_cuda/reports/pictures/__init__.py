@@ -5,9 +5,8 @@ from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.folder import Drawn, add_picture, save_pictures
 from ella_cuda.reports.pictures.layers import draw_layers
+from ella_cuda.reports.pictures.page import PATH_STYLES, save_picture
 from ella_cuda.reports.pictures.precisions import draw_precisions
-from ella_cuda.reports.pictures.saving import save_picture
-from ella_cuda.reports.pictures.style import PATH_STYLES
 
 __all__ = [
     "PATH_STYLES",

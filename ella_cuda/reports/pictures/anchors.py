@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.page import LINE, MARGIN, Rooms, arrange, panels, wrapped
-from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, signed_colour_map
+from ella_cuda.reports.pictures.page import (
+    NORMAL,
+    SMALL,
+    TEXT_WIDTH,
+    finish,
+    panels,
+    signed_colour_map,
+    weight_scale,
+)
 from ella_cuda.reports.text import number, run_title, tensor_title
 from ella_cuda.reports.weights import Basis, SpatialWeight, strongest_channels
 
 CIRCLE_COLOUR = "#d7191c"
-LARGE_IMAGE, SMALL_IMAGE = 1.22, 0.7  # inches: four large panels fit side by side, or six small ones
-MANY = 100  # positions: panels with fewer are small where there are such with more
-LEFT, RIGHT, BOTTOM = 0.28, 0.03, 0.2  # inches around an image
-OUTER_LEFT, OUTER_RIGHT = 0.2, 0.6
+PER_LINE = 4
+LARGE_IMAGE, SMALL_IMAGE = 1.2, 0.7  # inches, about: lines of small grids are lower where there are large ones
+MANY = 100  # positions of a large grid
+AROUND = 0.42  # inches for a panel's title and ticks
 LARGEST_DOT = 3.0  # points
-
-Line = tuple[str, float, list[SpatialWeight]]  # heading, inches of an image, weights side by side
 
 
 def draw_anchors(
@@ -49,58 +53,35 @@ def draw_anchors(
         raise ValueError("weights must hold at least one of a sparsified layer, got none.")
     reaches = {_reach(w.basis) for w in sparse}
     same = reaches.pop() if len(reaches) == 1 else None
-    above = SMALL * LINE * (1 if same else 2) + 0.05
-    lines = list(_lines(sparse, names))
-    heights = [above + image + BOTTOM + (NORMAL * LINE if heading else 0.0) for heading, image, _ in lines]
-    foot = wrapped(_explained([w for w in based if w.positions == 1], names), TEXT_WIDTH - 2 * MARGIN, NORMAL)
-    below = NORMAL * LINE * (foot.count("\n") + 1)
-    around = {"outer_left": OUTER_LEFT, "outer_right": OUTER_RIGHT, "outer_bottom": below, "outer_top": MARGIN}
-    rooms = Rooms(TEXT_WIDTH - OUTER_LEFT - OUTER_RIGHT, sum(heights), 0.0, 0.0, 0.0, 0.0, **around)
-    figure, (area,) = panels(1, rooms)
-    arrange(figure, rooms, _legend(start, same), f"{run_title(row)}: anchors")
-    width, height = figure.get_size_inches()
-    top, bottom = area.get_position().y1 * height, area.get_position().y0 * height
-    area.remove()
-    for (heading, image, members), tall in zip(lines, heights, strict=True):
-        if heading:
-            figure.text(OUTER_LEFT / width, top / height, heading, fontsize=NORMAL, va="top")
-        for k, weight in enumerate(members):
-            left = OUTER_LEFT + k * (LEFT + image + RIGHT) + LEFT
-            axis = figure.add_axes((left / width, (top - tall + BOTTOM) / height, image / width, image / height))
+    lines = _lines(sparse, names)
+    large = [any(w.positions >= MANY for w in line) for line in lines]
+    images = [LARGE_IMAGE if of or not any(large) else SMALL_IMAGE for of in large]
+    across = max(map(len, lines))
+    height = sum(images) / len(images) + AROUND
+    ratios = {"height_ratios": images}
+    figure, axes = panels(len(lines) * across, across, TEXT_WIDTH / PER_LINE * across, height, gridspec_kw=ratios)
+    for i, (line, image) in enumerate(zip(lines, images, strict=True)):
+        in_line = axes[i * across : (i + 1) * across]
+        for axis, weight in zip(in_line, line, strict=False):
             (pair,) = strongest_channels([w for w in sparse if (w.layer, w.path) == (weight.layer, weight.path)], 1)
             shown = _draw_panel(axis, weight, pair, (start or {}).get(weight.basis.name), image)
             title = f"layer {names.index(weight.layer) + 1}, {pair[0]}←{pair[1]}"
             axis.set_title(title if same else f"{title}\n{_reach(weight.basis)}", fontsize=SMALL, pad=2, y=1.0)
-        top -= tall
-    figure.text(0.5, bottom / height, foot, fontsize=NORMAL, ha="center", va="top")
-    middle = (bottom + sum(heights) / 2) / height
-    label = {"fontsize": NORMAL, "rotation": 90, "va": "center"}
-    figure.text(MARGIN / width, middle, "row, pixels from the grid's centre", **label)
-    long = min(2.4, height - 1.2) / height
-    scale = figure.add_axes((1 - 0.52 / width, middle - long / 2, 0.1 / width, long))
-    bar = figure.colorbar(shown, cax=scale, ticks=[-1, 0, 1])
-    bar.ax.tick_params(labelsize=SMALL)
-    bar.set_label("weight / panel's largest", fontsize=NORMAL, labelpad=0)
+        for axis in in_line[len(line) :]:
+            axis.set_visible(False)
+        in_line[0].set_ylabel(tensor_title(line[0].path, line[0].tensor).replace(" ", "\n"), fontsize=NORMAL)
+    note = _explained([w for w in based if w.positions == 1], names)
+    weight_scale(figure, shown, axes, "weight / panel's largest")
+    finish(figure, f"{run_title(row)}: anchors", _legend(start, same), note)
     return figure
 
 
-def _lines(weights: Sequence[SpatialWeight], names: Sequence[str]) -> Iterator[Line]:
-    """Weights in lines, those of a tensor together; only the first line of a tensor has a heading."""
+def _lines(weights: Sequence[SpatialWeight], names: Sequence[str]) -> list[list[SpatialWeight]]:
+    """Weights of a tensor side by side, by layer."""
     by_title: dict[str, list[SpatialWeight]] = {}
-    for weight in weights:
+    for weight in sorted(weights, key=lambda w: names.index(w.layer)):
         by_title.setdefault(tensor_title(weight.path, weight.tensor), []).append(weight)
-    some_large = any(w.positions >= MANY for w in weights)
-    for title, members in by_title.items():
-        heading = title
-        members.sort(key=lambda w: names.index(w.layer))
-        for small, run in itertools.groupby(members, lambda w: some_large and w.positions < MANY):
-            image = SMALL_IMAGE if small else LARGE_IMAGE
-            together = list(run)
-            most = int((TEXT_WIDTH - OUTER_LEFT - OUTER_RIGHT) / (LEFT + image + RIGHT))
-            across = -(-len(together) // -(-len(together) // most))  # lines of one tensor are about as long
-            for k in range(0, len(together), across):
-                yield heading, image, together[k : k + across]
-                heading = ""
+    return [of[k : k + PER_LINE] for of in by_title.values() for k in range(0, len(of), PER_LINE)]
 
 
 def _reach(basis: Basis) -> str:
@@ -109,9 +90,9 @@ def _reach(basis: Basis) -> str:
 
 
 def _explained(single: Sequence[SpatialWeight], names: Sequence[str]) -> str:
-    text = "column, pixels from the grid's centre; weights of output channel ← input channel"
+    text = "Axes: column and row, pixels from the grid's centre. Titles: output channel ← input channel."
     which = [f"{tensor_title(w.path, w.tensor)} of layer {names.index(w.layer) + 1}" for w in single]
-    return text + (f"\nnot drawn, as of a single position: {', '.join(which)}" if which else "")
+    return text + (f"\nNot drawn, as of a single position: {', '.join(which)}." if which else "")
 
 
 def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: Any, inches: float) -> Any:
@@ -146,7 +127,7 @@ def _draw_panel(axis: Any, weight: SpatialWeight, pair: tuple[int, int], start: 
     reach = [max(float(v.abs().max()) + 0.3, h) for v, h in ((across, half[1]), (down, half[0]))]
     axis.set_xlim(-reach[0], reach[0])
     axis.set_ylim(reach[1], -reach[1])
-    axis.tick_params(labelsize=SMALL, length=2.5, pad=2)
+    axis.set_anchor("W")
     for side in (axis.xaxis, axis.yaxis):
         side.set_major_locator(MaxNLocator(nbins=4 if inches > 1 else 2, integer=True))
     return image

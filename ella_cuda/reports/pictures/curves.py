@@ -6,12 +6,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ella_cuda.reports.pictures.broken import accuracy_axis
-from ella_cuda.reports.pictures.page import MARGIN, Rooms, arrange, logarithmic_scale, panels, plain_axes, whole_epochs
-from ella_cuda.reports.pictures.style import MARKERS, NORMAL, OTHER_STYLES, PATH_STYLES, TEXT_WIDTH
+from ella_cuda.reports.pictures.page import (
+    MARKERS,
+    NORMAL,
+    OTHER_STYLES,
+    PATH_STYLES,
+    TEXT_WIDTH,
+    finish,
+    logarithmic_scale,
+    panels,
+    plain_axes,
+    whole_epochs,
+)
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 EVIDENCE_LINES = ("-", "-.", ":")  # of runs that differ only in what of their bases the evidence learned
-ROOMS = Rooms(TEXT_WIDTH / 4, 1.95, left=0.58, bottom=0.42)
 EVALUATED = {"test": "test images", "holdout": "held-out images"}
 SPREAD = 0.6  # of a network's place that its runs take
 FIRST_STEP = {"color": "#555555", "linewidth": 0.7, "linestyle": (0, (1, 1.5)), "zorder": 0}
@@ -42,7 +51,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
         )
     tasks = list(dict.fromkeys((r["data"], r["task"]) for r in rows))
     styles = run_styles(rows)
-    figure, axes = panels(4 * len(tasks), ROOMS, per_line=4)
+    figure, axes = panels(4 * len(tasks), 4, TEXT_WIDTH, 1.95)
     legend: dict[str, Any] = {}
     by_task = [
         [(r, h) for r, h in zip(rows, histories, strict=True) if (r["data"], r["task"]) == task] for task in tasks
@@ -51,10 +60,9 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], histories: Sequence[Mapping[s
         _draw_line(axes[4 * i : 4 * i + 3], runs, rows, styles, legend)
     for axis, runs in zip(axes[3::4], by_task, strict=True):
         _draw_results(axis, [r for r, _ in runs], rows, styles, [*legend])
-    arrange(figure, ROOMS, legend | _marks(histories))
     for axis, (data, task), runs in zip(axes[::4], tasks, by_task, strict=True):
-        above = axis.get_position().y1 + MARGIN / figure.get_size_inches()[1]
-        figure.text(0.5, above, f"{data}, task {task}, {_seeds(runs)}", fontsize=NORMAL, ha="center", va="bottom")
+        axis.set_title(f"{data}, task {task}, {_seeds(runs)}", fontsize=NORMAL, y=1.0, pad=6, loc="left")
+    finish(figure, legend=legend | _marks(histories))
     return figure
 
 

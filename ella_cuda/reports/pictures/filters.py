@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ella_cuda.reports.pictures.page import LINE, Rooms, arrange, panels, wrapped
-from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, signed_colour_map
+from ella_cuda.reports.pictures.page import (
+    LINE,
+    NORMAL,
+    PAD,
+    SMALL,
+    TEXT_WIDTH,
+    finish,
+    folded,
+    panels,
+    signed_colour_map,
+    weight_scale,
+)
 from ella_cuda.reports.text import number, run_title, tensor_title
 from ella_cuda.reports.weights import SpatialWeight, strongest_channels
 
@@ -18,7 +27,7 @@ CHANNELS = 4  # pairs of channels shown of each weight, where there is room
 NARROWEST, WIDEST = 0.37, 0.55  # inches of an image: its label is as wide
 NARROW = 2  # images, and the panel's title takes two lines
 GAP = 0.12  # between images, of their width
-ROOMS = Rooms(0.0, 0.0, left=0.06, right=0.06, top=0.16, bottom=0.2, outer_left=0.2, outer_right=0.62)
+AROUND, BETWEEN = 0.95, 2 * PAD  # inches beside all panels, and from one to the next
 
 
 def draw_filters(row: Mapping[str, Any], weights: Sequence[SpatialWeight]) -> Any:
@@ -44,20 +53,13 @@ def draw_filters(row: Mapping[str, Any], weights: Sequence[SpatialWeight]) -> An
     columns = list(dict.fromkeys(tensor_title(w.path, w.tensor) for w in weights))
     names = [layer["name"] for layer in row["layers"]]
     layers = [name for name in names if any(w.layer == name for w in weights)]
-    rooms, places = _fitted(len(columns))
-    foot = wrapped(_explained(weights, places), rooms.across(len(columns)) - 0.2, NORMAL)
-    headings = [wrapped(title, rooms.inner[0], NORMAL) for title in columns]
-    above, below = (NORMAL * LINE * (1 + max(t.count("\n") for t in texts)) for texts in (headings, [foot]))
-    rooms = dataclasses.replace(rooms, outer_top=above + 0.06, outer_bottom=below + 0.1)
-    figure, axes = panels(len(layers) * len(columns), rooms, per_line=len(columns))
-    arrange(figure, rooms, {}, f"{run_title(row)}: weights")
-    size = figure.get_size_inches()
+    width, places = _fitted(len(columns))
+    height = width / (places * (1 + GAP) - GAP) + SMALL * LINE * (3 if places <= NARROW else 2) / 72 + BETWEEN
+    across = AROUND + len(columns) * (width + BETWEEN)
+    figure, axes = panels(len(layers) * len(columns), len(columns), across, height, gridspec_kw={"wspace": 0.1})
     grid = [axes[i * len(columns) : (i + 1) * len(columns)] for i in range(len(layers))]
     shown = _chosen(weights, places)
     image = None
-    for axis, heading in zip(grid[0], headings, strict=True):
-        where = axis.get_position()
-        figure.text(where.x0, where.y1 + (rooms.top + 0.03) / size[1], heading, fontsize=NORMAL)
     for i, layer in enumerate(layers):
         for j, title in enumerate(columns):
             axis = grid[i][j]
@@ -67,27 +69,21 @@ def draw_filters(row: Mapping[str, Any], weights: Sequence[SpatialWeight]) -> An
             for weight, pairs in shown:
                 if (weight.layer, tensor_title(weight.path, weight.tensor)) == (layer, title):
                     image = _draw_panel(axis, weight, pairs, places)
-        where = grid[i][0].get_position()
-        text = f"layer {names.index(layer) + 1}"
-        middle = (where.y0 + where.y1) / 2
-        figure.text(0.12 / size[0], middle, text, rotation=90, va="center", ha="center", fontsize=NORMAL)
-    tall = min(2.4, size[1] - 1.0) / size[1]
-    scale = figure.add_axes((1 - 0.56 / size[0], 0.5 - tall / 2, 0.1 / size[0], tall))
-    bar = figure.colorbar(image, cax=scale, ticks=[-1, 0, 1])
-    bar.ax.tick_params(labelsize=SMALL)
-    bar.set_label("weight / largest", fontsize=NORMAL, labelpad=0)
-    figure.text(0.5, 0.06 / size[1], foot, fontsize=NORMAL, ha="center", va="bottom")
+        grid[i][0].set_ylabel(f"layer {names.index(layer) + 1}", fontsize=NORMAL)
+    for axis, title in zip(grid[0], columns, strict=True):
+        own = f"\n{axis.get_title(loc='left')}"
+        axis.set_title(folded(title, width, SMALL) + own, fontsize=SMALL, pad=2, y=1.0, loc="left")
+    weight_scale(figure, image, axes, "weight / largest")
+    finish(figure, f"{run_title(row)}: weights", note=_explained(weights, places))
     return figure
 
 
-def _fitted(columns: int) -> tuple[Rooms, int]:
-    """Rooms of so many panels side by side, and how many images fit in each."""
-    most = (TEXT_WIDTH - ROOMS.outer_left - ROOMS.outer_right) / columns - ROOMS.left - ROOMS.right
+def _fitted(columns: int) -> tuple[float, int]:
+    """Inches of each of so many panels side by side, and how many images fit in it."""
+    most = (TEXT_WIDTH - AROUND) / columns - BETWEEN
     places = max(1, min(CHANNELS, int((most + GAP * NARROWEST) / (NARROWEST * (1 + GAP)))))
     image = min(WIDEST, most / (places * (1 + GAP) - GAP))
-    width = ROOMS.left + ROOMS.right + image * (places * (1 + GAP) - GAP)
-    top = ROOMS.top + (SMALL * LINE if places <= NARROW else 0.0)
-    return dataclasses.replace(ROOMS, width=width, height=top + ROOMS.bottom + image, top=top), places
+    return image * (places * (1 + GAP) - GAP), places
 
 
 def _explained(weights: Sequence[SpatialWeight], places: int) -> str:

@@ -15,8 +15,8 @@ from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.layers import draw_layers
+from ella_cuda.reports.pictures.page import picture_files, save_picture
 from ella_cuda.reports.pictures.precisions import draw_precisions
-from ella_cuda.reports.pictures.saving import picture_files, save_picture
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
 from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, read_diary, read_history
 from ella_cuda.training.checkpoint import read_checkpoint

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from ella_cuda.reports.pictures.page import LINE, Rooms, arrange, panels, wrapped
-from ella_cuda.reports.pictures.style import NORMAL, SMALL, TEXT_WIDTH, path_styles
+from ella_cuda.reports.pictures.page import LINE, NORMAL, SMALL, TEXT_WIDTH, finish, folded, panels, path_styles
 from ella_cuda.reports.text import OBJECTIVE_TITLES, PATH_TITLES, network_title
 
 PER_LINE = 3
-WIDEST = 3.3  # inches of a panel that has a line to itself
-ROOMS = Rooms(0.0, 1.75, left=0.2, right=0.05, top=0.3, bottom=0.35, outer_left=0.4, outer_right=0.02)
+WIDEST = 3.5  # inches of a panel with its labels
 NO_TYPE = "×"
 
 
@@ -48,11 +45,10 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
         raise ValueError("rows must hold at least one run to draw, got none.")
     title, headings = _titles([(*what, _seeds(members)) for what, members in groups.items()])
     across = min(len(groups), PER_LINE)
-    width = min(WIDEST, (TEXT_WIDTH - ROOMS.outer_left - ROOMS.outer_right) / across)
-    headings = [wrapped(heading, width - ROOMS.right, NORMAL) for heading in headings]
-    more = max(heading.count("\n") for heading in headings) * NORMAL * LINE
-    rooms = dataclasses.replace(ROOMS, width=width, height=ROOMS.height + more, top=ROOMS.top + more)
-    figure, axes = panels(len(groups), rooms, PER_LINE, sharey=True)
+    width = min(WIDEST, TEXT_WIDTH / across)
+    headings = [folded(heading, width - 0.3, NORMAL) for heading in headings]
+    height = 1.85 + max(heading.count("\n") for heading in headings) * NORMAL * LINE / 72
+    figure, axes = panels(len(groups), PER_LINE, width * across, height, sharey=True)
     legend: dict[str, Any] = {}
     for k, (axis, heading, members) in enumerate(zip(axes, headings, groups.values(), strict=False)):
         _draw_bars(axis, members, legend)
@@ -61,7 +57,7 @@ def draw_layers(rows: Sequence[Mapping[str, Any]]) -> Any:
         axis.set_ylabel("share of effective\nparameters, %" if k % across == 0 else "", fontsize=NORMAL, labelpad=2)
         axis.set_ylim(0, 100)
         axis.spines[["top", "right"]].set_visible(False)
-    arrange(figure, rooms, legend, title)
+    finish(figure, title, legend)
     return figure
 
 

@@ -1,61 +1,74 @@
-"""Figures without a display, no wider than a page's text: panels, titles and legends in their places."""
+"""What all pictures share: sizes, colours and marks; figures without a display, no wider than a page's text; their files."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from ella_cuda.reports.pictures.style import LARGE, NORMAL, SMALL
+import numpy as np
 
-LINE = 1.25 / 72  # inches from a line of text to the next, for each point of its size
-MARGIN = 0.06
+from ella_cuda.files import write_file
 
+# Apart for every kind of colour vision, most in grey as well; hatches for bars that print without them.
+PATH_STYLES = {
+    "f_fc": ("#cc4c02", "//"),
+    "fc": ("#000000", "\\\\"),
+    "conv": ("#1f4e9c", ""),
+    "s_fc": ("#f0b020", "---"),
+    "s_conv": ("#009e73", "||"),
+    "gconv": ("#7cc7f0", ".."),
+}
+OTHER_STYLES = (("#8000e0", "xx"), ("#602000", "++"), ("#b0b060", "oo"), ("#777777", "**"))  # what is not one path
+MARKERS = ("o", "s", "^", "D", "v", "<", ">", "P", "X")
+LINE_STYLES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+# Dark for negative, grey for zero, light for positive: the lightness rises all the way, so grey prints keep the sign.
+SIGNED_COLOURS = ("#0b1f5c", "#3f63ad", "#9b9b9b", "#f0b24a", "#fff6c8")
 
-@dataclasses.dataclass(frozen=True)
-class Rooms:
-    """Inches of a figure: its panels with the room for labels that each has around it, and what stands around them all.
-
-    Set by hand: matplotlib's own layouts draw everything several times to find these numbers.
-    """
-
-    width: float
-    height: float
-    left: float = 0.5
-    right: float = 0.08
-    top: float = 0.2
-    bottom: float = 0.38
-    outer_left: float = 0.0
-    outer_right: float = 0.0
-    outer_bottom: float = 0.0
-    outer_top: float = 0.0
-
-    def across(self, count: int) -> float:
-        """Inches of a figure with so many panels side by side."""
-        return self.width * count + self.outer_left + self.outer_right
-
-    @property
-    def inner(self) -> tuple[float, float]:
-        """Width and height of a panel without its labels."""
-        return self.width - self.left - self.right, self.height - self.top - self.bottom
+TEXT_WIDTH = 7.0  # inches; no picture is wider, so that in print all have these sizes of letters, in points:
+SMALL, NORMAL, LARGE = 7.0, 8.0, 9.0
+CHARACTER, LINE = 0.6, 1.3  # a character's width and the distance of lines, of a font's size
+HANDLE = 5.0  # a legend's handle with the gaps around it, of its font's size
+PAD = 0.06  # inches around a panel with its labels
+DPI = 200
+SUFFIXES = (".png", ".svg")
 
 
-def panels(count: int, rooms: Rooms, per_line: int = 3, **options: Any) -> tuple[Any, list[Any]]:
-    """A figure with ``count`` panels, and its panels; what is left of the last line is hidden. :func:`arrange` puts them
-    in their places.
+def path_styles(paths: list[str]) -> dict[str, tuple[str, str]]:
+    """Colour and hatch of each path; names that are not the package's get what is left, in their order."""
+    spare = iter(OTHER_STYLES * (1 + len(paths) // len(OTHER_STYLES)))
+    return {path: PATH_STYLES.get(path) or next(spare) for path in paths}
+
+
+def signed_colour_map() -> Any:
+    """A matplotlib colour map for signed values, to be centred at 0."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("signed", SIGNED_COLOURS).with_extremes(bad="white")
+
+
+def panels(count: int, per_line: int, width: float, height: float, **options: Any) -> tuple[Any, list[Any]]:
+    """A figure with ``count`` panels, whose places matplotlib's constrained layout finds, and its panels; what is left of
+    the last line is hidden. Not through pyplot, which would pick the user's display.
 
     Args:
         count: of panels.
-        rooms: the sizes.
         per_line: panels in a line.
+        width: inches of the figure.
+        height: inches of a line of panels with their labels; :func:`finish` adds those of title and legend.
         **options: of ``Figure.subplots``.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     across = min(count, per_line)
-    figure = new_figure(rooms.across(across), rooms.height * math.ceil(count / across))
-    axes = list(figure.subplots(math.ceil(count / across), across, squeeze=False, **options).flat)
+    down = math.ceil(count / across)
+    figure = Figure(figsize=(width, height * down), dpi=DPI, layout="constrained")
+    figure.get_layout_engine().set(w_pad=PAD, h_pad=PAD)
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(down, across, squeeze=False, **options).flat)
     for axis in axes:
         axis.tick_params(labelsize=SMALL, length=2.5, pad=2)
     for axis in axes[count:]:
@@ -63,95 +76,35 @@ def panels(count: int, rooms: Rooms, per_line: int = 3, **options: Any) -> tuple
     return figure, axes
 
 
-def arrange(
-    figure: Any, rooms: Rooms, legend: Mapping[str, Any], title: str | None = None, legend_title: str | None = None
-) -> None:
-    """Put panels in their places, a title above them and a legend below, in as many lines and columns as fit.
-
-    Args:
-        figure: of :func:`panels`.
-        rooms: the same as there.
-        legend: handles by label.
-        title: of the figure.
-        legend_title: of the legend.
-    """
-    down, across = figure.axes[0].get_gridspec().get_geometry()
-    width = rooms.across(across)
-    heading = wrapped(title, width - 2 * MARGIN, LARGE) if title else ""
-    above = (MARGIN + LARGE * LINE * (heading.count("\n") + 1)) if title else 0.0
-    columns = legend_columns([*legend], width)
-    lines = math.ceil(len(legend) / columns) + (legend_title is not None)
-    below = (NORMAL * LINE * 1.1 * lines + 2 * MARGIN if legend else 0.0) + rooms.outer_bottom
-    above += rooms.outer_top
-    height = rooms.height * down + above + below
-    inner = rooms.inner
-    figure.set_size_inches(width, height)
-    figure.subplots_adjust(
-        left=(rooms.outer_left + rooms.left) / width,
-        right=1 - (rooms.outer_right + rooms.right) / width,
-        bottom=(below + rooms.bottom) / height,
-        top=1 - (above + rooms.top) / height,
-        wspace=(rooms.left + rooms.right) / inner[0],
-        hspace=(rooms.top + rooms.bottom) / inner[1],
-    )
+def finish(figure: Any, title: str = "", legend: Mapping[str, Any] | None = None, note: str = "") -> None:
+    """Set a title above the panels, a note below them and a legend of handles by label, make the figure higher by their
+    lines, and lay it out, once for files of both kinds."""
+    width, height = figure.get_size_inches()
+    title, note = folded(title, width, LARGE), folded(note, width, NORMAL)
+    lines = LARGE * len(title.splitlines()) + NORMAL * len(note.splitlines())
     if title:
-        figure.suptitle(heading, fontsize=LARGE, y=1 - MARGIN / height, va="top")
+        figure.suptitle(title, fontsize=LARGE)
     if legend:
-        place = {"loc": "lower center", "ncols": columns, "frameon": False, "borderaxespad": 0.3}
-        spacing = {"columnspacing": 1.5, "handlelength": 2.2, "labelspacing": 0.3}
+        entries = [NORMAL / 72 * (CHARACTER * len(label) + HANDLE) for label in legend]
+        fits = [k for k in range(1, len(entries) + 1) if sum(map(max, np.array_split(entries, k))) < width]
+        columns = max(fits, default=1)  # which a legend fills one after the other, as array_split does
+        place = {"loc": "outside lower center", "ncols": columns, "frameon": False, "title": note or None}
+        spacing = {"columnspacing": 1.5, "handlelength": 2.2, "labelspacing": 0.3, "borderpad": 0.2}
         sizes = {"fontsize": NORMAL, "title_fontsize": NORMAL}
-        figure.legend(legend.values(), legend.keys(), title=legend_title, **place, **spacing, **sizes)
+        figure.legend(legend.values(), legend.keys(), **place, **spacing, **sizes)
+        lines += NORMAL * (math.ceil(len(legend) / columns) + 1)
+    elif note:
+        figure.supxlabel(note, fontsize=NORMAL)
+    figure.set_figheight(height + lines * LINE / 72)
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
 
 
-def legend_columns(labels: Sequence[str], width: float) -> int:
-    """The most columns in which a legend's entries fit side by side in ``width`` inches."""
-    entry = NORMAL * 4.6 / 72  # inches of a handle and the gaps around it
-    for columns in range(len(labels), 1, -1):
-        size, more = divmod(len(labels), columns)  # matplotlib fills column by column, the first ones with one more
-        ends = [k * size + min(k, more) for k in range(columns + 1)]
-        filled = [labels[i:j] for i, j in itertools.pairwise(ends)]
-        if sum(max(inches(label, NORMAL) for label in column) + entry for column in filled) <= width:
-            return columns
-    return 1
-
-
-@functools.cache
-def inches(text: str, size: float) -> float:
-    """How wide a line of text is in print."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextToPath
-
-    width, _, _ = TextToPath().get_text_width_height_descent(text, FontProperties(size=size), ismath=False)
-    return width / 72
-
-
-def wrapped(text: str, width: float, size: float) -> str:
-    """Text in lines that fit in ``width`` inches, broken at spaces and, where a word is too long, behind a ``+``."""
-    lines: list[str] = []
-    for paragraph in text.splitlines():
-        lines.append("")
-        for word in _words(paragraph):
-            if lines[-1] and inches((lines[-1] + word).rstrip(), size) > width:
-                lines.append("")
-            lines[-1] += word
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _words(text: str) -> Iterable[str]:
-    for word in text.split(" "):
-        *parts, last = word.split("+")
-        yield from (part + "+" for part in parts)
-        yield last + " "
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure, sizes in inches; not through pyplot, which would pick the user's display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height))
-    FigureCanvasAgg(figure)
-    return figure
+def folded(text: str, width: float, size: float) -> str:
+    """Text in lines of about ``width`` inches in letters of ``size`` points, broken at spaces."""
+    most = int(72 * width / (CHARACTER * size))
+    lines = (textwrap.wrap(line, most, break_long_words=False, break_on_hyphens=False) for line in text.splitlines())
+    return "\n".join("\n".join(line) for line in lines)
 
 
 def plain_axes(axis: Any, title: str, x: str, y: str) -> None:
@@ -187,3 +140,38 @@ def logarithmic_scale(axis: Any, which: str) -> None:
     side.set_major_formatter(FuncFormatter(label))
     side.set_minor_formatter(FuncFormatter(label))
     axis.tick_params(axis=which, which="minor", labelsize=SMALL, length=1.5, pad=2)
+
+
+def weight_scale(figure: Any, image: Any, axes: Any, label: str) -> None:
+    """A colour bar of signed weights at the right of ``axes``, no higher than a hand."""
+    height = figure.get_figheight()
+    bar = figure.colorbar(image, ax=axes, ticks=[-1, 0, 1], shrink=min(0.9, 2.4 / height), aspect=24)
+    bar.ax.tick_params(labelsize=SMALL)
+    bar.set_label(label, fontsize=NORMAL, labelpad=0)
+
+
+def picture_files(stem: Path) -> list[Path]:
+    """The files of a picture: ``stem`` as PNG and SVG."""
+    return [stem.with_name(stem.name + suffix) for suffix in SUFFIXES]
+
+
+def save_picture(figure: Any, stem: Path) -> list[Path]:
+    """Write a figure as PNG and SVG, byte for byte the same whenever the figure is.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: a file cannot be written; what was there is untouched.
+    """
+    return list(_saved(figure, stem))
+
+
+def _saved(figure: Any, stem: Path) -> Iterator[Path]:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "ella_cuda"}):  # else the names inside an SVG file are drawn at random
+        for file in picture_files(stem):
+            metadata = {"Date": None} if file.suffix == ".svg" else None
+            write_file(file, lambda path, metadata=metadata: figure.savefig(path, dpi=DPI, metadata=metadata))
+            yield file

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ella_cuda.reports.pictures.page import Rooms, arrange, panels, plain_axes, whole_epochs
-from ella_cuda.reports.pictures.style import LINE_STYLES, MARKERS, TEXT_WIDTH, path_styles
+from ella_cuda.reports.pictures.page import (
+    LINE_STYLES,
+    MARKERS,
+    TEXT_WIDTH,
+    finish,
+    panels,
+    path_styles,
+    plain_axes,
+    whole_epochs,
+)
 from ella_cuda.reports.text import run_title, tensor_title
 
-# Axes are shared: their labels stand around all panels.
-ROOMS = Rooms((TEXT_WIDTH - 0.45) / 3, 1.6, left=0.05, right=0.1, bottom=0.1, outer_left=0.45, outer_bottom=0.28)
+PER_LINE = 3
 HEAD_COLOUR = "#444444"  # of tensors outside the relaxed layers
 
 
@@ -40,7 +47,7 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
     if row["other_parameters"]:
         lines = [(name, name, HEAD_COLOUR, j) for j, name in enumerate(row["other_parameters"])]
         drawn.append(("outside the layers", lines))
-    figure, axes = panels(len(drawn), ROOMS, sharex=True, sharey=True)
+    figure, axes = panels(len(drawn), PER_LINE, TEXT_WIDTH, 1.7, sharex=True, sharey=True)
     epochs = [e["epoch"] for e in evaluations]
     values = [e["prior_precision"][name] for e in evaluations for _, lines in drawn for name, *_ in lines]
     legend: dict[str, Any] = {}
@@ -53,9 +60,9 @@ def draw_precisions(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, A
         axis.set_yscale("log")
         if max(values) > 100 * min(values):
             axis.minorticks_off()  # whole powers of ten are enough
-        first, last = k % 3 == 0, k + 3 >= len(drawn)
+        first, last = k % PER_LINE == 0, k + PER_LINE >= len(drawn)
         plain_axes(axis, title, "epoch" if last else "", "δ, 1/weight², log scale" if first else "")
         axis.tick_params(labelbottom=last)
         whole_epochs(axis)
-    arrange(figure, ROOMS, legend, f"{run_title(row)}: prior precisions δ")
+    finish(figure, f"{run_title(row)}: prior precisions δ", legend)
     return figure

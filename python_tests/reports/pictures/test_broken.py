@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from ella_cuda.reports.pictures.broken import accuracy_axis
-from ella_cuda.reports.pictures.page import Rooms, panels
+from ella_cuda.reports.pictures.page import panels
 
 FAR = [24.0, 25.5, 91.0, 93.0, 99.0]
 
 
 def placed(which: str, values: list[float]):
     """An axis of these values, and what its label says."""
-    _, (axis,) = panels(1, Rooms(3.0, 3.0))
+    _, (axis,) = panels(1, 1, 3.0, 3.0)
     return axis, accuracy_axis([axis], which, values)
 
 

@@ -42,7 +42,10 @@ def test_curves_show_every_run_at_its_epochs():
     assert all(a.get_xlabel() == "epoch" for k, a in enumerate(figure.axes) if k % 4 < 3)
     units = [axis.get_ylabel().replace("\n", " ") for axis in (losses, values, accuracies)]
     assert [u.partition(", ")[2] for u in units] == ["nats, log scale", "nats per data point", "%"]
-    assert [t.get_text() for t in figure.texts] == ["digits, task digit, seed 0", "digits, task quadrant, seed 0"]
+    assert [axis.get_title(loc="left") for axis in figure.axes[::4]] == [
+        "digits, task digit, seed 0",
+        "digits, task quadrant, seed 0",
+    ]
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert labels == [
         "F-FC+CONV, evidence", "CONV, MAP", "evidence step, on the loss", "burn-in ends: the prior changes",
@@ -68,7 +71,7 @@ def test_accuracies_of_finished_runs_stand_apart_in_the_legends_order():
     assert [line.get_markerfacecolor() == "white" for line in points] == [True] * 3 + [False] * 6
     assert [line.get_color() for line in points] == [line.get_color() for line in figure.axes[0].lines[:9]]
     assert axis.get_ylabel() == "accuracy, %, broken axis,\n360 test images"
-    assert "seeds 0, 1, 2" in figure.texts[0].get_text()
+    assert "seeds 0, 1, 2" in figure.axes[0].get_title(loc="left")
 
 
 def test_training_accuracies_fill_their_panel():
@@ -99,6 +102,20 @@ def test_a_network_has_one_colour_whatever_learned_it():
     assert len({line.get_linestyle() for line in lines[:3]}) == 3
     assert [line.get_linestyle() for line in lines[::3]] == ["--", "--"]
     assert [len({line.get_marker() for line in some}) for some in (lines[:3], lines[3:5], lines[::3])] == [1, 1, 2]
+
+
+def test_the_legends_lines_are_the_runs():
+    kinds = [("s_conv", "map", ""), ("s_conv", "evidence", "anchors"), ("fc+conv", "evidence", ""), ("conv", "map", "")]
+    rows = [row(layer=layer, objective=objective, learn=learn) for layer, objective, learn in kinds]
+    figure = draw_curves(rows, [{"evaluations": evaluations(r)} for r in rows])
+    (legend,) = figure.legends
+    labels = [t.get_text() for t in legend.get_texts()][:4]
+    assert labels == ["S-CONV, MAP", "S-CONV, anchors, evidence", "FC+CONV, evidence", "CONV, MAP"]
+    losses, _, accuracies, results = figure.axes
+    for handle, *lines in zip(legend.legend_handles, losses.lines, accuracies.lines, results.lines, strict=False):
+        for line in lines:  # of a result there is a mark alone
+            same = ("color", "marker", "markerfacecolor") + (() if line.get_linestyle() == "None" else ("linestyle",))
+            assert [getattr(line, f"get_{of}")() for of in same] == [getattr(handle, f"get_{of}")() for of in same]
 
 
 def test_a_run_that_is_not_finished_has_its_evaluations_losses_and_no_result():

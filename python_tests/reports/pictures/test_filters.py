@@ -11,7 +11,7 @@ from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.patches import Circle
 
 from ella_cuda.reports import draw_anchors, draw_filters
-from ella_cuda.reports.pictures.style import signed_colour_map
+from ella_cuda.reports.pictures.page import signed_colour_map
 from ella_cuda.reports.weights import spatial_weights, strongest_channels
 from python_tests.reports.pictures.networks import network, read
 
@@ -71,7 +71,7 @@ def test_a_groups_element_is_the_subscript_of_its_channel():
         out, into, element = re.fullmatch(r"(\d+)←(\d+)\$_\{(\d)\}\$", label).groups()
         norms.append(float(kernel[int(out), int(into), int(element)].norm()))
     assert norms == pytest.approx(kernel.flatten(3).norm(dim=3).flatten().sort(descending=True).values[:4].tolist())
-    assert "element of the group" in " ".join(t.get_text() for t in figure.texts).replace("\n", " ")
+    assert "element of the group" in figure.get_supxlabel().replace("\n", " ")
 
 
 def test_the_strongest_channels_are_those_of_the_largest_map():
@@ -87,12 +87,12 @@ def test_the_strongest_channels_are_those_of_the_largest_map():
 def test_filters_show_the_weights_on_their_scale():
     model, made, weights = read("f_fc+conv")
     figure = draw_filters(made, weights)
-    headings = [t.get_text() for t in figure.texts if "weight" in t.get_text().split()[-1] and t.get_fontsize() == 8]
-    assert headings[:3] == ["F-FC weight_in", "F-FC weight_out", "CONV weight"]
     axes = [axis for axis in figure.axes if axis.images and axis.get_title(loc="left")]
     assert len(axes) == 3 * 8
-    found = {heading: axes[j::3] for j, heading in enumerate(headings[:3])}
-    assert any("up to 4 filters" in t.get_text() for t in figure.texts)
+    headings = [axis.get_title(loc="left").splitlines()[0] for axis in axes[:3]]
+    assert headings == ["F-FC weight_in", "F-FC weight_out", "CONV weight"]
+    found = {heading: axes[j::3] for j, heading in enumerate(headings)}
+    assert "up to 4 filters" in figure.get_supxlabel()
     kernel = model.blocks[1].conv[0].weight.detach()
     axis = found["CONV weight"][1]
     labels = [t.get_text() for t in axis.get_xticklabels()]
@@ -124,7 +124,7 @@ def test_filters_show_the_weights_on_their_scale():
     other = found["F-FC weight_in"][4]
     places = [np.divide(a.get_xticks(), a.images[0].get_array().shape[1] - 1) for a in (last, other)]
     np.testing.assert_allclose(*places, atol=0.005)  # in one column of the picture
-    assert "layer 8" in [t.get_text() for t in figure.texts]
+    assert [axis.get_ylabel() for axis in axes[::3]] == [f"layer {i}" for i in range(1, 9)]
     assert any("weight /" in a.get_ylabel() for a in figure.axes)
 
 
@@ -173,10 +173,11 @@ def test_anchors_stand_where_they_are():
     expected = images[pair] / images[pair].abs().max()
     np.testing.assert_allclose(np.asarray(axis.images[0].get_array()), expected.numpy(), rtol=1e-6)
     assert f"{pair[0]}←{pair[1]}" in axis.get_title()
-    texts = [t.get_text() for t in figure.texts]
-    assert [t for t in texts if "weight" in t][:3] == ["S-FC weight_in", "S-FC weight_out", "S-CONV weight"]
-    assert any(t.startswith("row, pixels") for t in texts) and any(t.startswith("column, pixels") for t in texts)
-    assert any(t.endswith("of a single position: S-FC weight_out of layer 8") for t in texts)
+    tensors = [label.replace("\n", " ") for a in axes if (label := a.get_ylabel())]
+    assert tensors == [tensor for tensor in ("S-FC weight_in", "S-FC weight_out", "S-CONV weight") for _ in "12"]
+    note = figure.legends[0].get_title().get_text()
+    assert "column and row, pixels" in note
+    assert note.endswith("of a single position: S-FC weight_out of layer 8.")
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert len(labels) == 3 and "1/ω, in the title" in labels[1]
 
@@ -185,16 +186,15 @@ def test_anchors_are_seen_in_large_grids_and_apart():
     _, made, weights = read("s_fc+s_conv")
     figure = draw_anchors(made, weights, None)
     axes = [a for a in figure.axes if a.images]
-    width = figure.get_size_inches()[0] * 72
-    for axis in axes:
+    sides = [axis.get_window_extent().width / figure.dpi for axis in axes]
+    for axis, side in zip(axes, sides, strict=True):
         (points,) = [c for c in axis.collections if isinstance(c, PathCollection)]
         dot = float(points.get_sizes()[0]) ** 0.5
-        apart = axis.get_position().width * width / len(points.get_offsets()) ** 0.5  # points, on average
-        assert 1.5 < dot <= apart / 1.9
-    sides = [round(axis.get_position().width * width / 72, 2) for axis in axes]
+        apart = 72 * side / len(points.get_offsets()) ** 0.5  # points, on average
+        assert 1.5 < dot <= apart / 1.7
     positions = [axis.images[0].get_array().size for axis in axes]
-    assert min(s for s, n in zip(sides, positions, strict=True) if n >= 256) > 1.2
-    assert max(s for s, n in zip(sides, positions, strict=True) if n < 256) < 0.8
+    assert min(s for s, n in zip(sides, positions, strict=True) if n >= 256) > 1.0
+    assert max(s for s, n in zip(sides, positions, strict=True) if n < 64) < 0.8
 
 
 def test_a_lengthscale_that_all_have_is_said_once():
@@ -203,8 +203,7 @@ def test_a_lengthscale_that_all_have_is_said_once():
     assert [a.get_title() for a in figure.axes if "px" in a.get_title()] == []
     reach = 1 / float(model.blocks[0].s_conv.basis.inverse_lengthscale)
     assert f"1/ω = {reach:.2f} px" in figure.legends[0].get_texts()[1].get_text()
-    inches = figure.get_size_inches()[0]
-    assert min(a.get_position().width * inches for a in figure.axes if a.images) > 1.2  # no other needs the room
+    assert min(a.get_window_extent().width for a in figure.axes if a.images) > figure.dpi  # no other needs the room
 
 
 def test_anchors_outside_the_grid_are_seen_and_a_flat_basis_has_no_circle():

@@ -11,9 +11,8 @@ import pytest
 from matplotlib import image
 
 from ella_cuda.experiments import configure, run_grid
-from ella_cuda.reports import draw_layers, save_picture, save_pictures
+from ella_cuda.reports import save_picture, save_pictures
 from ella_cuda.reports.pictures import folder as folder_module
-from python_tests.reports.rows import row
 
 SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
 
@@ -27,16 +26,6 @@ def finished(tmp_path_factory) -> tuple[Path, list[dict]]:
         configure("digits", "digit", "conv", "map", **SMALL),
     ]
     return out, run_grid(configs, out, progress=False)
-
-
-def test_both_files_can_be_read_and_are_the_same_when_drawn_again(tmp_path):
-    files = save_picture(draw_layers([row()]), tmp_path / "a")
-    assert [f.name for f in files] == ["a.png", "a.svg"]
-    assert image.imread(files[0]).ndim == 3
-    assert ElementTree.parse(files[1]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    assert "<dc:date>" not in files[1].read_text()
-    again = save_picture(draw_layers([row()]), tmp_path / "b")
-    assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
 
 
 def test_a_finished_grid_has_all_its_pictures(finished):

@@ -1,16 +1,25 @@
-"""Pictures on a page: what matplotlib renders stays inside, legible and apart; and the pieces that see to it."""
+"""Pictures on a page: what matplotlib renders stays inside, legible and apart, in colours that everybody can tell apart."""
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
 import pytest
+from matplotlib import image
+from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 
-from ella_cuda.reports import draw_anchors, draw_curves, draw_filters, draw_layers, draw_precisions
-from ella_cuda.reports.pictures import page
-from ella_cuda.reports.pictures.page import Rooms, arrange, inches, panels, wrapped
+from ella_cuda.reports import draw_anchors, draw_curves, draw_filters, draw_layers, draw_precisions, save_picture
+from ella_cuda.reports.pictures.page import OTHER_STYLES, PATH_STYLES, finish, folded, panels, path_styles
 from python_tests.reports.pictures.networks import read
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, check_same_sizes
 from python_tests.reports.rows import evaluations, row
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
 
 
 def wide_row(task: str = "digit"):
@@ -23,6 +32,11 @@ def pictures() -> dict:
     for count in (1, 2, 5):
         rows = [wide_row(task) for task in ("digit", "quadrant", "plain", "rotated", "scaled")[:count]]
         drawn[f"layers {count}"] = draw_layers(rows)
+    untyped = [row(seed=seed, layer=layer) for seed in (0, 1) for layer in ("f_fc+conv", "f_fc+s_fc", "s_conv+gconv")]
+    for made in untyped:
+        made["layers"][1]["type"] = None
+    untyped[3]["layers"][2]["type"] = None
+    drawn["layers without types"] = draw_layers(untyped)
     rows = [
         wide_row(),
         *(
@@ -65,34 +79,104 @@ def test_many_panels_go_on_in_the_next_line(drawn):
     assert drawn["anchors s_fc+s_conv"].get_size_inches()[1] < 10  # of 23 panels, on one page
 
 
-def test_text_is_as_wide_as_it_is_rendered():
-    figure, _ = panels(1, Rooms(3.0, 2.0))
-    figure.canvas.draw()
-    for text in ("iiii", "MMMM", "S-FC+S-CONV, lengthscales"):
-        artist = figure.text(0.1, 0.5, text, fontsize=8)
-        rendered = artist.get_window_extent(figure.canvas.get_renderer()).width / figure.dpi
-        assert inches(text, 8) == pytest.approx(rendered, rel=0.1)
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/summary.json")), ids=lambda file: file.parent.name)
+def test_results_that_are_kept_fit_on_a_page(file):
+    rows = json.loads(file.read_text())
+    for made in rows:
+        assert {"layers", "accuracy"} <= made.keys()
+    chose = [
+        r for r in rows if r["objective"] == "evidence" and "+" in r["layer"] and r["layers"][0]["type"] is not None
+    ]
+    layers = draw_layers(chose)
+    curves = draw_curves(rows, [{"evaluations": evaluations(r)} for r in rows])
+    for figure in (layers, curves):
+        check_page(figure)
+        check_same_sizes(figure)
+    (precisions,) = [draw_precisions(r, evaluations(r)) for r in chose[:1]]
+    check_page(precisions)
+    check_same_sizes(precisions)
 
 
-def test_wrapped_text_is_whole_and_narrow():
-    text = "digits, task digit, F-FC+CONV+GCONV (depthwise_separable), width 10\nseed 0"
-    lines = wrapped(text, 1.2, 8).splitlines()
-    assert lines[-1] == "seed 0"
-    assert " ".join(lines).replace("+ ", "+") == text.replace("\n", " ")
-    assert all(inches(line, 8) <= 1.2 for line in lines if " " in line or line.count("+") > 1)
-    assert wrapped("a b", 3, 8) == "a b"
+def test_folded_text_is_whole_and_narrow():
+    text = "digits, task digit, F-FC+CONV+GCONV (p4m, depthwise_separable), width 10, evidence, seed 0\nand more"
+    figure, _ = panels(1, 1, 3.0, 2.0)
+    found = folded(text, 2.0, 8)
+    assert found.splitlines()[-1] == "and more"
+    assert found.replace("\n", " ") == text.replace("\n", " ")
+    rendered = figure.text(0, 0, found, fontsize=8).get_window_extent().width / figure.dpi
+    assert 1.3 < rendered <= 2.0
+    assert folded("", 2.0, 8) == ""
 
 
 @pytest.mark.parametrize(
-    "labels", [[f"network {i}" for i in range(11)], ["short", "a very much longer label than the others", "x", "y"]]
+    ("labels", "least"),
+    [
+        ([f"network {i}" for i in range(11)], 3),
+        (["short", "a very much longer label than the others", "x", "y"], 2),
+        ([f"S-FC+S-CONV+GCONV, {name}" for name in ("MAP", "evidence")], 1),
+        (["F-FC+CONV+GCONV", "GCONV"], 2),
+    ],
 )
-def test_a_legend_is_as_wide_as_it_may(labels, monkeypatch):
-    rooms = Rooms(4.0, 2.0)
-    columns = page.legend_columns(labels, 4.0)
-    assert columns > 1
-    for more, fits in ((0, True), (1, False)):
-        monkeypatch.setattr(page, "legend_columns", lambda *_, more=more: columns + more)
-        figure, _ = panels(1, rooms)
-        arrange(figure, rooms, {label: Line2D([], []) for label in labels})
-        rendered = figure.legends[0].get_tightbbox(figure.canvas.get_renderer()).width / figure.dpi
-        assert (rendered <= 4.0) == fits
+def test_a_legend_has_the_columns_that_fit(labels, least):
+    figure, _ = panels(1, 1, 4.0, 2.0)
+    finish(figure, legend={label: Line2D([], []) for label in labels}, note="what it is")
+    check_page(figure)
+    lefts = {round(t.get_window_extent().x0) for t in figure.legends[0].get_texts()}
+    assert len(lefts) >= least
+    assert figure.legends[0].get_title().get_text() == "what it is"
+
+
+def test_a_panel_keeps_its_height_under_more_lines():
+    heights = []
+    for count in (1, 8):
+        figure, (axis,) = panels(1, 1, 2.0, 2.0)
+        finish(figure, "a title of many words " * count, {f"a longer entry {i}": Line2D([], []) for i in range(count)})
+        heights.append(axis.get_window_extent().height / figure.dpi)
+    assert heights[1] == pytest.approx(heights[0], abs=0.15)
+
+
+def test_both_files_can_be_read_and_are_the_same_when_drawn_again(tmp_path):
+    files = save_picture(draw_layers([row()]), tmp_path / "a")
+    assert [f.name for f in files] == ["a.png", "a.svg"]
+    assert image.imread(files[0]).ndim == 3
+    assert ElementTree.parse(files[1]).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    assert "<dc:date>" not in files[1].read_text()
+    again = save_picture(draw_layers([row()]), tmp_path / "b")
+    assert [f.read_bytes() for f in again] == [f.read_bytes() for f in files]
+
+
+# On linear RGB, complete dichromacy. Source: Machado, Oliveira, Fernandes, IEEE TVCG 15(6), 2009.
+VISIONS = {
+    "usual": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+def lab(colour: str, vision) -> np.ndarray:
+    """CIE L*a*b* under D65, as somebody sees an sRGB colour."""
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.asarray(vision) @ linear, 0, 1)
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    x, y, z = np.cbrt(np.maximum(np.array(to_xyz) @ seen / [0.95047, 1, 1.08883], 1e-6))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_colours_are_apart_for_every_vision(vision):
+    colours = [style[0] for style in (*PATH_STYLES.values(), *OTHER_STYLES[:3])]
+    seen = [lab(colour, VISIONS[vision]) for colour in colours]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20  # 2.3 is just noticeable
+
+
+def test_the_papers_paths_are_apart_in_grey():
+    greys = sorted(lab(PATH_STYLES[path][0], VISIONS["usual"])[0] for path in ("f_fc", "conv", "gconv"))
+    assert np.diff(greys).min() > 12
+
+
+def test_paths_that_are_not_the_packages_have_styles_of_their_own():
+    styles = path_styles(["conv", "mine", "yours", "theirs"])
+    assert styles["conv"] == PATH_STYLES["conv"]
+    assert len(set(styles.values())) == 4

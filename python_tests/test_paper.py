@@ -15,7 +15,7 @@ from ella_cuda.data import SOURCES
 from ella_cuda.experiments import configure, paper, recipe
 from ella_cuda.experiments.paper import TABLES, Plan, entries, plan_table, scaled
 from ella_cuda.models import neyshabur
-from python_tests.reports.pictures.pages import check_page
+from python_tests.reports.pictures.pages import check_page, check_same_sizes
 from python_tests.reports.rows import row as made_row
 
 IMAGES = {"digits": 1437, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
@@ -473,6 +473,7 @@ def test_a_picture_has_our_numbers_beside_the_papers():
     )
     figure = paper.draw_comparison(plan_, entries(plan_, configs, done))
     check_page(figure)
+    check_same_sizes(figure)
     axes = [axis for axis in figure.axes if axis.get_visible()]
     assert [axis.get_title() for axis in axes] == ["MAP", "MAP", "evidence", "evidence", "evidence"]
     names = [axis.get_xlabel().split(",")[0] for axis in axes]

@@ -19,7 +19,7 @@ from ella_cuda.reports.weights import Basis, SpatialWeight, strongest_channels
 
 CIRCLE_COLOUR = "#d7191c"
 PER_LINE = 4
-LARGE_IMAGE, SMALL_IMAGE = 1.2, 0.7  # inches, about: lines of small grids are lower where there are large ones
+LARGE_IMAGE, SMALL_IMAGE = 1.1, 0.7  # inches, about: lines of small grids are lower where there are large ones
 MANY = 100  # positions of a large grid
 AROUND = 0.42  # inches for a panel's title and ticks
 LARGEST_DOT = 3.0  # points

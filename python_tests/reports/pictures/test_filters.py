@@ -186,6 +186,7 @@ def test_anchors_are_seen_in_large_grids_and_apart():
     _, made, weights = read("s_fc+s_conv")
     figure = draw_anchors(made, weights, None)
     axes = [a for a in figure.axes if a.images]
+    figure.draw_without_rendering()
     sides = [axis.get_window_extent().width / figure.dpi for axis in axes]
     for axis, side in zip(axes, sides, strict=True):
         (points,) = [c for c in axis.collections if isinstance(c, PathCollection)]
@@ -203,6 +204,7 @@ def test_a_lengthscale_that_all_have_is_said_once():
     assert [a.get_title() for a in figure.axes if "px" in a.get_title()] == []
     reach = 1 / float(model.blocks[0].s_conv.basis.inverse_lengthscale)
     assert f"1/ω = {reach:.2f} px" in figure.legends[0].get_texts()[1].get_text()
+    figure.draw_without_rendering()
     assert min(a.get_window_extent().width for a in figure.axes if a.images) > figure.dpi  # no other needs the room
 
 

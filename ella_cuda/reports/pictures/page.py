@@ -143,7 +143,7 @@ def logarithmic_scale(axis: Any, which: str) -> None:
 
 
 def weight_scale(figure: Any, image: Any, axes: Any, label: str) -> None:
-    """A colour bar of signed weights at the right of ``axes``, no higher than a hand."""
+    """A colour bar of signed weights at the right of ``axes``, at most 2.4 inches high."""
     height = figure.get_figheight()
     bar = figure.colorbar(image, ax=axes, ticks=[-1, 0, 1], shrink=min(0.9, 2.4 / height), aspect=24, panchor=False)
     bar.ax.tick_params(labelsize=SMALL)

@@ -1,8 +1,8 @@
 // Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
 // All tensors are float32 or float64 (indices int64), of one dtype unless said otherwise and one device; any strides unless
-// said otherwise; any size may be zero. Symbols as in docs/method.md: N data, C and D channels, X and Y positions in and out, G blocks
-// of a factor. allow_tf32: CUDA's tensor cores may round float32 numbers to TF32 before they multiply them; else, and on the
-// CPU, products are as accurate as float32's.
+// said otherwise; any size may be zero. Symbols as in docs/method.md: N data, C and D channels, X and Y positions in and out, G
+// blocks of a factor. allow_tf32: CUDA's tensor cores may round float32 numbers to TF32 before they multiply them; else, and on
+// the CPU, products are as accurate as float32's.
 #include "common/stable.h"
 
 STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {

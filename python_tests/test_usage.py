@@ -39,7 +39,8 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "not run: FC (evidence): the curvature of an FC path is large; --all runs it."),
+        ("", None),
+        ("--layer fc conv", "not run: FC (evidence): the curvature of an FC path is large; --all runs it."),
         (
             "--layer conv fc+conv fc",
             "not run: FC+CONV, FC (evidence): the curvature of an FC path is large; --all runs it.",

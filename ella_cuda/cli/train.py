@@ -42,7 +42,7 @@ def add_train(commands: Any) -> None:
         "the data set's recipe's.",
     )
     add_attributes(train)
-    add_session(train, "; naming --objective is enough")
+    add_session(train, f"; naming --objective is enough. Without --layer, the network of {DENSE_PATH} paths too")
     train.set_defaults(command=_train)
 
 
@@ -81,6 +81,8 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     """The runs that the options ask for, and the options completed by the defaults that chose them."""
     data = given.get("data", settings_of(RunConfig)["data"].recipe)
     usual = recipe(data)
+    if given.get("all"):
+        usual["layer"] = (DENSE_PATH, *usual["layer"])
     axes = {k: list(dict.fromkeys(given.get(k, usual[k]))) for k in ("task", "layer", "learn")}
     axes["learn"] = [learn or NOTHING for learn in axes["learn"]]
     axes["objective"] = [o for o in OBJECTIVES if o in given.get("objective", OBJECTIVES)]

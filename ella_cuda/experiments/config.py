@@ -72,7 +72,7 @@ class GridConfig:
         help="; ".join(f"{name}: {task.description}" for name, task in TASKS.items()),
     )
     layer: str = setting(
-        recipe=("fc", "conv", "f_fc+conv"),
+        recipe=("conv", "f_fc+conv"),
         check=_check_layer,
         axis=True,
         help=f"sums of {', '.join(PATHS)}, such as f_fc+conv",

@@ -119,17 +119,17 @@ def _require_writable(checkpoint: str | Path) -> None:
 
 
 def require_loadable(learner: Learner) -> None:
-    """TypeError where a checkpoint could not give back a learner's state: loading executes no code, so that it takes tensors and plain
-    values alone."""
+    """TypeError where a checkpoint could not give back what a learner keeps and records: loading executes no code, so that it takes
+    tensors and plain values alone."""
     file = io.BytesIO()
     try:
-        torch.save(plain(learner.state_dict()), file)
+        torch.save(plain([learner.state_dict(), learner.record()]), file)
         file.seek(0)
         torch.load(file, weights_only=True)
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"marglik_training: the state_dict of the learner {learner.name!r} must hold tensors and plain values alone, or no checkpoint "
-            f"could be loaded ({str(error).splitlines()[0]})."
+            f"marglik_training: state_dict and record of the learner {learner.name!r} must hold tensors and plain values alone, or no "
+            f"checkpoint could be loaded ({str(error).splitlines()[0]})."
         ) from error
 
 

@@ -260,17 +260,15 @@ def test_learners_that_do_not_fit(make, error, message):
         train(model, *make(model), kind=MarglikTrainer)
 
 
-def test_a_state_that_no_checkpoint_gives_back_is_refused_before_the_first_step(tmp_path: Path):
-    class Secretive(Counting):
-        def state_dict(self):
-            return {"steps": object()}
-
+@pytest.mark.parametrize("method", ["state_dict", "record"])
+def test_what_no_checkpoint_gives_back_is_refused_before_the_first_step(tmp_path: Path, method):
     model = network()
-    before = model.linear.weight.clone()
-    with pytest.raises(TypeError, match="state_dict of the learner 'scale' must hold tensors and plain values alone"):
-        train(model, Secretive(model), checkpoint=tmp_path / "c.pt")
+    learner, before = Counting(model), model.linear.weight.clone()
+    setattr(learner, method, lambda: {"steps": object()})
+    with pytest.raises(TypeError, match="state_dict and record of the learner 'scale' must hold tensors and plain"):
+        train(model, learner, checkpoint=tmp_path / "c.pt")
     assert torch.equal(model.linear.weight, before)
-    train(model, Secretive(model), n_epochs=3)
+    train(model, learner, n_epochs=3)
 
 
 def test_a_checkpoint_of_other_learners_is_refused(tmp_path):

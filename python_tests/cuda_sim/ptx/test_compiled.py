@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ella_cuda.ops import pack_spectra
 
-from ..checking import arrange, assert_accurate, guarded, tuple_of
+from ..checking import arrange, assert_accurate, guarded, rounded_to_tf32, tuple_of
 from ..launches import PROCESSORS, accumulate, accumulate_16_bits, call_every_op
 from .device import PtxDevice
 
@@ -75,6 +75,16 @@ def test_products_of_warpgroups(hopper: PtxDevice) -> None:
             Checked(hopper).conv_kron_accumulate_(torch.randn(198, 198), image, (3, 3), ones, ones, ones, True, 0.3)
     known = {name for name in hopper.kernels if "syrk_warpgroup_kernel" in name}
     assert known and known <= hopper.launched
+
+
+@pytest.mark.parametrize("device", ["ampere", "hopper"])
+def test_rows_are_rounded_to_tf32(request: pytest.FixtureRequest, device: str) -> None:
+    """To nearest, where a call allows it."""
+    rows, factor = torch.randn(70, 1, 100), torch.zeros(1, 100, 100)
+    request.getfixturevalue(device).ops.kron_accumulate_(factor, rows, 1.0, True)
+    rounded = rounded_to_tf32(rows)
+    exact, torchs = (torch.einsum("ngi,ngj->gij", values, values) for values in (rounded.double(), rounded))
+    assert_accurate(factor, exact, torchs)
 
 
 # (N, C, D, X, Y): tiles that are not full, several tiles, one position, a middle that is stored and one that is not; one, two and

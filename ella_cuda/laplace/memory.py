@@ -16,7 +16,7 @@ from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._autocast import without_autocast
 
 COLUMN = 28  # bytes for each class that building a column of the softmax Hessian takes
-ROUND = 3  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
+ROUND = 2  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
 
 
 def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Tensor | None) -> int:

@@ -51,13 +51,25 @@ def float32_convolutions() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = before
 
 
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """For the duration of the context CUDA's float32 products are products of float32 numbers, not in TF32 where the user lets them."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 def check_kernels(device: torch.device | str) -> list[KernelCheck]:
     """Run every op, forward and backward, in float32 and float64 on ``device`` and compare it with its reference.
 
     A kernel passes in float32 if its error against a float64 reference is at most twice that of the same computation
     by torch in float32, or below the rounding of the result. NaN never passes.
     """
-    return [check for case in kernel_cases() for check in check_kernel(case, device)]
+    with float32_products():
+        return [check for case in kernel_cases() for check in check_kernel(case, device)]
 
 
 @float32_convolutions()
@@ -182,9 +194,17 @@ def kernel_cases() -> list[KernelCase]:
     def patches(channels: int) -> Callable[[], Tensors]:
         return lambda: (torch.zeros(*[9 * channels] * 2, dtype=torch.float64), normal(4, channels, 9, 7))
 
-    def of_16_bits(make: Callable[[], Tensors]) -> Callable[[], Tensors]:
-        """The same factor, and small integers: no sum is rounded in either precision."""
-        return lambda: ((made := make())[0], torch.randint(-8, 9, made[1].shape).double())
+    def of_16_bits(make: Callable[[], Tensors], dtype: torch.dtype) -> Callable[[], Tensors]:
+        """The same factor, and integers of as many bits as the type has, so few of them that no sum is rounded in either precision."""
+        largest, every = (255, 1) if dtype == torch.bfloat16 else (2047, 200)
+
+        def made() -> Tensors:
+            factor, like = make()
+            numbers = torch.zeros_like(like)
+            numbers[::every] = torch.randint(-largest, largest + 1, numbers[::every].shape).double()
+            return factor, numbers
+
+        return made
 
     def reduced(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
         return lambda factor, numbers: function(factor, numbers.to(dtype))
@@ -216,16 +236,16 @@ def kernel_cases() -> list[KernelCase]:
         ),
         *(
             (
-                f"kron_accumulate_ of {str(dtype).removeprefix('torch.')}",
-                of_16_bits(rows(600, d)),
+                f"kron_accumulate_ of {str(dtype).removeprefix('torch.')}, blocks of {d}",
+                of_16_bits(rows(600, d), dtype),
                 one(reduced(ops.kron_accumulate_, dtype)),
                 one(reduced(ops.kron_accumulate_torch_, dtype)),
             )
-            for dtype, d in ((torch.bfloat16, 100), (torch.float16, 20))
+            for dtype, d in ((torch.bfloat16, 100), (torch.float16, 20), (torch.float16, 40))
         ),
         (
             "conv_kron_accumulate_ of bfloat16",
-            of_16_bits(patches(4)),
+            of_16_bits(patches(4), torch.bfloat16),
             conv_reduced(ops.conv_kron_accumulate_),
             conv_reduced(ops.conv_kron_accumulate_torch_),
         ),

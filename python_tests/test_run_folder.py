@@ -31,9 +31,12 @@ def test_no_other_module_spells_the_names_of_its_files():
         assert spelled == (names if path.name == "run_folder.py" else set()), path
 
 
-def test_reports_read_it_without_the_experiments():
+def test_reports_read_it_without_the_experiments(beside_the_tests):
     code = "import sys, ella_cuda.reports; print([m for m in sys.modules if m.startswith('ella_cuda.experiments')])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=beside_the_tests, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_what_was_written_is_read(tmp_path):

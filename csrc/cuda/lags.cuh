@@ -26,6 +26,10 @@ constexpr int kLagThreads = 256;
 constexpr int64_t kLagBytes = 96 * 1024;  // of shared memory, which every architecture from 8.0 on grants
 constexpr int64_t kLagPositions = 512;  // of a unit; two blocks fit a multiprocessor, and one multiplies while the other copies
 constexpr int64_t kLagShares = 1024;    // of a launch
+#ifndef ELLA_MOST_LAG_NUMBERS
+#define ELLA_MOST_LAG_NUMBERS (1 << 22)
+#endif
+constexpr int64_t kMostLagNumbers = ELLA_MOST_LAG_NUMBERS;  // of a launch's workspace, unless blocks would be too few
 
 // KW: the kernel's width.
 template <int KW_>
@@ -234,7 +238,8 @@ void add_lags(const Device& device, const char* name, const Tensor& factor, cons
   const int64_t all = s.units, count = int64_t{s.tasks} * Tile::kResults;
   const int64_t wanted = split ? split : std::max(ceil_div(2 * device.multiprocessors(), int64_t{s.passes}), int64_t{1});
   s.share_units = widens ? 1 : ceil_div(all, std::min(wanted, kLagShares));
-  const int64_t at_once = s.share_units * std::min(ceil_div(all, s.share_units), kLagShares);
+  const int64_t fitting = std::max(kMostLagNumbers / count, wanted);
+  const int64_t at_once = s.share_units * std::min({ceil_div(all, s.share_units), fitting, kLagShares});
   const Tensor parts = device_empty(factor, {at_once / s.share_units, count}, type);
   const Tensor totals = device_empty(factor, {count});
   const int64_t numbers = std::max<int64_t>(s.staged(), kLagThreads * Tile::kResults);

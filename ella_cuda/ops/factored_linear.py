@@ -155,6 +155,7 @@ class _MultipliedOut(torch.autograd.Function):
     def forward(ctx: Any, *args: Tensor | None) -> Tensor:
         ctx.save_for_backward(*args[:4])
         ctx.set_materialize_grads(False)
+        ctx.allow_tf32 = allows_tf32(args[0])
         return _multiplied_out(*args)
 
     @staticmethod
@@ -164,7 +165,7 @@ class _MultipliedOut(torch.autograd.Function):
         x, weight_in, weight_out, bias_in = inputs = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad)
         if not plain_autograd((grad, *inputs), graph=False):
-            grads = _backward(grad, *inputs, *wanted, allows_tf32(grad))
+            grads = _backward(grad, *inputs, *wanted, ctx.allow_tf32)
             return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
         with without_autocast(x.device.type):
             (d, c, y_size), x_size = weight_out.shape, x.shape[2]

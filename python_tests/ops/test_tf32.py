@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,15 +43,15 @@ for setting in ("tf32", "ieee", "tf32", "ieee"):
 """
 
 
-def test_every_way_to_allow_it_is_seen() -> None:
-    result = subprocess.run([sys.executable, "-c", WAYS], capture_output=True, text=True)
+def test_every_way_to_allow_it_is_seen(beside_the_tests: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", WAYS], cwd=beside_the_tests, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-def test_the_setting_for_all_of_torch_is_seen() -> None:
+def test_the_setting_for_all_of_torch_is_seen(beside_the_tests: Path) -> None:
     script = "import torch; from ella_cuda.ops._tf32 import _torch_allows_tf32 as allows; "
     script += "torch.backends.fp32_precision = 'tf32'; assert allows()"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", script], cwd=beside_the_tests, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
@@ -133,6 +134,30 @@ def test_so_have_those_of_an_op_that_keeps_its_intermediate(
     asked.append(not allowed)
     y.sum().backward()
     assert seen == [allowed, allowed]
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_so_have_those_of_weights_multiplied_out(
+    asked: list[bool], monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    module, seen = sys.modules["ella_cuda.ops.factored_linear"], []
+    backward = module._backward
+    monkeypatch.setattr(module, "MULTIPLIED_OUT_FROM", 1)
+    monkeypatch.setattr(module, "_backward", lambda *args: seen.append(args[-1]) or backward(*args))
+    leaves = [torch.randn(size, requires_grad=True) for size in ((4, 3, 1), (5, 3, 1), (5, 3, 7))]
+    asked.append(allowed)
+    y = ops.factored_linear(*leaves)
+    asked.append(not allowed)
+    torch.autograd.grad(y.sum(), leaves, create_graph=True)
+    assert seen == [allowed]
+
+
+def test_the_forward_mode_of_the_backward_has_it(asked: list[bool]) -> None:
+    asked.append(True)
+    x, u, v = (torch.randn(size) for size in ((4, 3, 6), (5, 3, 6), (5, 3, 7)))
+    with Flags() as flags:
+        torch.func.jvp(torch.func.grad(lambda u: ops.factored_linear(x, u, v).square().sum()), (u,), (u,))
+    assert len(flags.seen) > 3 and all(flag for _, flag in flags.seen), flags.seen
 
 
 def test_the_forward_mode_and_vmap_have_it(asked: list[bool]) -> None:

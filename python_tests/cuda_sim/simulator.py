@@ -30,6 +30,9 @@ FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places 
 FEW_PADDED = "-DELLA_MOST_PADDED_NUMBERS=2000"  # so many of the images with their border are there at a time
 FEW_NUMBERS = "-DELLA_MOST_NUMBERS=8000"  # so many of other images, or one of them with its border, at the most
 FEW_WIDENED = "-DELLA_MOST_WIDENED_NUMBERS=300"  # so many of 16-bit numbers are copied to float32 at a time
+FEW_LAG_NUMBERS = (
+    "-DELLA_MOST_LAG_NUMBERS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
+)
 FEW_AT_A_TIME = "-DELLA_MOST_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
 FLAGS = [
     "-std=c++17",
@@ -44,6 +47,7 @@ FLAGS = [
     FEW_PADDED,
     FEW_NUMBERS,
     FEW_WIDENED,
+    FEW_LAG_NUMBERS,
     FEW_AT_A_TIME,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}

@@ -98,6 +98,18 @@ def test_more_shares_than_a_launch_has(simulator: Simulator) -> None:
     assert torch.equal(got, exact(start, x.double(), *rest, 1.0))
 
 
+def test_the_workspace_of_a_float64_factor_is_bounded(simulator: Simulator) -> None:
+    """Its 60 sums, of 900 numbers each, come 22 at a time, or as many as there are blocks."""
+    start, (_, *rest) = torus((60, 6, 22, 22), (3, 3), torch.float64)
+    x = torch.randint(101, 128, (60, 6, 22, 22)).float()
+    for multiprocessors, launches in ((4, 3), (20, 2)):
+        before = simulator.launch_count()
+        with simulator.path(lags="yes"), simulator.scheduled(multiprocessors=multiprocessors):
+            got = accumulated(simulator, start, x, *rest, 1.0)
+        assert simulator.launch_count() - before == 2 * launches + 1  # of sums, of totals, of the factor
+        assert torch.equal(got, exact(start, x.double(), *rest, 1.0))
+
+
 @pytest.mark.parametrize("split", [1, 3])
 def test_shares(simulator: Simulator, split: int) -> None:
     start, (x, *rest) = torus((30, 2, 6, 20), (3, 3), torch.float32)

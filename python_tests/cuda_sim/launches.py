@@ -51,7 +51,8 @@ def call_every_op(ops: Any) -> None:
         ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
         tile = torch.tensor([[0, 0, 3, 3, 2]])  # of the only tensor, the first three numbers times the next two
         spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
-        ops.kron_evidence(*spectra, precision[None], precision[None], precision)
+        norms = 20 * precision[None]  # so large that terms do not cancel
+        ops.kron_evidence(*spectra, norms, precision[None], precision)
         ops.kron_evidence_derivative(*spectra, precision[None], 2)
         for norm in (1.0, 2.0, float("inf")):
             for side in (1, 80):  # places counted in 31 bits and in 63

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import ella_cuda
 from ella_cuda import experiments
+
+IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -42,14 +45,24 @@ def float32_convolutions() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    """Nothing works on a GPU after a kernel went wrong in some ways: the run ends with the test that shows it."""
+    """Nothing works on a GPU after a kernel went wrong in some ways: the process ends with the test that shows it. That is the run, or
+    one of pytest-xdist's workers, in whose place xdist starts another."""
     report = yield
     if report.failed and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
         except RuntimeError as lost:
-            item.session.shouldstop = f"the GPU is lost since {item.nodeid}: {lost}"
+            if IN_WORKER:
+                report.lost_device = True
+            else:
+                item.session.shouldstop = f"the GPU is lost since {item.nodeid}: {lost}"
     return report
+
+
+@pytest.hookimpl(trylast=True)  # xdist's worker has sent the report by then
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if IN_WORKER and getattr(report, "lost_device", False):
+        os._exit(1)
 
 
 @pytest.fixture(params=["the device's", "by torch's convolutions"])

@@ -264,26 +264,109 @@ def test_ncu(call, tmp_path, text, status):
 
 
 TESTS_THAT_HANG = """
-import signal, time
+import pytest, signal, time
 
-def test_of_which_all_is_known():
-    assert 1 + 1 == 3
+@pytest.mark.parametrize("i", range(20))
+def test_that_fails(i):
+    assert i < 0, "first line\\nsecond"
 
 def test_that_hears_no_signal():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     time.sleep(300)
+
+def test_that_never_begins():
+    pass
 """
 
 
-def test_a_test_that_fails_before_one_that_hangs_has_its_row(call, tmp_path):
+@pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
+def test_tests_that_fail_before_one_that_hangs_have_a_row_each(call, tmp_path, monkeypatch, options):
+    if options:
+        pytest.importorskip("xdist")
+    monkeypatch.setattr(steps, "HANGS", 2)
     one = call()
-    one.env["PYTHONPATH"] = str(run.ROOT)
-    file = tmp_path / "test_hanging.py"
-    file.write_text(TESTS_THAT_HANG)
-    one.step("tests", 15, lambda step: steps._pytest(step, [str(file)]))
-    first, last = (row for row in rows_of(tmp_path / "out") if "item" in row)
-    assert first["item"].endswith("test_of_which_all_is_known") and "1 + 1" in first["message"]
-    assert last["item"] == "pytest" and last["status"] == "failed" and first["at"] < last["at"] - 2
+    one.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), one.env.get("PYTHONPATH")]))
+    folder = tmp_path / "checkout"  # the processes run elsewhere
+    folder.mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
+    (folder / "test_hanging.py").write_text(TESTS_THAT_HANG)
+    one.step("tests", 9, lambda step: steps._pytest(step, [*options, str(folder / "test_hanging.py")]))
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    failed = [row for row in rows[:-3]]
+    assert [row["item"] for row in failed] == [f"test_hanging.py::test_that_fails[{i}]" for i in range(20)]
+    assert all(row["status"] == "failed" and "first line" in row["message"] for row in failed)
+    assert statuses(rows[-3:]) == [
+        ("test_hanging.py::test_that_hears_no_signal", "timeout"),
+        ("pytest", "not run"),
+        ("pytest", "failed"),
+    ]
+    assert failed[-1]["at"] < rows[-1]["at"] - 2 and rows[-2]["message"].startswith("1 of 22 tests")
+    assert "second" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_every_failure_of_a_session_has_one_row_with_what_it_says(call, tmp_path):
+    one = call()
+    one.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), one.env.get("PYTHONPATH")]))
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra --continue-on-collection-errors\n")
+    (folder / "test_a.py").write_text(
+        "def test_a(there_is_none): pass\ndef test_b(): raise KeyError('b')\ndef test_c(): pass\n"
+    )
+    (folder / "test_b.py").write_text("import there_is_none\n")
+    one.step("tests", 30, lambda step: steps._pytest(step, [str(folder)]))
+    said = {row["item"]: row["message"] for row in rows_of(tmp_path / "out") if "item" in row}
+    assert len(rows_of(tmp_path / "out")) == len(said) + 1 == 5
+    assert (
+        "fixture 'there_is_none' not found" in said["test_a.py::test_a"]
+        and said["test_a.py::test_b"] == "KeyError: 'b'"
+    )
+    assert "No module named 'there_is_none'" in said["test_b.py"]
+    assert said["pytest"].startswith("3 of 3 tests failed")
+
+
+LOSING = """
+import torch
+
+LOST = []
+
+def synchronize():
+    if LOST:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+torch.cuda.is_available = lambda: True
+torch.cuda.synchronize = synchronize
+"""
+TESTS_THAT_LOSE = """
+import losing, pytest
+
+@pytest.mark.parametrize("i", range(9))
+def test(i):
+    if i == 2:
+        losing.LOST.append(i)
+    assert not losing.LOST, "CUDA error: illegal"
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "worker", "xdist"])
+def test_a_lost_device_ends_its_process_alone(call, tmp_path, how):
+    if how == "xdist":
+        pytest.importorskip("xdist")
+    one = call()
+    paths = [str(tmp_path), str(run.ROOT), str(Path(ella_cuda.__file__).parents[1]), one.env.get("PYTHONPATH")]
+    one.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if how == "worker":  # as xdist marks its processes
+        one.env["PYTEST_XDIST_WORKER"] = "gw0"
+    (tmp_path / "losing.py").write_text(LOSING)
+    (tmp_path / "test_losing.py").write_text(TESTS_THAT_LOSE)
+    options = ["-p", "losing", "-p", "python_tests.conftest", *["-n", "2"] * (how == "xdist")]
+    one.step("tests", 60, lambda step: steps._pytest(step, [*options, str(tmp_path / "test_losing.py")]))
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    (lost,) = (row for row in rows if row["item"] == "test_losing.py::test[2]")
+    assert lost["status"] == "failed" and "CUDA error: illegal" in lost["message"]
+    missing = [row["message"] for row in rows if row["status"] == "not run"]
+    assert missing == ([] if how == "xdist" else ["6 of 9 tests did not run to their end"])
+    assert ("the GPU is lost" in (tmp_path / "out" / "log.txt").read_text()) == (how == "alone")
 
 
 def test_failing_cases_are_bisected(call, tmp_path):

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES, MOST_BYTES = 8, 15 << 20
 WORKER = (sys.executable, "-m", "benchmarks.gpu.work")
 BEGIN, ROW = "@begin ", "@row "  # a worker's lines: an item that it begins, and a result, in JSON
+TEST = "@test "  # a line of the pytest plugin, in JSON
 LOST = 3  # a worker's exit code where the device is lost after an item: the rest needs a new process
 GOOD = {"ok", "refused", "skipped", "not run"}  # of a row's status; all others are failures
 Row = dict[str, Any]

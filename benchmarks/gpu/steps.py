@@ -6,16 +6,18 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import build, report
-from benchmarks.gpu.run import GOOD, ROOT, WORKER, Call, Folder, Row, Stopped
+from benchmarks.gpu.run import GOOD, ROOT, TEST, WORKER, Call, Folder, Row, Stopped
 
 SECONDS = 565  # of a call, at most: five seconds are for what is printed last
 REST = 30  # the least that the last step of the first call has
@@ -31,6 +33,8 @@ PATHS = [
     "lags=no",
 ]
 MOST_BISECTED = 12
+MOST_FAILURES = 60  # rows of a pytest session; its last row has their number
+HANGS = 10  # seconds after which a test that a session's end cuts off counts as one that hangs
 SANITIZER = ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation, whose bounds memcheck knows
 # Of ncu's several hundred numbers those that the rows have too.
@@ -173,32 +177,64 @@ def sweep(call: Call) -> None:
 
 
 def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
-    """pytest on files of the checkout; a row for every failure, when it happens."""
+    """pytest on files of the checkout; a row for every failure, when it happens, and one for what did not run."""
     failures: set[str] = set()
-    last = [""]
+    begun: dict[str, float] = {}
+    ended: set[str] = set()
+    collected, last = 0, ""
 
     def line(text: str) -> bool:
-        if text.startswith(("FAILED ", "ERROR ")):
-            item = text.split(" - ")[0].split(" ", 1)[-1]
-            if item not in failures and len(failures) < 60:
-                call.row(status="failed", item=item, message=text[:600])
-            failures.add(item)  # the summary names it again
-        if " passed" in text or " failed" in text or " error" in text:
-            last[0] = text.strip("= ")
-        return False
+        nonlocal collected, last
+        if not text.startswith(TEST):
+            if re.search(r"\d+ [a-z]+.* in [\d.]+s", text):
+                last = text.strip("= ")
+            return not text
+        try:
+            said = json.loads(text.removeprefix(TEST))
+        except ValueError:  # torn by another's output
+            return False
+        collected = max(collected, said.get("collected", 0))
+        if "begun" in said:
+            begun.setdefault(said["begun"], time.monotonic())
+        ended.update(said[key] for key in ("ended", "failed") if key in said)
+        if "failed" in said:
+            item = said["failed"]
+            if item not in failures and len(failures) < MOST_FAILURES:
+                call.row(status="failed", item=item, message=said["message"])
+                call.folder.append("log.txt", f"{item}\n{said['text']}\n")
+            failures.add(item)  # its teardown may fail too
+        return True
 
     plugins = ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.failures"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, *arguments]
-    ended = call.run(command, line=line, interrupt=min(8, call.left() / 3), **options)
-    status = "ok" if ended.code in (0, 1) and not failures else "failed" if failures else ended.status
-    message = last[0] if status == "ok" else f"{last[0]}; {ended.message}"
-    call.row(status=status, item="pytest", message=message[:800])
+    session = call.run(command, line=line, interrupt=min(8, call.left() / 3), **options)
+    now = time.monotonic()
+    for item in set(begun) - ended:
+        if now - begun[item] > HANGS * call.scale:
+            call.row(
+                status="timeout", item=item, message=f"it ran for {now - begun[item]:.0f} s when the session ended"
+            )
+            failures.add(item)
+            ended.add(item)
+    if missing := collected - len(ended & set(begun)):
+        call.row(status="not run", item="pytest", message=f"{missing} of {collected} tests did not run to their end")
+    cut = session.status == "timeout" or session.code == 2  # pytest's, of an interrupted session
+    status = (
+        "failed" if failures else "ok" if session.code in (0, 1) else "not run" if cut and begun else session.status
+    )
+    message = f"{len(failures)} of {collected} tests failed; {last}"
+    call.row(
+        status=status,
+        item="pytest",
+        message=message if session.code in (0, 1) else f"{message}; {session.message}"[:800],
+    )
 
 
 def tests(call: Call) -> None:
     """The tests that run on a GPU, where pytest-xdist is there eight at once."""
     there = call.items["plugins"]
-    options = ["-n", "8"] if "xdist" in there else []
+    # Every process that a test ends, by its hang or a lost device, is replaced, whatever their number.
+    options = ["-n", "8", "--max-worker-restart", "1000"] if "xdist" in there else []
     # By a thread: a signal's handler waits for the call that hangs on the device.
     timeout = ["--timeout=30", "--timeout-method=thread"]
     options += timeout if "pytest_timeout" in there else ["-o", "faulthandler_timeout=30"]

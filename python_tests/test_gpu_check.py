@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import ella_cuda
+from ella_cuda import testing
+from ella_cuda.cuda_path import cuda_path
 from python_tests.benchmark_files import importable
 
 importable()
-from benchmarks.gpu import build, report, run, steps  # noqa: E402
+from benchmarks.gpu import build, report, run, steps, work, works  # noqa: E402
 from benchmarks.gpu.run import Call, Folder, Stopped  # noqa: E402
 
 # A worker whose items behave as their names say.
@@ -28,6 +31,10 @@ arguments = [a for a in sys.argv[1:] if a != "--rehearse"]
 kind, items = arguments[0], arguments[1:]
 say = lambda marker, text: print(marker + text, flush=True)
 if kind == "hello":
+    first = os.environ.get("SLOW")
+    if first and not os.path.exists(first):
+        open(first, "w").close()
+        time.sleep(300)
     say("@row ", json.dumps({"items": json.loads(os.environ["ITEMS"])}))
     sys.exit(0)
 if os.environ.get("NEVER"):
@@ -47,6 +54,18 @@ for item in items:
         sys.exit(0)
     if how == "invalid":
         print("========= COMPUTE-SANITIZER\\n========= Invalid __global__ read of size 4\\n========= ERROR SUMMARY: 1 error")
+    if how == "reads":
+        where = "void cublas::gemm<float>(int)" if "theirs" in item else "void ella::kernel<float>(float*)"
+        for line in [
+            "Uninitialized __global__ memory read of size 4 bytes",
+            "    at 0x70 in " + where,
+            "    Host Frame: torch::call [0x1] in /site/ella_cuda/_C.so",
+            "",
+            "ERROR SUMMARY: 1 error",
+        ]:
+            print("========= " + line, flush=True)
+    if how == "refuses" and "ELLA_CUDA_PATH" in os.environ:
+        row |= {"status": "refused"}
     if how == "scalar" and os.environ.get("ELLA_CUDA_PATH") != "product=scalar":
         row |= {"status": "wrong"}
     if how in ("fails", "loses"):
@@ -138,6 +157,83 @@ def test_an_item_that_fails_hangs_or_ends_its_process_costs_itself_alone(call, t
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
+def test_items_that_were_not_run_are_no_success(call):
+    one = call(3)
+    one.step("s", 1.5, lambda c: c.series("kind", ["a"], 5))
+    assert report.text(one.rows).startswith("no failures\n")
+    one.rows.append({"step": "s", "status": "not run", "items": ["b", "c"], "message": "2 items: no time left"})
+    one.rows.append({"step": "t", "status": "not run", "message": "the call's time is over"})
+    assert report.text(one.rows).startswith("no failures in what ran, but not all ran; see below\n")
+
+
+def test_of_a_family_that_hangs_or_ends_its_process_twice_the_rest_is_left_out(call, tmp_path):
+    items = ["hangs 1|ella_cuda", "hangs 2|ella_cuda", "crashes 1|ella_cuda", "loses 1|ella_cuda", "crashes 2|bmm"]
+    items += [
+        "loses 2|ella_cuda",
+        "crashes 2|ella_cuda",
+        "crashes 3|ella_cuda",
+        "loses 3|ella_cuda, TF32",
+        "a 1|ella_cuda",
+    ]
+    one = call()
+    one.step("s", 60, lambda c: c.series("kind", items, 2, family=steps._our_op))
+    rows = rows_of(tmp_path / "out")
+    left_out = [item for row in rows if row["status"] == "not run" for item in row["items"]]
+    assert left_out == ["hangs 2|ella_cuda", "loses 3|ella_cuda, TF32", "crashes 3|ella_cuda"]
+    assert [row["item"] for row in rows if "item" in row] == [item for item in items if item not in left_out]
+
+
+def test_an_op_that_hung_in_its_cases_is_timed_last_and_once(call, tmp_path):
+    one = call()
+    one.scale = 0.1  # 20 seconds an item are 2
+    works = ["hangs, stage 1", "hangs, stage 2", "bfloat16 hangs, stage 2", "good, stage 1"]
+    one.items = {"case": ["hangs backward", "good"], "timing": [f"{work}|ella_cuda" for work in works]}
+    one.items["sweep"] = [f"{work}|product=mma" for work in works]
+    one.step("cases", 100, steps.cases)
+    for name in ("timing", "sweep"):
+        one.step(name, 200, getattr(steps, name))
+        rows = [row for row in rows_of(tmp_path / "out") if row["step"] == name and "seconds" not in row]
+        assert [row["status"] for row in rows] == ["ok", "timeout", "not run"]
+        assert [row.get("item", "").split(",")[0] for row in rows] == ["good", "hangs", ""]
+        assert len(rows[-1]["items"]) == 2
+
+
+def test_every_work_belongs_to_an_op_that_has_cases():
+    cases = {steps._op(name) for name in work.cases()} | {steps._op(case[0]) for case in testing.kernel_cases()}
+    assert {steps._op(name) for name in works.works(False)} <= cases
+    assert (
+        steps._our_op("F-FC, stage 1|ella_cuda, TF32") == "factored_linear"
+        and steps._our_op("F-FC, stage 1|bmm") is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [("factored_linear: ELLA_CUDA_PATH: float64 has no such path", "refused"), ("no memory", "failed")],
+)
+def test_a_path_that_an_op_does_not_have_is_refused(monkeypatch, said, status):
+    name, inputs, _, reference = testing.kernel_cases()[0]
+
+    def raises(*_: torch.Tensor) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(work.OPTIONS, "rehearse", True)
+    monkeypatch.setattr(testing, "kernel_cases", lambda: [(name, inputs, raises, reference)])
+    assert work.case(f"{name}, float64")["status"] == status
+    monkeypatch.setattr(work, "measure", raises)
+    if status == "refused":
+        assert work.sweep("F-FC, stage 1|product=mma")["status"] == "refused"
+    else:
+        with pytest.raises(RuntimeError, match=said):
+            work.sweep("F-FC, stage 1|product=mma")
+
+
+def test_all_paths_are_paths():
+    for path in [*steps.PATHS, *(",".join(f"{k}={v}" for k, v in path.items()) for path in work.PATHS if path)]:
+        with cuda_path(**dict(one.split("=") for one in path.split(","))):
+            pass
+
+
 def test_a_worker_that_never_starts_is_given_up(call, tmp_path):
     one = call()
     one.env["NEVER"] = "1"
@@ -174,9 +270,10 @@ def test_no_step_outlasts_its_limit_nor_all_of_them_the_call(call, tmp_path):
     one.step("third", 60, lambda c: c.series("kind", ["a"], 60))
     assert time.monotonic() - began < 60
     rows = rows_of(tmp_path / "out")
-    assert [row["status"] for row in rows if row["step"] == "first"] == ["not run"] * 3 + ["ok"]
-    assert [row["status"] for row in rows if row["step"] in ("second", "third")] == ["not run", "ok", "not run"]
-    assert "within hangs" in next(row for row in rows if row["step"] == "second")["message"]
+    first = [row["status"] for row in rows if row["step"] == "first"]
+    assert sorted(first[:-1]) == ["not run"] * 3 + ["timeout"] * 3 and first[-1] == "ok"
+    later = [(row.get("item"), row["status"]) for row in rows if row["step"] in ("second", "third")]
+    assert later == [("hangs", "timeout"), (None, "not run"), (None, "ok"), (None, "not run")]
     assert_ended(tmp_path / "children")
 
 
@@ -239,6 +336,17 @@ def test_what_a_sanitizer_says_is_the_present_items_failure(call, tmp_path):
     assert {"a, float32", "b, float64", "b, float32"} <= good
     log = (tmp_path / "out" / "log.txt").read_text()
     assert "--check-warpgroup-mma yes" in log and "kns=ella" in log
+
+
+def test_initcheck_looks_at_all_writes_and_tells_of_our_reads(call, tmp_path):
+    one = call()
+    one.env["PATH"] = tool(tmp_path / "tools", "compute-sanitizer", FORWARDING)
+    one.items = {"case": ["reads ours", "reads theirs"]}
+    one.step("initcheck", 30, steps.sanitizer("initcheck", alone=True))
+    bad = {row["item"]: row["message"] for row in rows_of(tmp_path / "out") if row["status"] not in run.GOOD}
+    assert set(bad) == {"reads ours, float32", "reads ours, float64"}
+    assert all("ella::kernel" in message and "SUMMARY" not in message for message in bad.values())
+    assert "kns=ella" not in (tmp_path / "out" / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -430,8 +538,33 @@ def test_whether_a_build_fits(tmp_path):
     assert "for Python 2.7" in build.misfit(good)
 
 
-def test_a_call_says_why_the_carried_build_is_not_used(tmp_path, worker, capsys):
+def test_a_first_import_may_be_slow(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "FIRST_LOAD", 1)
+    one = call()
+    one.env |= {"SLOW": str(tmp_path / "slow"), "ITEMS": "{}"}
+    one.step("load", 60, steps.load(carried(tmp_path / "build")))
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    assert statuses(rows) == [("carried build", "skipped"), ("carried build", "ok")]
+    assert "asked once more, for hello: timeout" in rows[0]["message"]
+
+
+def test_a_rehearsal_takes_the_checkouts_module(tmp_path, worker, monkeypatch):
     (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("ITEMS", "{}")
+    monkeypatch.setattr(steps, "ROOT", tmp_path / "root")
+    shutil.copytree(run.ROOT / "ella_cuda", tmp_path / "root" / "ella_cuda")
+    carried(tmp_path / "build")
+    shutil.copy(next((tmp_path / "build").glob("_C*.so")), tmp_path / "root" / "ella_cuda")
+    folders = tmp_path / "out", tmp_path / "none", tmp_path / "scratch"
+    assert steps.carry_out("first", *folders, rehearse=60, steps=[("no step", 1, lambda c: None)], worker=worker) == 0
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    assert statuses(rows) == [("carried build", "skipped"), ("the checkout's module", "ok")]
+    assert build.module_of(tmp_path / "scratch" / "site" / "ella_cuda") is not None
+
+
+def test_a_call_says_why_the_carried_build_is_not_used(tmp_path, worker, monkeypatch, capsys):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(steps, "ROOT", tmp_path)  # without a module in place
     code = steps.carry_out(
         "first", tmp_path / "out", tmp_path / "none", tmp_path / "scratch", rehearse=60, steps=[], worker=worker
     )

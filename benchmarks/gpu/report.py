@@ -38,7 +38,9 @@ def _cut(lines: Sequence[str], most: int) -> str:
 
 def _failures(rows: Sequence[Row]) -> list[str]:
     bad = [row for row in rows if row["status"] not in GOOD]
-    lines = [f"FAILURES: {len(bad)}" if bad else "no failures"]
+    unrun = any(row["status"] == "not run" for row in rows)
+    good = "no failures in what ran, but not all ran; see below" if unrun else "no failures"
+    lines = [f"FAILURES: {len(bad)}" if bad else good]
     for row in bad:
         where = " ".join(str(row[key]) for key in ("step", "tool", "item", "path") if row.get(key))
         lines.append(f"  {where}: {row['status']}: {str(row.get('message', ''))[:240]}")

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -241,10 +241,13 @@ class Call:
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         file: str = "log.txt",
+        family: Callable[[str], str | None] = lambda item: None,
+        complaint: Callable[[list[str]], bool] = lambda lines: True,
         **more: Any,
     ) -> list[Row]:
         """Have the worker run items, one after the other in one process, each within its limit in seconds. After an item that ends the
-        process or hangs, a new one goes on with the next.
+        process or hangs, a new one goes on with the next. After one of a family that hangs, or two that end their processes, the rest of
+        the family is left out, for each costs the start of a process.
 
         The worker is called with the kind and the items; it prints ``@begin ITEM`` before and ``@row JSON`` after each, on lines of
         their own. What compute-sanitizer prints meanwhile is a failure of the present item.
@@ -256,12 +259,15 @@ class Call:
             prefix: a command that runs the worker's, such as compute-sanitizer.
             env: variables beside the call's.
             file: of the results, for other output.
+            family: the name of an item's family, if it has one.
+            complaint: whether a report of compute-sanitizer, by its lines, is one.
             more: what every row says too.
 
         Returns:
             The rows.
         """
         rest, rows, idle = list(items), [], 0
+        strikes: Counter[str] = Counter()
         while rest:
             if self.left() < 1:
                 rows.append(self.row(**more, status="not run", items=rest, message=f"{len(rest)} items: no time left"))
@@ -270,14 +276,20 @@ class Call:
             command = [*prefix, *self.worker, kind, *rest]
             ended = self.run(command, line=watch.line, env=env, file=file, overdue=watch.overdue)
             rows += watch.rows
-            for item, said in watch.complaints.items():
-                found = " | ".join(text for text in said if text)[:600]
-                rows.append(self.row(**more, item=item, status="sanitizer", message=found))
+            complaints = {item: [said for said in those if complaint(said)] for item, those in watch.complaints.items()}
+            for item, those in complaints.items():
+                if those:
+                    found = " | ".join(text for said in those for text in said)[:600]
+                    rows.append(self.row(**more, item=item, status="sanitizer", message=found))
             rest = [item for item in rest if item not in watch.done]
             hit = watch.item if watch.item in rest else None
             if ended.status == "timeout" and self.left() < 1:
+                if hit:
+                    message = f"the step's time was over {watch.seconds():.1f} s after its beginning"
+                    rows.append(self.row(**more, item=hit, status="timeout", message=message))
+                    rest.remove(hit)
                 if rest:
-                    message = f"{len(rest)} items: no time left" + (f", within {hit}" if hit else "")
+                    message = f"{len(rest)} items: no time left"
                     rows.append(self.row(**more, status="not run", items=rest, message=message))
                 break
             idle = 0 if watch.done or hit else idle + 1
@@ -285,9 +297,17 @@ class Call:
                 status = "failed" if ended.status == "ok" else ended.status
                 rows.append(self.row(**more, item=hit or rest[0], status=status, message=ended.message))
                 rest.remove(hit or rest[0])
-            elif ended.status != "ok" and ended.code != LOST and not watch.complaints:
+            elif ended.status != "ok" and ended.code != LOST and not any(complaints.values()):
                 message = f"afterwards, {ended.message}"
                 rows.append(self.row(**more, item=watch.item, status=ended.status, message=message))
+            kin = family(hit or watch.item) if hit or watch.item else None
+            if kin is not None and ended.status != "ok" and (hit or ended.code == LOST):
+                strikes[kin] += 2 if ended.status == "timeout" else 1
+                left_out = [item for item in rest if strikes[kin] >= 2 and family(item) == kin]
+                if left_out:
+                    message = f"{len(left_out)} items: {kin} hangs or ends its process"
+                    rows.append(self.row(**more, status="not run", items=left_out, message=message))
+                    rest = [item for item in rest if item not in left_out]
             if rest and idle == 2:
                 rows.append(self.row(**more, status="not run", items=rest, message="no process starts"))
                 break
@@ -305,7 +325,12 @@ class Call:
                 raise
 
     def ask(self, *words: str, seconds: float = 30) -> Any:
-        """What the worker answers to a question: the JSON of its last row."""
+        """What the worker answers to a question: the JSON of its last row.
+
+        Raises:
+            TimeoutError: it does not within its limit.
+            RuntimeError: it fails.
+        """
         answers: list[Any] = []
 
         def line(text: str) -> bool:
@@ -315,7 +340,8 @@ class Call:
 
         ended = self.run([*self.worker, *words], seconds, line=line)
         if ended.status != "ok" or not answers:
-            raise RuntimeError(f"{' '.join(words)}: {ended.status}, {ended.message}")
+            error = TimeoutError if ended.status == "timeout" else RuntimeError
+            raise error(f"{' '.join(words)}: {ended.status}, {ended.message}")
         return answers[-1]
 
     def tool(self, name: str) -> str | None:
@@ -347,7 +373,7 @@ class _Watch:
         self.item: str | None = None
         self.rows: list[Row] = []
         self.done: set[str] = set()
-        self.complaints: dict[str | None, list[str]] = defaultdict(list)
+        self.complaints: dict[str | None, list[list[str]]] = defaultdict(list)  # reports of several lines
 
     def line(self, text: str) -> bool:
         if text.startswith(BEGIN):
@@ -362,11 +388,19 @@ class _Watch:
             self._since = time.monotonic()
             return True
         elif text.startswith("=========") and "SUMMARY: 0 " not in text and "COMPUTE-SANITIZER" not in text:
-            self.complaints[self.item].append(text.strip("= "))
+            said, reports = text.strip("= "), self.complaints[self.item]
+            if reports and text.startswith("=========  "):  # further lines of a report are indented
+                reports[-1] += [said]
+            elif said:
+                reports.append([said])
         return False
 
+    def seconds(self) -> float:
+        """Since the present item's beginning."""
+        return time.monotonic() - self._since
+
     def overdue(self) -> bool:
-        return time.monotonic() - self._since > self._each
+        return self.seconds() > self._each
 
 
 def _signal(group: int, which: int) -> None:

@@ -35,7 +35,8 @@ PATHS = [
 MOST_BISECTED = 12
 MOST_FAILURES = 60  # rows of a pytest session; its last row has their number
 HANGS = 10  # seconds after which a test that a session's end cuts off counts as one that hangs
-SANITIZER = ["--report-api-errors", "no", "--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]
+SANITIZER = ["--report-api-errors", "no"]
+OURS = ["--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]  # of our kernels alone
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation, whose bounds memcheck knows
 # Of ncu's several hundred numbers those that the rows have too.
 NCU = [
@@ -63,6 +64,23 @@ def _items(call: Call, kind: str) -> list[str]:
     if isinstance(found, str):
         raise RuntimeError(found)
     return found
+
+
+def _op(item: str) -> str:
+    """The op of an item of cases or of works."""
+    first = item.removeprefix("bfloat16 ").replace(",", " ").split("|")[0].split()[0]
+    return "factored_linear" if first == "F-FC" else first
+
+
+def _our_op(item: str) -> str | None:
+    """The op of an item of times, if it is ours that is timed."""
+    return _op(item) if item.partition("|")[2].startswith("ella_cuda") else None
+
+
+def _hung_last(call: Call, items: Sequence[str], op: Callable[[str], str | None]) -> list[str]:
+    """The items, those of ops that hung in the cases last."""
+    hung = {_op(row["item"]) for row in call.rows if row["step"] == "cases" and row["status"] == "timeout"}
+    return sorted(items, key=lambda item: op(item) in hung)
 
 
 def facts(call: Call) -> None:
@@ -107,7 +125,7 @@ def bisect(call: Call) -> None:
 
     def one(item: str, path: str) -> None:
         if path == "memcheck":
-            prefix = [str(sanitizer), "--tool", "memcheck", *SANITIZER]
+            prefix = [str(sanitizer), "--tool", "memcheck", *SANITIZER, *OURS]
             call.series("case", [item], 30, prefix=prefix, env=NO_CACHE, path=path)
         else:
             call.series("case", [item], 20, env={"ELLA_CUDA_PATH": path}, path=path)
@@ -122,7 +140,7 @@ def bisect(call: Call) -> None:
 
 def timing(call: Call) -> None:
     """Every op at the paper's sizes beside what torch offers."""
-    call.series("timing", _items(call, "timing"), 20)
+    call.series("timing", _hung_last(call, _items(call, "timing"), _our_op), 20, family=_our_op)
 
 
 def profile(call: Call) -> None:
@@ -142,7 +160,7 @@ def ncu(call: Call) -> None:
         return
     kernels = ["--kernel-name-base", "demangled", "--kernel-name", "regex:ella"]
     options = ["--set", "full", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "details"]
-    for item in _items(call, "ncu"):
+    for item in _hung_last(call, _items(call, "ncu"), _op):
         if call.left() < 1:
             call.row(item=item, status="not run", message="no time left")
             continue
@@ -173,7 +191,7 @@ def ncu(call: Call) -> None:
 
 def sweep(call: Call) -> None:
     """The paths of launches, by time."""
-    call.series("sweep", _items(call, "sweep"), 20)
+    call.series("sweep", _hung_last(call, _items(call, "sweep"), _op), 20, family=_op)
 
 
 def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
@@ -243,6 +261,11 @@ def tests(call: Call) -> None:
     _pytest(call, [*options, "--tb=short", "-k", "cuda and refused" if call.rehearsal else "cuda", *files])
 
 
+def _in_ours(report: list[str]) -> bool:
+    """Whether a report of compute-sanitizer is about one of our kernels; what called it is in lines of its own."""
+    return any(line.startswith("at ") and "ella" in line for line in report)
+
+
 def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
     """A step that runs all cases under one of compute-sanitizer's tools, in eight processes at once."""
 
@@ -251,6 +274,9 @@ def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
         if program is None:
             return
         prefix = [program, "--tool", tool, *SANITIZER]
+        # initcheck must see what all kernels write; of what they read, it is asked about ours below.
+        prefix += ["--print-limit", "10000"] if tool == "initcheck" else OURS
+        complaint = _in_ours if tool == "initcheck" else lambda lines: True
         if tool == "racecheck":
             said: list[str] = []
             call.run([program, "--help"], 10, line=lambda text: bool(said.append(text)) or True)
@@ -258,7 +284,11 @@ def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
                 prefix += ["--check-warpgroup-mma", "yes"]
         items = [item for name in _items(call, "case") for item in _precisions(name)]
         env = NO_CACHE if alone else {}
-        call.pool(lambda i: call.series("case", items[i::8], 45, prefix=prefix, env=env, tool=tool), range(8))
+
+        def some(i: int) -> None:
+            call.series("case", items[i::8], 45, prefix=prefix, env=env, complaint=complaint, tool=tool)
+
+        call.pool(some, range(8))
 
     return step
 
@@ -331,7 +361,8 @@ SECOND: list[Step] = [
     ("experiments", SECONDS, experiments),
 ]
 CALLS = {"first": FIRST, "second": SECOND}
-LOAD, FALLBACK = 35, 240  # seconds to load the carried build, and to build where that fails
+# Seconds to load the carried build as a rule, where nothing of torch has been read yet, and to build where that fails.
+LOAD, FIRST_LOAD, FALLBACK = 35, 90, 240
 
 
 def environment(scratch: Path) -> dict[str, str]:
@@ -346,9 +377,14 @@ def environment(scratch: Path) -> dict[str, str]:
     return env
 
 
-def _greet(call: Call, item: str, seconds: float) -> None:
-    """Note what the processes load, and what items there are."""
-    said = call.ask("hello", seconds=seconds * call.scale)
+def _greet(call: Call, item: str) -> None:
+    """Note what the processes load, and what items there are. The first import of torch reads gigabytes, so that one that takes long
+    says nothing about the build: the second finds them in memory."""
+    try:
+        said = call.ask("hello", seconds=FIRST_LOAD * call.scale)
+    except TimeoutError as error:
+        call.row(item=item, status="skipped", message=f"asked once more, for {error}")
+        said = call.ask("hello", seconds=LOAD * call.scale)
     call.items = said.pop("items")
     call.row(item=item, status="ok", **said)
 
@@ -358,22 +394,28 @@ def load(carried: Path | None) -> Callable[[Call], None]:
 
     def step(call: Call) -> None:
         why = "no build was carried along" if carried is None else build.misfit(carried)
+        in_place = ROOT / "ella_cuda"
+        if call.rehearsal and why is not None and build.module_of(in_place) is not None:
+            call.row(item="carried build", status="skipped", message=f"the checkout's module instead, for {why}")
+            build.assemble(call.scratch / "site", in_place)
+            _greet(call, "the checkout's module")
+            return
         if why is None:
             build.assemble(call.scratch / "site", carried)
             try:
-                _greet(call, "carried build", LOAD)
+                _greet(call, "carried build")
                 return
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
                 why = str(error)
         call.row(item="carried build", status="skipped", message=f"building here, for {why}")
         if call.rehearsal:
-            raise Stopped("a rehearsal builds nothing")
+            raise Stopped("a rehearsal builds nothing; python setup.py build_ext --inplace does")
         made = call.scratch / "made"
         ended = call.run([sys.executable, "-m", "benchmarks.gpu", "build", "--here", "--to", str(made)], FALLBACK)
         if ended.status != "ok":
             raise Stopped(f"the build: {ended.status}, {ended.message}")
         build.assemble(call.scratch / "site", made)
-        _greet(call, "build made here", 2 * LOAD)
+        _greet(call, "build made here")
 
     return step
 
@@ -411,7 +453,7 @@ def carry_out(
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        for step in [("load", LOAD + FALLBACK, load(carried)), *(steps or CALLS[name])]:
+        for step in [("load", FIRST_LOAD + LOAD + FALLBACK, load(carried)), *(steps or CALLS[name])]:
             call.step(*step)
     except (Stopped, KeyboardInterrupt) as error:
         call.row(step="end", status="failed", message=f"stopped: {str(error) or 'interrupted'}")

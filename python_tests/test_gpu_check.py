@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 
 import ella_cuda
 from ella_cuda import testing
@@ -22,6 +24,7 @@ from python_tests.benchmark_files import importable
 
 importable()
 from benchmarks.gpu import build, report, run, steps, work, works  # noqa: E402
+from benchmarks.gpu.device import CaptureFailed, Device  # noqa: E402
 from benchmarks.gpu.run import Call, Folder, Stopped  # noqa: E402
 
 # A worker whose items behave as their names say.
@@ -226,6 +229,55 @@ def test_a_path_that_an_op_does_not_have_is_refused(monkeypatch, said, status):
     else:
         with pytest.raises(RuntimeError, match=said):
             work.sweep("F-FC, stage 1|product=mma")
+
+
+@pytest.mark.parametrize("error", [CaptureFailed("x"), ValueError("x")], ids=["capture", "other"])
+def test_a_failed_capture_ends_the_process(monkeypatch, capsys, error):
+    def fails(item: str) -> dict:
+        raise error
+
+    monkeypatch.setitem(work.KINDS, "timing", (list, fails))
+    monkeypatch.setattr(work, "device", lambda: Device(True))
+    captured = isinstance(error, CaptureFailed)
+    assert work.run_items("timing", ["a", "b"]) == (run.LOST if captured else 0)
+    assert capsys.readouterr().out.count(run.ROW) == (1 if captured else 2)
+
+
+def test_whatever_fails_in_a_capture_is_a_failed_capture():
+    device = Device(True)
+    device.rehearse = False
+
+    def fails() -> None:
+        raise KeyError("on a GPU; elsewhere there is not even a stream")
+
+    with pytest.raises(CaptureFailed):
+        device.record([fails])
+
+
+@pytest.mark.parametrize("sets", [1, 3, 13, 20, 21, 400])
+def test_every_set_of_inputs_is_as_long_away_as_any_other(monkeypatch, sets):
+    monkeypatch.setattr(work, "device", lambda: SimpleNamespace(cache_bytes=50_000_000))
+    one = works.Work("a work", None, {}, None, 0, 300_000, long=frozenset({"torch"}))
+    rotated, row = work.rotation(one, "ella_cuda", list(range(sets)))
+    assert (
+        len(rotated) >= work.CALLS and rotated == [i % sets for i in range(len(rotated))] and len(rotated) % sets == 0
+    )
+    assert ("in_cache" in row) == (sets < 400)
+    rotated, row = work.rotation(one, "torch", list(range(sets)))
+    assert len(rotated) < 2 * work.CALLS and "in_cache" in row
+
+
+def test_a_graph_of_the_network_evidence_by_torch_is_short():
+    assert works.network_evidence(52).long == {"torch"}
+
+
+def test_time_in_kernels_is_counted_once(monkeypatch):
+    def event(key: str, kind: str, annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(key=key, device_type=getattr(DeviceType, kind), is_user_annotation=annotation)
+
+    found = [event("ella_cuda::op", "CPU"), event("ella::kernel", "CUDA"), event("a range", "CUDA", annotation=True)]
+    monkeypatch.setattr(work.OPTIONS, "rehearse", False)
+    assert [one.key for one in work.kernels(found)] == ["ella::kernel"]
 
 
 def test_all_paths_are_paths():

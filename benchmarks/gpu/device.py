@@ -13,6 +13,19 @@ import torch
 ROUNDS, ROUND_SECONDS = 11, 3e-4  # measured, the median counts; a round replays a short graph several times
 
 
+class CaptureFailed(Exception):
+    """No item of the process can be trusted after it: torch's random generators go on as if a graph were captured."""
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """What is raised within is a :class:`CaptureFailed`."""
+    try:
+        yield
+    except Exception as error:
+        raise CaptureFailed(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+
+
 class Device:
     """A CUDA device, or the CPU in its place.
 
@@ -30,8 +43,13 @@ class Device:
         if not self.rehearse:
             torch.cuda.synchronize()
 
+    @capture()
     def record(self, calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-        """All calls as one CUDA graph. Their results stay, so that each has memory of its own."""
+        """All calls as one CUDA graph. Their results stay, so that each has memory of its own.
+
+        Raises:
+            CaptureFailed: anything fails in it.
+        """
         if self.rehearse:
             return lambda: [call() for call in calls] and None
         stream = torch.cuda.Stream()

@@ -86,7 +86,10 @@ def _times(rows: Sequence[Row]) -> list[str]:
             f"{_number(ours, 'floor'):>8s}",
             f"{_number(ours, 'ratio'):>6s}",
         ]
-        lines.append(f"{name[:52]:52s} {' '.join(cells)} {_number(allowed, 'microseconds'):>9s}  {exact}; {loose}")
+        cached = " (in L2)" * any("in_cache" in row for row in found.values())
+        lines.append(
+            f"{name[:52]:52s} {' '.join(cells)} {_number(allowed, 'microseconds'):>9s}  {exact}; {loose}{cached}"
+        )
     return lines
 
 

@@ -1,7 +1,7 @@
 """What the processes of a call run: ``python -m benchmarks.gpu.work [--rehearse] KIND ITEM ...``; ``hello`` says which there are.
 
-Before an item comes ``@begin ITEM`` on a line of its own, after it ``@row JSON``. Where the device is lost, the process ends with a code
-of its own, so that another takes the next item.
+Before an item comes ``@begin ITEM`` on a line of its own, after it ``@row JSON``. Where the device is lost, or a CUDA graph's capture
+failed, the process ends with a code of its own, so that another takes the next item.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import argparse
 import functools
 import importlib.util
 import json
+import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 
-from benchmarks.gpu.device import Device, tf32
+from benchmarks.gpu.device import CaptureFailed, Device, capture, tf32
 from benchmarks.gpu.run import BEGIN, LOST, ROW
 from benchmarks.machine import Peaks
 
@@ -188,13 +190,24 @@ def _tuple(found: Any) -> tuple[torch.Tensor, ...]:
 
 @functools.lru_cache(maxsize=1)
 def given(name: str) -> tuple[list[tuple[Any, ...]], tuple[Any, ...], tuple[torch.Tensor, ...]]:
-    """Sets of inputs that with their results take more than twice the cache; one that no timed call changes, and its exact results."""
+    """Sets of inputs that with their results take more than twice the cache, as far as so many do; one that no timed call changes, and its
+    exact results."""
     torch.manual_seed(0)
     work = all_works()[name]
     count = min(MOST_SETS, 1 + int(2.2 * device().cache_bytes / max(work.bytes, 1)))
     checked, *sets = (work.make(device().device) for _ in range(count + 1))
     with tf32(False):
         return sets, checked, tuple(t.detach() for t in _tuple(work.exact(*_doubled(_cloned(checked)))))
+
+
+def rotation(work: Any, who: str, sets: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The inputs of a graph's calls, every set as often as any other; and what a row says where they stay in the cache."""
+    if who in work.long:
+        sets = sets[:CALLS]
+    row: dict[str, Any] = {}
+    if len(sets) * work.bytes < 2 * device().cache_bytes:
+        row["in_cache"] = f"{len(sets)} sets of {work.bytes / 1e6:.2g} MB, less than twice the cache"
+    return sets * math.ceil(CALLS / len(sets)), row
 
 
 def measure(name: str, who: str) -> dict[str, Any]:
@@ -208,11 +221,12 @@ def measure(name: str, who: str) -> dict[str, Any]:
             scale = float(exact.norm()) or 1.0
             error = float((found.detach().double() - exact).norm()) / scale
             worst = max(worst, error) if error == error else float("inf")
-        calls = [functools.partial(function, *sets[i % len(sets)]) for i in range(max(CALLS, len(sets)))]
+        inputs, cached = rotation(work, who, sets)
+        calls = [functools.partial(function, *args) for args in inputs]
         if OPTIONS.rehearse:
             calls = calls[:2]
         seconds = device().seconds(device().record(calls)) / len(calls)
-    row: dict[str, Any] = {"microseconds": round(1e6 * seconds, 2), "error": worst}
+    row: dict[str, Any] = {"microseconds": round(1e6 * seconds, 2), "error": worst, **cached}
     most = 1e-10 if work.wide else 1e-2 if allowed else 1e-4
     if not worst <= most:
         row |= {"status": "wrong", "message": f"the relative error {worst:.1e} is above {most:.0e}"}
@@ -283,6 +297,12 @@ def profile_items() -> list[str]:
     return ["training step", *([] if OPTIONS.rehearse else ["training step in a CUDA graph"]), "evidence update"]
 
 
+def kernels(averages: Iterable[Any]) -> list[Any]:
+    """A profile's events on the device: an op of the CPU has its kernels' time as well, as has a range that the user names."""
+    on = DeviceType.CPU if OPTIONS.rehearse else DeviceType.CUDA
+    return [event for event in averages if event.device_type == on and not event.is_user_annotation]
+
+
 def profile(item: str) -> dict[str, Any]:
     """A table of the kernels that take most."""
     from torch.nn.functional import cross_entropy
@@ -317,7 +337,8 @@ def profile(item: str) -> dict[str, Any]:
         if graph:
             graphs = CudaGraphs(on)
             graphs.warm_up(call)
-            call = graphs.record(call)
+            with capture():
+                call = graphs.record(call)
     call()
     seconds = device().seconds(call, 3)
     kinds = [ProfilerActivity.CPU, *([] if OPTIONS.rehearse else [ProfilerActivity.CUDA])]
@@ -327,9 +348,9 @@ def profile(item: str) -> dict[str, Any]:
     order = "self_cpu_time_total" if OPTIONS.rehearse else "self_device_time_total"
     averages = profiled.key_averages()
     print(f"== {item}: {1e6 * seconds:.0f} us\n{averages.table(sort_by=order, row_limit=25, max_name_column_width=70)}")
-    events = sorted(averages, key=lambda e: -getattr(e, order))[:25]
-    top = [[e.key[:90], round(getattr(e, order), 1), e.count] for e in events]
-    total = round(sum(getattr(e, order) for e in averages), 1)
+    events = sorted(kernels(averages), key=lambda e: -getattr(e, order))
+    top = [[e.key[:90], round(getattr(e, order), 1), e.count] for e in events[:25]]
+    total = round(sum(getattr(e, order) for e in events), 1)
     return {"microseconds": round(1e6 * seconds, 1), "in_kernels": total, "kernels": top}
 
 
@@ -384,13 +405,15 @@ def say(marker: str, text: str) -> None:
 def run_items(kind: str, items: list[str]) -> int:
     for item in items:
         say(BEGIN, item)
+        captured = True
         try:
             row = {"item": item, "status": "ok", **KINDS[kind][1](item)}
         except Exception as error:
             said = (str(error).splitlines() or [""])[0]
             row = {"item": item, "status": "failed", "message": f"{type(error).__name__}: {said}"[:600]}
+            captured = not isinstance(error, CaptureFailed)
         say(ROW, json.dumps(row))
-        if row["status"] in ("failed", "wrong") and lost():
+        if not captured or (row["status"] in ("failed", "wrong") and lost()):
             return LOST
     return 0
 

@@ -38,6 +38,7 @@ class Work:
         bytes: read and written.
         wide: the arithmetic is float64's.
         reduced: the inputs are bfloat16, whose products tensor cores sum in float32.
+        long: candidates of hundreds of kernels a call, whose graphs hold the fewest calls.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Work:
     bytes: float
     wide: bool = False
     reduced: bool = False
+    long: frozenset[str] = frozenset()
 
 
 def normal(*sizes: tuple[int, ...]) -> Callable[[torch.device], tuple[Tensor, ...]]:
@@ -260,7 +262,9 @@ def network_evidence(count: int) -> Work:
     numbers = sum(a + b for _, a, b in sizes)
     candidates = {OURS: ops.kron_evidence, "torch": ops.kron_evidence_torch}
     name = f"kron_evidence of {count} tensors"
-    return Work(name, make, candidates, candidates["torch"], 6 * products, 8 * numbers, wide=True)
+    return Work(
+        name, make, candidates, candidates["torch"], 6 * products, 8 * numbers, wide=True, long=frozenset({"torch"})
+    )
 
 
 def works(rehearse: bool) -> dict[str, Work]:

@@ -564,6 +564,100 @@ def test_the_report_is_short_and_begins_with_the_failures():
     assert report.text([{"step": "s", "status": "ok", "seconds": 1.0, "step_done": True}]).startswith("no failures")
 
 
+def full_rows() -> list[dict]:
+    """Results of a first call in which nothing fails, as many and as long as they are."""
+    rows = [{"step": "facts", "item": "copy", "status": "ok", "rate": 3000.0, "unit": "GB/s read plus written"}]
+    for name, one in works.works(False).items():
+        row = {"step": "timing", "work": name, "status": "ok", "floor": 123.45, "ratio": 12.34, "microseconds": 1234.56}
+        rows += [row | {"who": who} for who in one.candidates]
+        if name.startswith(("F-FC", "kron_accumulate_")):
+            paths = [",".join(f"{k}={v}" for k, v in path.items()) or "automatic" for path in work.PATHS]
+            rows += [row | {"step": "sweep", "path": path} for path in paths]
+    row = {"step": "profile", "status": "ok", "microseconds": 5e3, "in_kernels": 4e3}
+    for at, item in enumerate(("training step", "training step in a CUDA graph", "evidence update")):
+        kernels = [["void some::kernel" + "<T>" * 30, 1e3 * at + i, 52] for i in range(25)]
+        rows.append(row | {"item": item, "kernels": kernels})
+    for name, skip in work.PROFILED:
+        rows.append(
+            {"step": "ncu", "status": "ok", "item": f"{name}|{skip}", **dict.fromkeys(steps.NCU, "123.45 unit")}
+        )
+    values = {"accuracy": {"run": 98.5}, "seconds": {"run": 12.3}}
+    rows.append({"step": "experiments", "status": "ok", "item": "ella-cuda train --cuda-graph", "runs": values})
+    return rows
+
+
+@pytest.mark.parametrize("failures", [0, 300])
+def test_the_report_has_a_part_of_every_table_and_says_what_is_left_out(failures):
+    rows = full_rows() + [
+        {"step": "cases", "item": f"case {i}", "status": "crashed", "message": "m" * 500} for i in range(failures)
+    ]
+    text = report.text(rows)
+    assert len(text) < 12_000
+    for begins in (
+        "copy ",
+        "us a call",
+        "F-FC, stage 1 ",
+        "path ",
+        "training step: ",
+        "ncu F-FC, stage 1|0: ",
+        "run in CUDA",
+    ):
+        assert any(line.startswith(begins) for line in text.splitlines()), begins
+    whole = [report._times, report._paths, report._profiles, report._ncu]
+    said = [line for line in text.splitlines() if "more lines are in rows.jsonl" in line]
+    left_out = sum(int(line.split()[0][1:]) for line in said)
+    missing = sum(line not in text.splitlines() for table in whole for line in table(rows))
+    if failures:
+        assert said and left_out > missing
+    else:
+        assert left_out == missing > 0 and len(text) > 10_500
+
+
+def test_tables_share_what_room_there_is():
+    assert report._shares([100, 10, 200, 0], 90) == [40, 10, 40, 0] and report._shares([5, 10], 90) == [5, 10]
+
+
+def test_a_bisected_failure_is_one_line(call):
+    rows = [{"step": "cases", "item": "op, float32", "status": "wrong", "message": "the error"}]
+    rows += [
+        {"step": "bisect", "item": "op, float32", "path": path, "status": "wrong"} for path in ("split=1", "memcheck")
+    ]
+    rows += [{"step": "bisect", "item": "op, float32", "status": "ok", "right_by": ["product=scalar"], "wrong_by": []}]
+    lines = [line for line in report.text(rows).splitlines() if line.startswith("  ")]
+    assert lines == [
+        "  cases op, float32: wrong; right by product=scalar: the error",
+        "  bisect op, float32 memcheck: wrong: ",
+    ]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_experiments_share_the_time_and_keep_their_results(call, tmp_path, ends):
+    """A package whose command finishes one run and then ends, or goes on for ever."""
+    package = tmp_path / "package" / "ella_cuda"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "cli.py").write_text(f"""
+import json, time
+from pathlib import Path
+def main(arguments):
+    out = Path(arguments[arguments.index("--out") + 1])
+    out.mkdir()
+    (out / "summary.json").write_text(json.dumps([{{"run": "a", "accuracy": 98.5, "seconds": 1.5}}]))
+    (out / "table.txt").write_text("accuracy 98.5\\n")
+    time.sleep(0 if {ends} else 300)
+""")
+    one = call()
+    one.env["PYTHONPATH"] = str(tmp_path / "package")
+    one.step("experiments", 6, steps.experiments)
+    rows = [row for row in rows_of(tmp_path / "out") if "runs" in row]
+    assert [row["status"] for row in rows] == ["ok" if ends else "not run"] * 2
+    assert all(row["runs"]["accuracy"] == {"a": 98.5} for row in rows)
+    if not ends:
+        assert all(1.5 < row["took"] < 5 for row in rows) and "1 runs finished" in rows[1]["message"]
+    assert {"train.json", "train-graph.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    assert (tmp_path / "out" / "tables.txt").read_text().count("accuracy 98.5") == 2
+
+
 def carried(folder: Path) -> Path:
     """The checkout's own compiled module as if it had been carried along."""
     folder.mkdir()

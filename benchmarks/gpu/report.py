@@ -8,42 +8,56 @@ from collections.abc import Iterable, Sequence
 from benchmarks.gpu.run import GOOD, Row
 
 MOST = 11_500  # characters in all
-FAILURES = 4_000  # and of the failures
+FAILURES, STEPS = 4_000, 1_500  # and of these
 
 
 def text(rows: Sequence[Row]) -> str:
-    parts = [_cut(_failures(rows), FAILURES), _cut(_steps(rows), 1_500)]
-    left = MOST - sum(map(len, parts)) - 200
-    tables = [_facts(rows), _times(rows), _paths(rows), _profiles(rows)]
-    for table in tables:
-        if table:
-            parts.append(_cut(table, left))
-            left -= len(parts[-1]) + 1
-        if left < 200:
-            break
+    parts = [_cut(_failures(rows), FAILURES), _cut(_steps(rows), STEPS)]
+    tables = [_facts(rows), _times(rows), _paths(rows), _profiles(rows), _ncu(rows), _runs(rows)]
+    shares = _shares([_length(table) for table in tables], MOST - sum(map(len, parts)) - 50)
+    parts += [_cut(table, share) for table, share in zip(tables, shares, strict=True) if table]
     return "\n".join(parts) + "\n"
 
 
+def _length(lines: Sequence[str]) -> int:
+    return sum(len(line) + 1 for line in lines)
+
+
+def _shares(wanted: Sequence[int], left: int) -> list[int]:
+    """What each gets of so many characters: what it wants, or as many as any other that gets less."""
+    out = [0] * len(wanted)
+    for count, at in enumerate(sorted(range(len(wanted)), key=lambda at: wanted[at])):
+        out[at] = min(wanted[at], left // (len(wanted) - count))
+        left -= out[at]
+    return out
+
+
 def _cut(lines: Sequence[str], most: int) -> str:
-    """As many whole lines as fit."""
+    """As many whole lines as fit, and how many do not."""
+    if _length(lines) <= most:
+        return "\n".join(lines)
     out, size = [], 0
-    for at, line in enumerate(lines):
+    for line in lines:
         size += len(line) + 1
         if size > most - 40:
-            out.append(f"({len(lines) - at} more lines are in rows.jsonl)")
             break
         out.append(line)
-    return "\n".join(out)
+    return "\n".join([*out, f"({len(lines) - len(out)} more lines are in rows.jsonl)"])
 
 
 def _failures(rows: Sequence[Row]) -> list[str]:
+    """A line a failure; of a case that was bisected the paths that are right stand in its own."""
+    verdicts = {row["item"]: ", ".join(row["right_by"]) or "no path" for row in rows if "right_by" in row}
     bad = [row for row in rows if row["status"] not in GOOD]
+    bad = [row for row in bad if row.get("item") not in verdicts or row.get("path", "memcheck") == "memcheck"]
     unrun = any(row["status"] == "not run" for row in rows)
     good = "no failures in what ran, but not all ran; see below" if unrun else "no failures"
     lines = [f"FAILURES: {len(bad)}" if bad else good]
     for row in bad:
         where = " ".join(str(row[key]) for key in ("step", "tool", "item", "path") if row.get(key))
-        lines.append(f"  {where}: {row['status']}: {str(row.get('message', ''))[:240]}")
+        bisected = row["step"] == "cases" and row.get("item") in verdicts
+        by = f"; right by {verdicts[row['item']]}" if bisected else ""
+        lines.append(f"  {where}: {row['status']}{by}: {str(row.get('message', ''))[:240]}")
     return lines
 
 
@@ -122,7 +136,22 @@ def _profiles(rows: Sequence[Row]) -> list[str]:
         if "kernels" in row:
             lines.append(f"{row['item']}: {row['microseconds']:.0f} us, {row['in_kernels']:.0f} us in kernels")
             lines += [f"  {time:9.1f} us {count:4d} x {name[:80]}" for name, time, count in row["kernels"][:6]]
+    return lines
+
+
+def _ncu(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
         if "Duration" in row:
             numbers = [f"{key} {row[key]}" for key in row if key[0].isupper()]
             lines.append(f"ncu {row['item']}: {', '.join(numbers)}")
+    return lines
+
+
+def _runs(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for row in rows:
+        for run, accuracy in row.get("runs", {}).get("accuracy", {}).items():
+            graph = " in CUDA graphs" * ("--cuda-graph" in row["item"])
+            lines.append(f"{run}{graph}: {accuracy:.2f} %, {row['runs']['seconds'][run]} s")
     return lines

@@ -56,13 +56,14 @@ class Folder:
                 file.write(data)
             self._sizes[name] = size + len(data)
 
-    def take(self, file: Path) -> bool:
-        """Copy a whole file if it fits."""
+    def take(self, file: Path, name: str | None = None) -> bool:
+        """Copy a whole file, if it fits, under its own name or another."""
+        name = name or file.name
         with self._lock:
-            if file.stat().st_size > MOST_BYTES or (file.name not in self._sizes and len(self._sizes) >= MOST_FILES):
+            if file.stat().st_size > MOST_BYTES or (name not in self._sizes and len(self._sizes) >= MOST_FILES):
                 return False
-            shutil.copyfile(file, self.path / file.name)
-            self._sizes[file.name] = file.stat().st_size
+            shutil.copyfile(file, self.path / name)
+            self._sizes[name] = file.stat().st_size
             return True
 
 

@@ -440,17 +440,16 @@ def test_that_never_begins():
 
 
 @pytest.mark.parametrize("options", [[], ["-n", "1"]], ids=["alone", "xdist"])
-def test_tests_that_fail_before_one_that_hangs_have_a_row_each(call, tmp_path, monkeypatch, options):
+def test_tests_that_fail_before_one_that_hangs_have_a_row_each(call, tmp_path, options):
     if options:
         pytest.importorskip("xdist")
-    monkeypatch.setattr(steps, "HANGS", 2)
     one = call()
     one.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), one.env.get("PYTHONPATH")]))
     folder = tmp_path / "checkout"  # the processes run elsewhere
     folder.mkdir()
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
     (folder / "test_hanging.py").write_text(TESTS_THAT_HANG)
-    one.step("tests", 9, lambda step: steps._pytest(step, [*options, str(folder / "test_hanging.py")]))
+    one.step("tests", 9, lambda step: steps._pytest(step, [*options, str(folder / "test_hanging.py")], hangs=2))
     rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
     failed = [row for row in rows[:-3]]
     assert [row["item"] for row in failed] == [f"test_hanging.py::test_that_fails[{i}]" for i in range(20)]
@@ -483,6 +482,30 @@ def test_every_failure_of_a_session_has_one_row_with_what_it_says(call, tmp_path
     )
     assert "No module named 'there_is_none'" in said["test_b.py"]
     assert said["pytest"].startswith("3 of 3 tests failed")
+
+
+def test_a_test_that_ends_its_session_has_crashed(call, tmp_path):
+    one = call()
+    one.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), one.env.get("PYTHONPATH")]))
+    (tmp_path / "test_ending.py").write_text("import os\ndef test_a(): os.kill(os.getpid(), 11)\ndef test_b(): pass\n")
+    one.step("tests", 30, lambda step: steps._pytest(step, [str(tmp_path / "test_ending.py")]))
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    assert statuses(rows) == [("test_ending.py::test_a", "crashed"), ("pytest", "not run"), ("pytest", "failed")]
+    assert "SIGSEGV" in rows[0]["message"] and rows[1]["message"].startswith("1 of 2 tests")
+
+
+@pytest.mark.parametrize("hangs", [2, float("inf")])
+def test_a_long_benchmark_that_is_cut_off_is_no_failure(call, tmp_path, hangs):
+    one = call()
+    one.env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(run.ROOT), one.env.get("PYTHONPATH")]))
+    (tmp_path / "test_long.py").write_text("import time\ndef test_a(): time.sleep(300)\n")
+    one.step("tables", 6, lambda step: steps._pytest(step, [str(tmp_path / "test_long.py")], hangs=hangs))
+    rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
+    expected = (
+        [("pytest", "not run")] * 2 if hangs > 10 else [("test_long.py::test_a", "timeout"), ("pytest", "failed")]
+    )
+    assert statuses(rows) == expected
+    assert "test_long.py::test_a" in rows[0]["message"] + rows[0]["item"]
 
 
 LOSING = """

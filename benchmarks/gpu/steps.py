@@ -34,7 +34,7 @@ PATHS = [
 ]
 MOST_BISECTED = 12
 MOST_FAILURES = 60  # rows of a pytest session; its last row has their number
-HANGS = 10  # seconds after which a test that a session's end cuts off counts as one that hangs
+HANGS = 10  # seconds that no test needs
 SANITIZER = ["--report-api-errors", "no"]
 OURS = ["--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]  # of our kernels alone
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation, whose bounds memcheck knows
@@ -194,8 +194,14 @@ def sweep(call: Call) -> None:
     call.series("sweep", _hung_last(call, _items(call, "sweep"), _op), 20, family=_op)
 
 
-def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
-    """pytest on files of the checkout; a row for every failure, when it happens, and one for what did not run."""
+def _pytest(call: Call, arguments: list[str], hangs: float = HANGS) -> None:
+    """pytest on files of the checkout; a row for every failure, when it happens, and one for what did not run.
+
+    Args:
+        call: of the step.
+        arguments: of pytest.
+        hangs: seconds after which a test that the step's end cuts off counts as one that hangs.
+    """
     failures: set[str] = set()
     begun: dict[str, float] = {}
     ended: set[str] = set()
@@ -225,21 +231,23 @@ def _pytest(call: Call, arguments: list[str], **options: Any) -> None:
 
     plugins = ["-p", "no:cacheprovider", "-p", "benchmarks.gpu.failures"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, *arguments]
-    session = call.run(command, line=line, interrupt=min(8, call.left() / 3), **options)
-    now = time.monotonic()
-    for item in set(begun) - ended:
-        if now - begun[item] > HANGS * call.scale:
-            call.row(
-                status="timeout", item=item, message=f"it ran for {now - begun[item]:.0f} s when the session ended"
-            )
-            failures.add(item)
-            ended.add(item)
-    if missing := collected - len(ended & set(begun)):
-        call.row(status="not run", item="pytest", message=f"{missing} of {collected} tests did not run to their end")
+    session = call.run(command, line=line, interrupt=min(8, call.left() / 3))
     cut = session.status == "timeout" or session.code == 2  # pytest's, of an interrupted session
-    status = (
-        "failed" if failures else "ok" if session.code in (0, 1) else "not run" if cut and begun else session.status
-    )
+    now = time.monotonic()
+    running = {item: now - since for item, since in begun.items() if item not in ended}
+    for item, seconds in running.items():
+        if seconds > hangs * call.scale:
+            call.row(status="timeout", item=item, message=f"it ran for {seconds:.0f} s when the session ended")
+            failures.add(item)
+        elif not cut:
+            call.row(status="crashed", item=item, message=f"it ended the session: {session.message}")
+            failures.add(item)
+    if missing := collected - len(ended & set(begun)) - len(failures & set(running)):
+        message = f"{missing} of {collected} tests did not run to their end"
+        within = [item for item in running if item not in failures]
+        message += f", among them {', '.join(within[:3])}" if within else ""
+        call.row(status="not run", item="pytest", message=message)
+    status = "failed" if failures else "ok" if session.code == 0 else "not run" if cut and begun else session.status
     message = f"{len(failures)} of {collected} tests failed; {last}"
     call.row(
         status=status,
@@ -297,7 +305,8 @@ def _benchmarks(call: Call, name: str, arguments: list[str]) -> None:
     """pytest-benchmark, its report, and the table that compare makes of it."""
     found = call.scratch / f"{name}.json"
     device = "cpu" if call.rehearsal else "cuda"
-    _pytest(call, [*arguments, "--device", device, "--benchmark-json", str(found), "--rootdir", str(ROOT)])
+    options = ["--device", device, "--benchmark-json", str(found), "--rootdir", str(ROOT)]
+    _pytest(call, [*arguments, *options], hangs=float("inf"))  # a benchmark may be long
     if not found.exists() or not found.stat().st_size:
         call.row(status="failed", item=name, message="no report was written")
         return

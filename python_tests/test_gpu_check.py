@@ -451,7 +451,7 @@ def test_tests_that_fail_before_one_that_hangs_have_a_row_each(call, tmp_path, o
     (folder / "test_hanging.py").write_text(TESTS_THAT_HANG)
     one.step("tests", 9, lambda step: steps._pytest(step, [*options, str(folder / "test_hanging.py")], hangs=2))
     rows = [row for row in rows_of(tmp_path / "out") if "item" in row]
-    failed = [row for row in rows[:-3]]
+    failed = rows[:-3]
     assert [row["item"] for row in failed] == [f"test_hanging.py::test_that_fails[{i}]" for i in range(20)]
     assert all(row["status"] == "failed" and "first line" in row["message"] for row in failed)
     assert statuses(rows[-3:]) == [
@@ -536,7 +536,7 @@ def test_a_lost_device_ends_its_process_alone(call, tmp_path, how):
     if how == "xdist":
         pytest.importorskip("xdist")
     one = call()
-    paths = [str(tmp_path), str(run.ROOT), str(Path(ella_cuda.__file__).parents[1]), one.env.get("PYTHONPATH")]
+    paths = [str(tmp_path), str(Path(ella_cuda.__file__).parents[1]), str(run.ROOT), one.env.get("PYTHONPATH")]
     one.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if how == "worker":  # as xdist marks its processes
         one.env["PYTEST_XDIST_WORKER"] = "gw0"
@@ -717,13 +717,21 @@ def test_a_first_import_may_be_slow(call, tmp_path, monkeypatch):
     assert "asked once more, for hello: timeout" in rows[0]["message"]
 
 
+def test_a_module_that_does_not_load_ends_the_call(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    carried(tmp_path / "ella_cuda")
+    one = call()
+    one.rehearsal = True
+    one.env.pop("ITEMS", None)  # the worker's hello fails
+    with pytest.raises(Stopped, match="KeyError"):
+        one.step("load", 60, steps.load(tmp_path / "none"))
+
+
 def test_a_rehearsal_takes_the_checkouts_module(tmp_path, worker, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("ITEMS", "{}")
-    monkeypatch.setattr(steps, "ROOT", tmp_path / "root")
-    shutil.copytree(run.ROOT / "ella_cuda", tmp_path / "root" / "ella_cuda")
-    carried(tmp_path / "build")
-    shutil.copy(next((tmp_path / "build").glob("_C*.so")), tmp_path / "root" / "ella_cuda")
+    monkeypatch.setattr(steps, "ROOT", tmp_path)
+    carried(tmp_path / "ella_cuda")
     folders = tmp_path / "out", tmp_path / "none", tmp_path / "scratch"
     assert steps.carry_out("first", *folders, rehearse=60, steps=[("no step", 1, lambda c: None)], worker=worker) == 0
     rows = [row for row in rows_of(tmp_path / "out") if "item" in row]

@@ -412,12 +412,7 @@ def load(carried: Path | None) -> Callable[[Call], None]:
 
     def step(call: Call) -> None:
         why = "no build was carried along" if carried is None else build.misfit(carried)
-        in_place = ROOT / "ella_cuda"
-        if call.rehearsal and why is not None and build.module_of(in_place) is not None:
-            call.row(item="carried build", status="skipped", message=f"the checkout's module instead, for {why}")
-            build.assemble(call.scratch / "site", in_place)
-            _greet(call, "the checkout's module")
-            return
+        in_place = call.rehearsal and why is not None and build.module_of(ROOT / "ella_cuda") is not None
         if why is None:
             build.assemble(call.scratch / "site", carried)
             try:
@@ -425,15 +420,22 @@ def load(carried: Path | None) -> Callable[[Call], None]:
                 return
             except (RuntimeError, TimeoutError) as error:
                 why = str(error)
-        call.row(item="carried build", status="skipped", message=f"building here, for {why}")
-        if call.rehearsal:
+        if in_place:
+            item, folder, instead = "the checkout's module", ROOT / "ella_cuda", "the checkout's module instead"
+        else:
+            item, folder, instead = "build made here", call.scratch / "made", "building here"
+        call.row(item="carried build", status="skipped", message=f"{instead}, for {why}")
+        if call.rehearsal and not in_place:
             raise Stopped("a rehearsal builds nothing; python setup.py build_ext --inplace does")
-        made = call.scratch / "made"
-        ended = call.run([sys.executable, "-m", "benchmarks.gpu", "build", "--here", "--to", str(made)], FALLBACK)
-        if ended.status != "ok":
-            raise Stopped(f"the build: {ended.status}, {ended.message}")
-        build.assemble(call.scratch / "site", made)
-        _greet(call, "build made here")
+        if not in_place:
+            ended = call.run([sys.executable, "-m", "benchmarks.gpu", "build", "--here", "--to", str(folder)], FALLBACK)
+            if ended.status != "ok":
+                raise Stopped(f"the build: {ended.status}, {ended.message}")
+        build.assemble(call.scratch / "site", folder)
+        try:
+            _greet(call, item)
+        except (RuntimeError, TimeoutError) as error:
+            raise Stopped(f"{item}: {error}") from error
 
     return step
 

@@ -13,7 +13,7 @@ from benchmarks.gpu.run import TEST
 
 
 def message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """What a report says in one line: the exception, else its last line; the first of xdist's names the process alone."""
+    """What a report says in one line: the exception, else the last line. The first line names only the process, under pytest-xdist."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         return next((line for line in crash.message.splitlines() if line.strip()), "")

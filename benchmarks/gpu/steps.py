@@ -34,7 +34,7 @@ PATHS = [
 ]
 MOST_BISECTED = 12
 MOST_FAILURES = 60  # rows of a pytest session; its last row has their number
-HANGS = 10  # seconds that no test needs
+HANGS = 20  # seconds; of tests that a step's end cuts off, those that ran for longer count as hanging
 SANITIZER = ["--report-api-errors", "no"]
 OURS = ["--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]  # of our kernels alone
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation, whose bounds memcheck knows
@@ -200,7 +200,7 @@ def _pytest(call: Call, arguments: list[str], hangs: float = HANGS) -> None:
     Args:
         call: of the step.
         arguments: of pytest.
-        hangs: seconds after which a test that the step's end cuts off counts as one that hangs.
+        hangs: seconds; where the step's end cuts a test off that ran for longer, the test hangs.
     """
     failures: set[str] = set()
     begun: dict[str, float] = {}
@@ -282,7 +282,7 @@ def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
         if program is None:
             return
         prefix = [program, "--tool", tool, *SANITIZER]
-        # initcheck must see what all kernels write; of what they read, it is asked about ours below.
+        # initcheck must see the writes of all kernels; only its reports about ours count.
         prefix += ["--print-limit", "10000"] if tool == "initcheck" else OURS
         complaint = _in_ours if tool == "initcheck" else lambda lines: True
         if tool == "racecheck":

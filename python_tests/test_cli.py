@@ -464,7 +464,7 @@ def test_numbers_given_reach_the_run(asked):
         *(word for name, value in given.items() for word in ("--" + name.replace("_", "-"), str(value))),
     ]
     assert cli.main(["train", *args]) == 0
-    assert len(asked[0].configs) == 5
+    assert len(asked[0].configs) == 4
     for config in asked[0].configs:
         assert {name: getattr(config, name) for name in given} == given
 

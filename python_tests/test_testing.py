@@ -93,6 +93,24 @@ def test_convolutions_are_checked_in_float32_and_left_as_they_were(monkeypatch):
         assert torch.backends.cudnn.allow_tf32 == before
 
 
+def test_products_are_checked_in_float32_and_left_as_the_user_allows_them(monkeypatch):
+    """The bound is that of torch in float32, and of two products torch may take TF32 for one alone."""
+    matmul, seen = torch.backends.cuda.matmul, []
+
+    def look(*inputs):
+        seen.append(matmul.fp32_precision)
+        return inputs
+
+    monkeypatch.setattr(testing, "kernel_cases", lambda: [("looked at", lambda: (torch.ones(2),), look, look)])
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        (check, _) = check_kernels("cpu")
+        assert check.ok and set(seen) == {"ieee"} and matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
 def test_a_device_that_is_lost_leaves_the_table(monkeypatch):
     """After an illegal access nothing works there any more: neither the reference nor a copy."""
     lost = []

@@ -49,6 +49,10 @@ using torch::headeronly::Half;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The dtype of float or double.
+template <class T>
+constexpr ScalarType kScalarType = sizeof(T) == sizeof(float) ? ScalarType::Float : ScalarType::Double;
+
 // The type in which rows of type S are multiplied and summed: products of two 16-bit numbers are exact in float.
 template <class S>
 using Widened = std::conditional_t<std::is_same_v<S, BFloat16> || std::is_same_v<S, Half>, float, S>;

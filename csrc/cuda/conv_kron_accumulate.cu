@@ -97,7 +97,7 @@ bool tried_lags(const Device& device, const char* name, const Tensor& factor, co
     const int64_t tile = sizeof(T) == 4 && d >= 32 ? 128 : d <= 16 ? 16 : d <= 32 ? 32 : 64;
     const double patches = static_cast<double>(syrk_products(d, tile)) * (tile < 128 ? 1.0 : tf32 ? 0.2 : 0.6);
     // A wider factor has the sums of every unit, others those of as many shares as there are blocks.
-    const bool widens = factor.scalar_type() != (sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double);
+    const bool widens = factor.scalar_type() != kScalarType<T>;
     const int64_t shares = widens ? shape->units : std::min(shape->units, 2 * device.multiprocessors());
     const double moved = static_cast<double>(kLagNumberCost) * static_cast<double>(results) * static_cast<double>(shares);
     const double positions = static_cast<double>(g.positions());

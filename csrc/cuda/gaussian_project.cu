@@ -322,8 +322,7 @@ class Coordinates {
       : u_size_(s.P * s.X),
         v_size_(s.P * s.A),
         moving_(du.has_value()),
-        values_(device_empty(u, {2 * (u_size_ + v_size_) * (moving_ ? 2 : 1)},
-                             sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double)) {
+        values_(device_empty(u, {2 * (u_size_ + v_size_) * (moving_ ? 2 : 1)}, kScalarType<T>)) {
     const Source none{nullptr, 0, 0, 0};
     const Sources sources{{source(u), source(v), du ? source(*du) : none, dv ? source(*dv) : none}};
     launch(device, name, split_kernel<T>, ceil_div(values_.numel() / 2, int64_t{kThreads}), kThreads, 0, sources,

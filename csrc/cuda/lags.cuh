@@ -233,14 +233,13 @@ template <class T, int KW>
 void add_lags(const Device& device, const char* name, const Tensor& factor, const Image<T>& x, LagShape s, double alpha,
               int64_t split) {
   using Tile = LagTile<KW>;
-  const ScalarType type = sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double;
-  const bool widens = factor.scalar_type() != type;
+  const bool widens = factor.scalar_type() != kScalarType<T>;
   const int64_t all = s.units, count = int64_t{s.tasks} * Tile::kResults;
   const int64_t wanted = split ? split : std::max(ceil_div(2 * device.multiprocessors(), int64_t{s.passes}), int64_t{1});
   s.share_units = widens ? 1 : ceil_div(all, std::min(wanted, kLagShares));
   const int64_t fitting = std::max(kMostLagNumbers / count, wanted);
   const int64_t at_once = s.share_units * std::min({ceil_div(all, s.share_units), fitting, kLagShares});
-  const Tensor parts = device_empty(factor, {at_once / s.share_units, count}, type);
+  const Tensor parts = device_empty(factor, {at_once / s.share_units, count}, kScalarType<T>);
   const Tensor totals = device_empty(factor, {count});
   const int64_t numbers = std::max<int64_t>(s.staged(), kLagThreads * Tile::kResults);
   for (s.first = 0; s.first < all; s.first += at_once) {

@@ -45,8 +45,7 @@ template <class T, bool CIRCULAR>
 Tensor padded_images(const Device& device, const char* name, const Tensor& like, const Image<T>& x,
                      const std::array<int64_t, 4>& sizes, int64_t pad_h, int64_t pad_w, Components components) {
   const int64_t C = sizes[1], H = sizes[2], W = sizes[3], padded_h = H + 2 * pad_h, padded_w = W + 2 * pad_w;
-  const Tensor out =
-      device_empty(like, {sizes[0], C, padded_h, padded_w}, sizeof(T) == 4 ? ScalarType::Float : ScalarType::Double);
+  const Tensor out = device_empty(like, {sizes[0], C, padded_h, padded_w}, kScalarType<T>);
   const int64_t count = out.numel();
   with_places(most_padded_places({H, W}, {padded_h, padded_w}, count), [&](auto zero) {
     using Place = decltype(zero);

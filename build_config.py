@@ -200,6 +200,11 @@ def build_info_header(version: str, toolkit: Toolkit | None, archs: list[str], t
     return "".join(f'#define {name} "{value}"\n' for name, value in quoted.items())
 
 
+def sources(root: Path, pattern: str) -> list[str]:
+    """The sources under csrc that match, relative to `root`."""
+    return sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob(pattern))
+
+
 def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """ext_modules and cmdclass for setuptools.setup()."""
     from setuptools import Extension
@@ -239,7 +244,7 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
                 header.write_text(text)
 
             (extension,) = self.extensions
-            extension.include_dirs += [str(torch_root / "include"), str(generated)]
+            extension.include_dirs += [str(root / "csrc"), str(torch_root / "include"), str(generated)]
             extension.library_dirs += [str(torch_root / "lib")]
             extension.libraries += ["torch_cpu"]
             common = ["-std=c++17", TARGET_VERSION, "-O3", "-g0"]
@@ -252,7 +257,7 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
                 # Neither the CUDA of this torch nor the place of a wrapper matters here.
                 cpp_extension.CUDA_HOME = str(toolkit.root)
                 cpp_extension._check_cuda_version = lambda *_: None
-                extension.sources += sorted(str(path.relative_to(root)) for path in (root / "csrc/cuda").glob("*.cu"))
+                extension.sources += sources(root, "*.cu")
                 extension.extra_compile_args["nvcc"] += gencode_flags(archs)
                 if environ.get("ELLA_PTXAS_VERBOSE") == "1":
                     extension.extra_compile_args["nvcc"] += ["-Xptxas", "-v"]
@@ -260,13 +265,8 @@ def setup_arguments(root: Path, environ: Mapping[str, str] = os.environ) -> dict
                 extension.libraries += ["cudart_static", "dl", "rt", "pthread"]
                 extension.include_dirs += [str(toolkit.root / "include")]
 
-    sources = [
-        "csrc/module.cpp",
-        "csrc/schemas.cpp",
-        *sorted(f"csrc/cpu/{p.name}" for p in (root / "csrc/cpu").glob("*.cpp")),
-    ]
     depends = sorted(str(path.relative_to(root)) for path in (root / "csrc").rglob("*") if path.suffix in HEADERS)
     return {
-        "ext_modules": [Extension("ella_cuda._C", sources, language="c++", depends=depends)],
+        "ext_modules": [Extension("ella_cuda._C", sources(root, "*.cpp"), language="c++", depends=depends)],
         "cmdclass": {"build_ext": BuildExtension},
     }

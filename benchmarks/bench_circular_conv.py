@@ -1,4 +1,4 @@
-"""Convolution on a torus with a 3x3 kernel, forward, and forward with all three gradients.
+"""Circular convolution with a 3x3 kernel, forward, and forward with all three gradients.
 
 At the stages of the paper's network, and of wider layers from one image on, where neither images nor positions alone fill a
 processor's vectors.

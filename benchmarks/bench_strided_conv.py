@@ -1,4 +1,4 @@
-"""Convolution on a torus with the polyphase choice behind it, forward and backward, at the stages of the paper's network that halve the
+"""Circular convolution with the polyphase choice behind it, forward and backward, at the stages of the paper's network that halve the
 image.
 
 Of the gradient at the convolution's output three quarters are zeros; the floor counts a quarter of the products on the way back.

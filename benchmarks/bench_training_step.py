@@ -18,7 +18,7 @@ from ella_cuda.testing import float32_convolutions
 from ella_cuda.training.graph import CudaGraphs
 
 BATCH, WIDTH = 128, 10
-TWINS = {
+REFERENCES = {
     "factored_linear": factored_linear_torch,
     "circular_conv2d": circular_conv2d_torch,
     "circular_conv2d_pool": circular_conv2d_pool_torch,
@@ -45,8 +45,8 @@ def test_training_step(time, device, monkeypatch, who, graph):
         expected = loss_and_gradients()
     operations = count(model, x).step
     if who != "ella_cuda":
-        for name, twin in TWINS.items():
-            monkeypatch.setattr(ops, name, twin)
+        for name, reference in REFERENCES.items():
+            monkeypatch.setattr(ops, name, reference)
     with float32_convolutions():
         own = loss_and_gradients()
     for found, wanted in zip(own, expected, strict=True):

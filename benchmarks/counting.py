@@ -66,7 +66,7 @@ def _layer(module: torch.nn.Module, x: torch.Tensor, first: bool) -> Work:
 
 
 def count(model: torch.nn.Module, x: torch.Tensor) -> Work:
-    """The work of ``model``, whose layers are convolutions on a torus, F-FC and linear ones, on the batch ``x``."""
+    """The work of ``model``, whose layers are circular convolutions, F-FC and linear ones, on the batch ``x``."""
     total = Work()
 
     def add(module: torch.nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:

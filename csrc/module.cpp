@@ -6,7 +6,7 @@
 #include <string>
 
 #include "common/cuda_path.h"
-#include "cpu/kernels.h"
+#include "cpu/simd/kernels.h"
 #include "ella_build_info.h"
 
 namespace py = pybind11;

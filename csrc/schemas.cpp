@@ -20,19 +20,19 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Both, with the (N,D,C) sums over x, in an order of the kernels' own, kept in between where they are no more than x has
-  // numbers; else, and on CUDA for float64 and many images, middle is empty and they are computed again.
+  // elements; else, and on CUDA for float64 and many images, intermediate is empty and they are computed again.
   m.def(
       "factored_linear_keeping(Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, Tensor? bias_out, "
       "bool allow_tf32=False) -> (Tensor, Tensor)");
   m.def(
       "factored_linear_backward_keeping(Tensor grad, Tensor x, Tensor weight_in, Tensor weight_out, Tensor? bias_in, "
-      "Tensor middle, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, "
+      "Tensor intermediate, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, "
       "bool allow_tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // Of the same gradients that of x alone, (N,C,X), and those of the sums over x, sum_y grad[n,d,y] weight_out[d,c,y], as
   // (D,C,N); both contiguous, one not asked for has shape (0,). CPU only: on CUDA Python calls torch's products.
   m.def(
-      "factored_linear_pull_back(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_middle) "
+      "factored_linear_vjp(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_intermediate) "
       "-> (Tensor, Tensor)");
 
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
@@ -93,13 +93,13 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def("polyphase_select(Tensor x, Tensor index) -> Tensor");
   m.def("polyphase_scatter(Tensor grad, Tensor index) -> Tensor");
 
-  // An image on a torus with pad_h more of its rows above and below and pad_w more of its columns left and right, and the
-  // transpose of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it goes
-  // around. With index (N,), image n is moved up by index[n] & 1 and to the left by index[n] >> 1 before it is padded.
+  // An image with circular padding with pad_h more of its rows above and below and pad_w more of its columns left and right,
+  // and the transpose of that map: x (N,C,H,W) -> contiguous (N,C,H+2pad_h,W+2pad_w), and back. Any padding, however often it
+  // goes around. With index (N,), image n is moved up by index[n] & 1 and to the left by index[n] >> 1 before it is padded.
   m.def("circular_pad2d(Tensor x, int pad_h, int pad_w, Tensor? index) -> Tensor");
   m.def("circular_fold2d(Tensor grad, int pad_h, int pad_w, Tensor? index) -> Tensor");
 
-  // 'Same' convolution on a torus, stride 1: y[n,d,h,w] = sum_{c,i,j} weight[d,c,i,j] x[n,c,(h+i-kh/2) mod H,(w+j-kw/2) mod W]
+  // 'Same' circular convolution, stride 1: y[n,d,h,w] = sum_{c,i,j} weight[d,c,i,j] x[n,c,(h+i-kh/2) mod H,(w+j-kw/2) mod W]
   // + bias[d]; x (N,C,H,W), weight (D,C,kh,kw), kh and kw odd, bias (D,) -> contiguous (N,D,H,W). CPU only: on CUDA Python
   // calls cuDNN through torch.
   m.def("circular_conv2d(Tensor x, Tensor weight, Tensor? bias) -> Tensor");

@@ -108,7 +108,7 @@ class Group:
     def turn_kernel(self, kernel: Tensor, element: int) -> Tensor:
         """The kernel ``(..., k, k)`` that sees an image as the given one sees the moved image.
 
-        ``correlate(kernel, g . x) = g . correlate(turn_kernel(kernel, g), x)`` on a torus. Shifts leave kernels as they are.
+        ``correlate(kernel, g . x) = g . correlate(turn_kernel(kernel, g), x)`` with circular padding. Shifts leave kernels as they are.
         """
         transposed, flips = self._linear[element]
         kernel = kernel.flip(flips) if flips else kernel
@@ -126,7 +126,7 @@ class Group:
         """For every element how it turns a kernel: flipped along these axes, then transposed.
 
         Raises:
-            ValueError: an element is no symmetry of the torus.
+            ValueError: an element is no symmetry of the periodic grid.
         """
         if not hasattr(self, "_turns"):
             self._turns = tuple(self._linear_part(g) for g in range(self.order))
@@ -152,7 +152,9 @@ class Group:
                     expected = [([0], signs[0]), (signs[1], [0])]
                 if steps == expected:
                     return transposed, flips
-        raise ValueError(f"{self}: element {element} moves neighbouring pixels apart; it is no symmetry of the torus.")
+        raise ValueError(
+            f"{self}: element {element} moves neighbouring pixels apart; it is no symmetry of the periodic grid."
+        )
 
     def act_on_features(self, x: Tensor, element: int) -> Tensor:
         """What :class:`ella_cuda.nn.GroupLift` makes of the image moved by an element, from what it makes of the image: slice g is what

@@ -180,7 +180,7 @@ def kernel_cases() -> list[KernelCase]:
 
     move, move_reference = moved(ops.circular_pad2d), moved(ops.circular_pad2d_torch)
     project, project_reference = bumps(ops.basis_project), bumps(ops.basis_project_torch)
-    torus = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
+    circular = lambda: (normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     strided = lambda: (normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4))  # noqa: E731
     image = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
     pad = lambda x: ops.circular_pad2d(x, 1, 9)  # noqa: E731  (once around and a pixel)
@@ -222,7 +222,7 @@ def kernel_cases() -> list[KernelCase]:
                 (" many images", (4200, 3, 7, 5, 3)),  # and a backward that does not store the intermediate
             )
         ),
-        ("factored_linear_pull_back", incoming, ops.factored_linear_pull_back, ops.factored_linear_pull_back_torch),
+        ("factored_linear_vjp", incoming, ops.factored_linear_vjp, ops.factored_linear_vjp_torch),
         *(
             (name, rows(count, d), one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_))
             for name, count, d in [
@@ -259,8 +259,8 @@ def kernel_cases() -> list[KernelCase]:
             for mode in ("circular", "zeros")
             for channels, more in ((3, ""), (4, ", 4 channels"), (12, ", 12 channels"), (15, ", 15 channels"))
         ),
-        ("circular_conv2d", torus, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
-        ("circular_conv2d backward", torus, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
+        ("circular_conv2d", circular, one(ops.circular_conv2d), one(ops.circular_conv2d_torch)),
+        ("circular_conv2d backward", circular, gradients(ops.circular_conv2d), gradients(ops.circular_conv2d_torch)),
         ("circular_conv2d_pool", strided, one(ops.circular_conv2d_pool), one(ops.circular_conv2d_pool_torch)),
         (
             "circular_conv2d_pool backward",

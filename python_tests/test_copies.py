@@ -368,13 +368,13 @@ def test_copies_are_equal_and_independent(name, state, way):
     case = CASES[name][state]
     torch.manual_seed(0)
     original = case.make()
-    twin = WAYS[way](original)
-    assert type(twin) is type(original)
+    copied = WAYS[way](original)
+    assert type(copied) is type(original)
     if way != "copy.copy":
         # A tuple of unchangeable things, as a shape without a basis, is its own copy.
-        assert not memory(twin, {}) & memory(original, {})
+        assert not memory(copied, {}) & memory(original, {})
     expected = case.ask(original)
-    assert same(case.ask(twin), expected)
+    assert same(case.ask(copied), expected)
     again = WAYS[way](original)  # after it was asked
     assert same(case.ask(again), expected)
     assert same(case.ask(original), expected)

@@ -101,14 +101,14 @@ def test_wrong_tables_and_actions_are_refused():
 
 
 def swap_pairs(x: Tensor, element: int) -> Tensor:
-    """Every other column with the one beside it: an involution, but no symmetry of the torus."""
+    """Every other column with the one beside it: an involution, but no symmetry of the periodic grid."""
     return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if element else x
 
 
 def test_an_action_that_tears_neighbours_apart_cannot_turn_kernels():
     torn = Group("torn", cyclic(2), swap_pairs)
     torn.check(4, 4)
-    with pytest.raises(ValueError, match="no symmetry of the torus"):
+    with pytest.raises(ValueError, match="no symmetry of the periodic grid"):
         torn.turn_kernel(torch.zeros(3, 3), 1)
 
 

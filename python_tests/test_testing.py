@@ -11,7 +11,7 @@ from ella_cuda.testing import check_kernel, check_kernels, kernel_cases
 
 OPS = (
     "factored_linear",
-    "factored_linear_pull_back",
+    "factored_linear_vjp",
     "kron_accumulate_",
     "conv_kron_accumulate_",
     "circular_conv2d",

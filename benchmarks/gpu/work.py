@@ -134,7 +134,7 @@ def hello() -> dict[str, Any]:
     return info | {"torch": torch.__version__, "python": sys.version.split()[0], "items": items}
 
 
-# kernels against their twins
+# kernels against their references
 
 
 def cases() -> list[str]:

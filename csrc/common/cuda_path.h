@@ -20,7 +20,7 @@
 #include <mutex>
 #include <string>
 
-#include "error.h"
+#include "common/error.h"
 
 namespace ella {
 

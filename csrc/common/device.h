@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "stable.h"
+#include "common/stable.h"
 
 #ifndef ELLA_SIMULATOR
 #include <cuda_runtime.h>
@@ -27,11 +27,11 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
   return (a + b - 1) / b;
 }
 
-// Numbers of a tensor up to which their places are counted in 31 bits; tests say fewer, so that small shapes go both ways.
-#ifndef ELLA_MOST_SHORT_PLACES
-#define ELLA_MOST_SHORT_PLACES 2147483647
+// The largest index that kernels compute in 32 bits; tests set a smaller one, so that small shapes take both types.
+#ifndef ELLA_MAX_INDEX_32
+#define ELLA_MAX_INDEX_32 2147483647
 #endif
-constexpr int64_t kMostShortPlaces = ELLA_MOST_SHORT_PLACES;
+constexpr int64_t kMaxIndex32 = ELLA_MAX_INDEX_32;
 
 #ifdef ELLA_SIMULATOR
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "device.h"
+#include "common/device.h"
 
 namespace ella {
 

@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "error.h"
+#include "common/error.h"
 
 // Headers before 2.13 know the check under its old name only.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK

@@ -4,14 +4,14 @@
 
 #include <type_traits>
 
-#include "device.h"
+#include "common/device.h"
 
 namespace ella {
 
 // How tensor cores multiply float32 numbers.
 //   split     three products of each pair, of which each number is split in two TF32 numbers: float32 accuracy
-//   rounded   one product of each pair, of numbers rounded to TF32, a relative error of at most 2^-11 in each; exact where
-//             they are TF32 numbers, as float16 and bfloat16 numbers are
+//   rounded   one product of each pair, of elements rounded to TF32, a relative error of at most 2^-11 in each; exact where
+//             they are TF32 numbers, as float16 and bfloat16 elements are
 enum class Tf32 { split, rounded };
 
 // Calls f with that number as a type.

@@ -9,7 +9,7 @@
 // K-major layout with 128-byte swizzle.
 #pragma once
 
-#include "device_memory.h"
+#include "common/device_memory.h"
 
 namespace ella {
 

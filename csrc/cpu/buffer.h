@@ -5,11 +5,11 @@
 #include <memory>
 #include <new>
 
-#include "../common/stable.h"
+#include "common/stable.h"
 
 namespace ella {
 
-// `count` numbers, uninitialised, from the system: asking torch takes a call of its dispatcher, of a few microseconds.
+// `count` elements, uninitialised, from the system: asking torch takes a call of its dispatcher, of a few microseconds.
 template <class T>
 class Buffer {
  public:
@@ -26,8 +26,8 @@ class Buffer {
  private:
   static constexpr std::align_val_t kLine{64};  // of the cache
   static size_t bytes(int64_t count) {
-    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(T));
-    ELLA_CHECK(count >= 0 && count <= kMost, "ella_cuda: sizes whose scratch memory cannot be counted; use smaller ones");
+    constexpr int64_t kMax = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(T));
+    ELLA_CHECK(count >= 0 && count <= kMax, "ella_cuda: sizes whose scratch memory cannot be counted; use smaller ones");
     return static_cast<size_t>(count) * sizeof(T);
   }
   struct Free {

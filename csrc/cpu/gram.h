@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "buffer.h"
-#include "kernels.h"
+#include "cpu/buffer.h"
+#include "cpu/simd/kernels.h"
 
 namespace ella {
 
@@ -50,7 +50,7 @@ class Tiles {
     return std::min(*std::upper_bound(group_ends_.begin(), group_ends_.end(), begin), end);
   }
 
-  // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows. Panels lie `panel` numbers
+  // sums[i, j] of tiles begin..end, one after the other, for i <= j: the products of `rows` rows. Panels lie `panel` elements
   // apart.
   void products(int64_t begin, int64_t end, int64_t rows, const T* packed, int64_t panel, T* sums) const {
     for (int64_t k0 = 0; k0 < rows; k0 += kRows) {
@@ -190,7 +190,7 @@ class Gram {
   const Tiles<T>& tiles() const { return tiles_; }
 
  private:
-  // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 numbers, against d^2 multiply-adds a row.
+  // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 elements, against d^2 multiply-adds a row.
   static constexpr int64_t kPacked = 8 * 1024 * 1024 / static_cast<int64_t>(sizeof(T));
   static constexpr int64_t kStep = Tiles<T>::kRows;
   static constexpr int64_t kLongest = 4096;  // rows summed before the target is touched, by 64: to bound rounding
@@ -207,10 +207,10 @@ class Gram {
     parallel_tasks(factors * count, [&](int64_t begin, int64_t end) {
       // Few rows: the target is most of the traffic, and a tile is added right after its products, for which it was fetched.
       const bool few = rows <= Tiles<T>::kRows;
-      const int64_t most = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
+      const int64_t max_count = few ? 1 : std::min(std::min(end - begin, count), Tiles<T>::kGroup * Tiles<T>::kGroup);
       const bool widens = sizeof(Sum) > sizeof(T) && !few;
-      const Buffer<T> sums((widens ? 1 : most) * size);
-      const Buffer<Sum> wide(widens ? most * size : 0);
+      const Buffer<T> sums((widens ? 1 : max_count) * size);
+      const Buffer<Sum> wide(widens ? max_count * size : 0);
       if (widens) sums.zero(0, size);
       while (begin < end) {
         const int64_t factor = begin / count, first = begin - factor * count, left = end - factor * count;

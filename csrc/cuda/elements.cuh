@@ -1,10 +1,10 @@
-// Kernels whose every thread writes numbers of its own, each found by its place in a contiguous tensor of four axes.
+// Kernels whose every thread writes elements of its own, each found by its place in a contiguous tensor of four axes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#include "../common/device.h"
+#include "common/device.h"
 
 namespace ella {
 
@@ -29,16 +29,16 @@ Image<T> image(const Tensor& tensor) {
 }
 
 // Quotients by a number that is known at launch, and what they leave.
-template <class Place>
+template <class Index>
 class Divisor {
  public:
   explicit Divisor(int64_t divisor) : divisor_(divisor) {}
-  __device__ __forceinline__ Place operator()(Place number) const { return number / divisor_; }
-  __device__ __forceinline__ Place rest(Place number) const { return number % divisor_; }
-  __device__ __forceinline__ Place value() const { return divisor_; }
+  __device__ __forceinline__ Index operator()(Index number) const { return number / divisor_; }
+  __device__ __forceinline__ Index rest(Index number) const { return number % divisor_; }
+  __device__ __forceinline__ Index value() const { return divisor_; }
 
  private:
-  Place divisor_;
+  Index divisor_;
 };
 
 // Below 2^31 a quotient is the upper half of a product, a sum and a shift, for which the hardware needs 3 instructions against
@@ -64,26 +64,26 @@ class Divisor<uint32_t> {
 };
 
 // Where the number of that place is in a contiguous tensor (*, C, H, W).
-template <class Place>
+template <class Index>
 struct Axes {
-  Divisor<Place> C, H, W;
+  Divisor<Index> C, H, W;
 
   Axes(int64_t c, int64_t h, int64_t w) : C(c), H(h), W(w) {}
 
   struct Indices {
-    Place n, c, h, w;
+    Index n, c, h, w;
   };
 
-  __device__ __forceinline__ Indices operator()(Place place) const {
-    const Place row = W(place), plane = H(row), n = C(plane);
-    return {n, plane - n * C.value(), row - plane * H.value(), place - row * W.value()};
+  __device__ __forceinline__ Indices operator()(Index linear) const {
+    const Index row = W(linear), plane = H(row), n = C(plane);
+    return {n, plane - n * C.value(), row - plane * H.value(), linear - row * W.value()};
   }
 };
 
 // Calls f with a number of the type in which `count` places are counted.
 template <class F>
-void with_places(int64_t count, const F& f) {
-  if (count <= kMostShortPlaces) {
+void with_index_type(int64_t count, const F& f) {
+  if (count <= kMaxIndex32) {
     f(uint32_t{});
   } else {
     f(int64_t{});
@@ -95,21 +95,21 @@ inline int64_t element_blocks(int64_t count) {
 }
 
 // out[place] = value(place) for all places; by blocks of kElementThreads.
-template <class T, class Place, class Value>
-__device__ __forceinline__ void write_elements(T* __restrict__ out, Place count, const Value& value) {
-  constexpr Place kTile = kElementThreads * kElementsPerThread;
+template <class T, class Index, class Value>
+__device__ __forceinline__ void write_elements(T* __restrict__ out, Index count, const Value& value) {
+  constexpr Index kTile = kElementThreads * kElementsPerThread;
   // In 32 bits: below 2^31 + 2^20 * 2^10.
-  for (Place tile = static_cast<Place>(blockIdx.x) * kTile; tile < count; tile += static_cast<Place>(gridDim.x) * kTile) {
+  for (Index tile = static_cast<Index>(blockIdx.x) * kTile; tile < count; tile += static_cast<Index>(gridDim.x) * kTile) {
     T values[kElementsPerThread];
 #pragma unroll
     for (int i = 0; i < kElementsPerThread; ++i) {
-      const Place place = tile + i * kElementThreads + threadIdx.x;
-      values[i] = place < count ? value(place) : T(0);
+      const Index linear = tile + i * kElementThreads + threadIdx.x;
+      values[i] = linear < count ? value(linear) : T(0);
     }
 #pragma unroll
     for (int i = 0; i < kElementsPerThread; ++i) {
-      const Place place = tile + i * kElementThreads + threadIdx.x;
-      if (place < count) out[place] = values[i];
+      const Index linear = tile + i * kElementThreads + threadIdx.x;
+      if (linear < count) out[linear] = values[i];
     }
   }
 }

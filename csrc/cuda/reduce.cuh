@@ -1,7 +1,7 @@
 // Sums in a fixed order: within a warp, a block, and across the partial results of many blocks.
 #pragma once
 
-#include "../common/device_memory.h"
+#include "common/device_memory.h"
 
 namespace ella {
 

@@ -4,7 +4,7 @@
 // start(stage) starts the copies of the next slab, each thread its own, and commits nothing.
 #pragma once
 
-#include "../common/device_memory.h"
+#include "common/device_memory.h"
 
 namespace ella {
 

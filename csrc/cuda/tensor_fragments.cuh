@@ -11,9 +11,9 @@
 // row g of the j-th eight, so a lane's results are the neighbouring rows 4 g.. and columns 8 t..
 #pragma once
 
-#include "../common/device_memory.h"
-#include "../common/tensor_core.h"
-#include "reduce.cuh"
+#include "common/device_memory.h"
+#include "common/tensor_core.h"
+#include "cuda/reduce.cuh"
 
 namespace ella {
 
@@ -54,7 +54,7 @@ __device__ __forceinline__ Fragment read_fragment(SharedArray<float> operand, in
 // A fragment as the tensor cores get it.
 template <Tf32 TF32>
 struct Tf32Fragment {
-  float big[4][4], small[4][4];  // small: where numbers are split
+  float big[4][4], small[4][4];  // small: where elements are split
 
   __device__ __forceinline__ explicit Tf32Fragment(const Fragment& from) {
 #pragma unroll

@@ -52,7 +52,7 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     magnified about its centre by a factor whose logarithm is uniform in ±log 2, so 1/2 to 2. Interpolation is bilinear.
     What comes from outside the image is 0, black, as around a digit, and what leaves it is lost: of an MNIST digit,
     which fills 20 of 28 pixels, that begins at magnification 1.4. Ranges, interpolation and border are those of the
-    published experiments. Translation is not around a torus, though that would be a convolution's exact symmetry here:
+    published experiments. Translation is not circular, though that would be a convolution's exact symmetry here:
     invariance would then hold by construction, and a photograph would get a seam. The two agree while nothing but
     black crosses the edge.
 

@@ -11,7 +11,7 @@ from ella_cuda.nn._sizes import Size, as_count, as_kernel_size, check_image
 
 
 class CircularConv2d(nn.Conv2d):
-    """A convolution on a torus that keeps the size: ``(N, C, H, W) -> (N, D, H, W)``.
+    """A 'same' convolution with circular padding: ``(N, C, H, W) -> (N, D, H, W)``.
 
     The map, the parameters, their initialisation and the state dict of ``torch.nn.Conv2d(in_channels, out_channels, kernel_size,
     padding="same", padding_mode="circular")``, computed by :func:`ella_cuda.ops.circular_conv2d`.

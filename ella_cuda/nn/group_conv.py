@@ -18,7 +18,7 @@ VARIANTS = ("full", "separable", "depthwise_separable", "pointwise")
 
 
 class GroupFilter2d(nn.Module):
-    r"""One filter over a group and the grid, on a torus: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
+    r"""One filter over a group and the grid, with circular padding: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
 
     .. math:: y[n,d,g,p] = \sum_{c,u,r} k[d,c,u,r]\, x[n,c,ug,p+r] + b[d]
 
@@ -126,7 +126,7 @@ class GroupFilter2d(nn.Module):
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -> Tensor:
-    """On a torus, at stride 1."""
+    """With circular padding, at stride 1."""
     height, width = weight.shape[2:]
     if groups == 1 and (height, width) != (1, 1):
         return ops.circular_conv2d(x, weight, bias)
@@ -141,7 +141,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1) -
 
 
 class GroupConv2d(nn.Sequential):
-    r"""A convolution over a finite group and the grid (GCONV), on a torus: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
+    r"""A convolution over a finite group and the grid (GCONV), with circular padding: ``(N, C, G, H, W) -> (N, D, G, H, W)``.
 
     It is equivariant to the group: what :class:`ella_cuda.nn.GroupLift` makes of a moved image has its slices in other places
     (:meth:`ella_cuda.groups.Group.act_on_features`), and so has the output.

@@ -223,7 +223,7 @@ def _pairs(
 
 
 class SparseConv2d(nn.Module):
-    r"""A convolution on a torus whose kernel is given at anchors: ``(N, C, H, W) -> (N, D, H, W)``.
+    r"""A circular convolution whose kernel is given at anchors: ``(N, C, H, W) -> (N, D, H, W)``.
 
     .. math:: k[d,c,r] = \sum_a w[d,c,a] \Psi[a,r]
 
@@ -337,7 +337,7 @@ class SparseConv2d(nn.Module):
 
         Raises:
             TypeError: dense is no convolution; what the layer itself raises.
-            ValueError: the convolution is strided, dilated, grouped, or does not keep the size on a torus; what the layer itself raises.
+            ValueError: the convolution is strided, dilated, grouped, or does not keep the size; what the layer itself raises.
         """
         if not isinstance(dense, nn.Conv2d):
             raise TypeError(f"SparseConv2d.from_dense: expected a torch.nn.Conv2d, got {type(dense).__name__}.")
@@ -345,7 +345,7 @@ class SparseConv2d(nn.Module):
         simple = dense.stride == dense.dilation == (1, 1) and dense.groups == 1 and dense.padding_mode == "circular"
         if not simple or dense.padding not in ("same", half):
             raise ValueError(
-                "SparseConv2d.from_dense: expected a convolution that keeps the size on a torus (padding='same', padding_mode='circular', "
+                "SparseConv2d.from_dense: expected a 'same' convolution with circular padding (padding='same', padding_mode='circular', "
                 f"stride, dilation and groups 1), got {dense}."
             )
         sizes = (dense.in_channels, dense.out_channels, dense.kernel_size)

@@ -99,7 +99,7 @@ def basis_project(
 def basis_project_torch(
     x: Tensor, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor | float, kind: str = "interpolating"
 ) -> Tensor:
-    """Plain-torch twin of :func:`basis_project`; stores the ``(A, X)`` basis matrix."""
+    """Plain-torch reference of :func:`basis_project`; stores the ``(A, X)`` basis matrix."""
     return x @ basis_matrix(points, anchors, inverse_lengthscale, kind).mT
 
 

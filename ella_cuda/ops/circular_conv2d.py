@@ -1,4 +1,4 @@
-"""Convolution on a torus at stride 1, for few channels.
+"""Circular convolution at stride 1, for few channels.
 
 The map is linear in each of ``x`` and ``weight``, so every derivative of every order is a sum of calls to the same two ops,
 ``circular_conv2d`` and ``circular_conv2d_weight_grad``, with tangents in place of arguments.
@@ -25,7 +25,7 @@ from ella_cuda.ops.circular_pad2d import circular_pad2d
 
 
 def circular_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    r"""Cross-correlation with a kernel of odd sides on a torus, output as large as the input.
+    r"""Cross-correlation with circular padding and a kernel of odd sides; the output is as large as the input.
 
     .. math:: y[n,d,h,w] = \sum_{c,i,j} K[d,c,i,j]\, x\big[n,c,(h+i-\lfloor k_h/2\rfloor) \bmod H,(w+j-\lfloor k_w/2\rfloor) \bmod W\big]
         + b[d]
@@ -87,7 +87,7 @@ def require_convolution(op: str, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 def circular_conv2d_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Plain-torch twin of :func:`circular_conv2d`."""
+    """Plain-torch reference of :func:`circular_conv2d`."""
     require_convolution("circular_conv2d", x, weight, bias)
     (height, width), (half_h, half_w) = x.shape[2:], (k // 2 for k in weight.shape[2:])
     if half_h <= height and half_w <= width and x.numel() and weight.numel():
@@ -115,7 +115,7 @@ def convolution_sizes(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def require_odd(op: str, name: str, kernel_h: int, kernel_w: int) -> None:
-    """Check that a kernel has a middle, for an op's fake."""
+    """Check that a kernel has a centre, for an op's fake."""
     for size in (kernel_h, kernel_w):
         for holds in (size > 0, size % 2 == 1):
             torch._check(holds, lambda: f"{op}: {name} must have odd height and width, got ({kernel_h}, {kernel_w})")

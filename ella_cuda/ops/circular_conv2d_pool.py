@@ -1,4 +1,4 @@
-"""Convolution on a torus followed by the choice of one polyphase component per image, as one op.
+"""Circular convolution followed by the choice of one polyphase component per image, as one op.
 
 The gradient of what stands between the two, four times as large as the result and three quarters zeros, is never formed. Given the
 choice the map is a convolution of stride 2 of images that are moved by it, and that is what CUDA does on the way back. On the CPU
@@ -84,7 +84,7 @@ torch.library.impl("ella_cuda::circular_conv2d_pool", "CUDA", _pool_of_two)
 
 
 def circular_conv2d_pool_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
-    """Plain-torch twin of :func:`circular_conv2d_pool`."""
+    """Plain-torch reference of :func:`circular_conv2d_pool`."""
     return polyphase_pool_torch(circular_conv2d_torch(x, weight, bias), norm)
 
 
@@ -92,7 +92,7 @@ def circular_conv2d_pool_transposed(grad: Tensor, index: Tensor, weight: Tensor)
     """The transpose of :func:`circular_conv2d_pool` without bias, its choice given: a quarter of the products of a whole convolution.
 
     On the CPU an op that convolves nothing but the chosen components. On CUDA cuDNN's transposed convolution of stride 2, of which
-    :func:`ella_cuda.ops.circular_pad2d`'s transpose makes images on a torus.
+    :func:`ella_cuda.ops.circular_pad2d`'s transpose makes images with circular padding.
 
     Args:
         grad: ``(N, D, H/2, W/2)``, float32 or float64.

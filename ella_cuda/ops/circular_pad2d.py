@@ -13,7 +13,7 @@ MOST_PADDED = 1 << 30  # rows or columns on a side; the kernels' limit
 
 
 def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
-    r"""Put rows and columns of an image on a torus around it.
+    r"""Put rows and columns of an image with circular padding around it.
 
     .. math:: y[n,c,i,j] = x\big[n,c,(i-p_h+a_n) \bmod H,(j-p_w+b_n) \bmod W\big], \qquad
         a_n = \mathrm{index}_n \bmod 2, \quad b_n = \lfloor \mathrm{index}_n / 2 \rfloor
@@ -47,7 +47,7 @@ def circular_fold2d(grad: Tensor, pad_h: int, pad_w: int, index: Tensor | None =
 
 
 def circular_pad2d_torch(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
-    """Plain-torch twin of :func:`circular_pad2d`."""
+    """Plain-torch reference of :func:`circular_pad2d`."""
     rows, columns = (
         torch.arange(-pad, size + pad, device=x.device) for pad, size in zip((pad_h, pad_w), x.shape[2:], strict=True)
     )

@@ -80,7 +80,7 @@ def conv_kron_accumulate_torch_(
     padding: Size | None = None,
     dilation: Size = 1,
 ) -> Tensor:
-    """Plain-torch twin of :func:`conv_kron_accumulate_`; its products have the factor's dtype."""
+    """Plain-torch reference of :func:`conv_kron_accumulate_`; its products have the factor's dtype."""
     x = x.to(factor.dtype)
     kernel, strides, pads, dilations, circular = _geometry(kernel_size, padding_mode, stride, padding, dilation)
     padded = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular" if circular else "constant")

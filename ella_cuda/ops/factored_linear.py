@@ -31,7 +31,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 # Numbers of the intermediate from which weights are multiplied out on the CPU where that saves operations: below, the dozen torch
 # calls of forward and backward take as long as the op. The CPU's op changes over at the same size
-# (csrc/cpu/factored_linear_one_output.h).
+# (csrc/factored_linear/cpu/one_output.h).
 MULTIPLIED_OUT_FROM = 1 << 19
 # Bytes of the intermediate from which they are on CUDA. An estimate from counts: forward and backward are 4 launches of the op, and
 # move the intermediate 7 times (z written and read forward; z and dz written, z read once and dz twice backward). Multiplied out they
@@ -93,7 +93,7 @@ def factored_linear(
 def factored_linear_torch(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
 ) -> Tensor:
-    """Plain-torch twin of :func:`factored_linear`."""
+    """Plain-torch reference of :func:`factored_linear`."""
     z = torch.einsum("ncx,dcx->ndc", x, weight_in)
     if bias_in is not None:
         z = z + bias_in[:, None]
@@ -406,9 +406,9 @@ class _Keeping(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            y, middle = _OP_KEEPING(*args)
+            y, intermediate = _OP_KEEPING(*args)
         *_, ctx.allow_tf32 = args
-        ctx.save_for_backward(*args[:4], middle)
+        ctx.save_for_backward(*args[:4], intermediate)
         ctx.set_materialize_grads(False)
         return y
 
@@ -416,11 +416,11 @@ class _Keeping(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None, None, None
-        *inputs, middle = ctx.saved_tensors
+        *inputs, intermediate = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:5]
         if plain_autograd((grad, *inputs), graph=False):
             with torch._C._AutoDispatchBelowAutograd():
-                grads = _OP_BACKWARD_KEEPING(grad, *inputs, middle, *wanted, ctx.allow_tf32)
+                grads = _OP_BACKWARD_KEEPING(grad, *inputs, intermediate, *wanted, ctx.allow_tf32)
         else:
             grads = _backward(grad, *inputs, *wanted, ctx.allow_tf32)
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None

@@ -49,7 +49,7 @@ def gaussian_project(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def gaussian_project_torch(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """Plain-torch twin of :func:`gaussian_project`; stores the ``(A, X)`` matrix."""
+    """Plain-torch reference of :func:`gaussian_project`; stores the ``(A, X)`` matrix."""
     return x @ gaussian_matrix(u, v).to(x.dtype).mT
 
 

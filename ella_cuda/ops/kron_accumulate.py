@@ -53,7 +53,7 @@ def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor
 
 
 def kron_accumulate_torch_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
-    """Plain-torch twin of :func:`kron_accumulate_`; its products have the factor's dtype."""
+    """Plain-torch reference of :func:`kron_accumulate_`; its products have the factor's dtype."""
     blocks = rows.to(factor.dtype).movedim(1, 0)
     return factor.baddbmm_(blocks.transpose(1, 2), blocks, alpha=alpha)
 

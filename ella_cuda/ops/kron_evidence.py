@@ -172,7 +172,7 @@ def kron_evidence(
 def kron_evidence_torch(
     spectra: KronSpectra, square_norms: Tensor, log_precision: Tensor, log_scale: Tensor | float = 0.0
 ) -> KronEvidence:
-    """Plain-torch twin of :func:`kron_evidence`; stores the products, and is differentiable in the eigenvalues too."""
+    """Plain-torch reference of :func:`kron_evidence`; stores the products, and is differentiable in the eigenvalues too."""
     values, prior = spectra.eigenvalues, log_precision.exp() * square_norms
     logs, quotients = [], []
     for blocks, ratio in zip(

@@ -38,7 +38,7 @@ def kron_logdet(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tens
 
 
 def kron_logdet_torch(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tensor | float) -> Tensor:
-    """Plain-torch twin of :func:`kron_logdet`; stores the ``(G, a, b)`` products."""
+    """Plain-torch reference of :func:`kron_logdet`; stores the ``(G, a, b)`` products."""
     l, m, delta = _canonical(eigenvalues_in, eigenvalues_out, precision)
     return torch.log(_shifted(l, m, delta)).sum()
 

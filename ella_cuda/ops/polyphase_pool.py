@@ -41,7 +41,7 @@ def polyphase_pool(x: Tensor, norm: float = 2) -> Tensor:
 
 
 def polyphase_pool_torch(x: Tensor, norm: float = 2) -> Tensor:
-    """Plain-torch twin of :func:`polyphase_pool`."""
+    """Plain-torch reference of :func:`polyphase_pool`."""
     check_norm("polyphase_pool", norm)
     components = torch.stack([x[:, :, i & 1 :: 2, i >> 1 :: 2] for i in range(4)])
     sizes = components.detach().double().flatten(2)

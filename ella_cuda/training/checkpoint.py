@@ -470,9 +470,9 @@ def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> d
     small.grad = torch.zeros_like(small)
     options = {key: value for key, value in group.items() if key != "params"}
     try:
-        twin = type(optimizer)([{**options, "params": [small]}])
-        twin.step()
-        kept = dict(twin.state[small])
+        trial = type(optimizer)([{**options, "params": [small]}])
+        trial.step()
+        kept = dict(trial.state[small])
     except Exception:  # someone else's class, whose first step says what does not fit
         return {}
     tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}

@@ -30,7 +30,7 @@ def call_every_op(ops: Any) -> None:
     for dtype in (torch.float32, torch.float64):
         precision = torch.tensor(0.5, dtype=dtype)
         eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)
-        for channels in (1, 9):  # of nine the middle is too large to be stored
+        for channels in (1, 9):  # of nine the intermediate is too large to be stored
             x, weight = torch.randn(65, channels, 1, dtype=dtype), torch.randn(channels, channels, 1, dtype=dtype)
             ops.factored_linear(x, weight, weight, None, None)
             ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 5)

@@ -57,7 +57,7 @@ def find_cuobjdump(nvcc: Path) -> Path | None:
 def language_flags() -> list[str]:
     """Those of the build whatever the architecture."""
     options = ["-std=c++17", "-O3", build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
-    return [*options, "-I", str(build.TORCH / "include")]
+    return [*options, "-I", str(build.SOURCES), "-I", str(build.TORCH / "include")]
 
 
 def flags(archs: list[str]) -> list[str]:
@@ -66,9 +66,8 @@ def flags(archs: list[str]) -> list[str]:
 
 
 def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
-    """The device code of csrc/cuda/<name>.cu for an arch list; AssertionError with nvcc's words where it does not compile."""
-    source = build.SOURCES / "cuda" / f"{name}.cu"
-    headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
+    """The device code of csrc/<family>/cuda/<name>.cu for an arch list; AssertionError with nvcc's words where it does not compile."""
+    source, headers = build.source_of(name), build.headers_of(build.SOURCES)
     options = flags(archs)
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     report, fatbin = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("ptxas", "fatbin"))

@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 HEADERS = Path(__file__).resolve().parent / "cusim"
 TORCH = Path(torch.__file__).resolve().parent
-FEW_PLACES = "-DELLA_MOST_SHORT_PLACES=3000"  # above them kernels count places in 63 bits
-FEW_PADDED = "-DELLA_MOST_PADDED_NUMBERS=2000"  # so many of the images with their border are there at a time
-FEW_NUMBERS = "-DELLA_MOST_NUMBERS=8000"  # so many of other images, or one of them with its border, at the most
-FEW_WIDENED = "-DELLA_MOST_WIDENED_NUMBERS=300"  # so many of 16-bit numbers are copied to float32 at a time
+FEW_PLACES = "-DELLA_MAX_INDEX_32=3000"  # above them kernels count places in 63 bits
+FEW_PADDED = "-DELLA_MAX_PADDED_ELEMENTS=2000"  # so many of the images with their border are there at a time
+FEW_NUMBERS = "-DELLA_MAX_ELEMENTS=8000"  # so many of other images, or one of them with its border, at the most
+FEW_WIDENED = "-DELLA_MAX_WIDENED_ELEMENTS=300"  # so many of 16-bit numbers are copied to float32 at a time
 FEW_LAG_NUMBERS = (
-    "-DELLA_MOST_LAG_NUMBERS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
+    "-DELLA_MAX_LAG_ELEMENTS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
 )
 FEW_AT_A_TIME = "-DELLA_MOST_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
 FLAGS = [
@@ -103,13 +103,24 @@ def run(command: list[str | Path], target: Path) -> None:
         os.replace(partial, target)
 
 
+def source_of(name: str, csrc: Path = SOURCES) -> Path:
+    """The CUDA source <name>.cu."""
+    (source,) = csrc.glob(f"*/cuda/{name}.cu")
+    return source
+
+
+def headers_of(csrc: Path) -> list[Path]:
+    """The headers that a CUDA source may include."""
+    return sorted(p for p in csrc.rglob("*") if p.suffix in {".h", ".cuh"} and "cpu" not in p.relative_to(csrc).parts)
+
+
 def compile_object(source: Path, csrc: Path, optimisation: str) -> Path:
     """The object file of one source of the tree `csrc`, from the cache if it is there."""
     cxx = str(compiler())
     flags = [optimisation, *FLAGS]
     if not is_clang(cxx):  # which has no such symbols, nor the flag
         flags.append("-fno-gnu-unique")
-    headers = [*(csrc / "common").glob("*.h"), *(csrc / "cuda").glob("*.cuh"), *HEADERS.glob("*.h")]
+    headers = [*headers_of(csrc), *HEADERS.glob("*.h")]
     target = cache_folder() / f"{source.stem}-{digest([source, *headers], torch.__version__, cxx, *flags)}.o"
     if not target.exists():
         includes = ["-include", HEADERS / "cusim.h", "-I", csrc, "-isystem", TORCH / "include"]
@@ -118,8 +129,8 @@ def compile_object(source: Path, csrc: Path, optimisation: str) -> Path:
 
 
 def build(names: Iterable[str], csrc: Path = SOURCES, optimisation: str = "-O1") -> Path:
-    """A shared object with the schemas and the CUDA implementations csrc/cuda/<name>.cu, as torch.ops.ella_sim."""
-    sources = [csrc / "schemas.cpp", *(csrc / "cuda" / f"{name}.cu" for name in names)]
+    """A shared object with the schemas and the CUDA implementations <family>/cuda/<name>.cu, as torch.ops.ella_sim."""
+    sources = [csrc / "schemas.cpp", *(source_of(name, csrc) for name in names)]
     with ThreadPoolExecutor(jobs()) as pool:
         objects = list(pool.map(lambda source: compile_object(source, csrc, optimisation), sources))
     target = cache_folder() / f"libella_sim-{digest(objects, torch.__version__)}.so"
@@ -211,4 +222,4 @@ class Simulator:
 
 def all_sources() -> list[str]:
     """The names of the CUDA sources."""
-    return sorted(path.stem for path in (SOURCES / "cuda").glob("*.cu"))
+    return sorted(path.stem for path in SOURCES.glob("*/cuda/*.cu"))

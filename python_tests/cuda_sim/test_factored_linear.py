@@ -18,7 +18,7 @@ from .simulator import FEW_AT_A_TIME, Simulator
 
 pytestmark = pytest.mark.simulator
 
-# (N, C, X, D, Y). Float32 products on tensor cores (of a stored middle) have tiles of 64 x 64, slabs of 16 and five of them at
+# (N, C, X, D, Y). Float32 products on tensor cores (of a stored intermediate) have tiles of 64 x 64, slabs of 16 and five of them at
 # a time, copies of 4 where sizes allow. Fused tiles are 32 images x 8 channels; slabs hold 64 (c, x) pairs, inner tiles 16
 # channels; results come in columns of 1, 2 or 4 x 32. Float64 is torch's, for a few channels at a time. Every shape crosses some
 # of these by a little, or stays far below.
@@ -33,7 +33,7 @@ SHAPES = [
     (8, 4, 20, 12, 8),
     (68, 2, 100, 72, 4),
     (65, 1, 66, 67, 70),
-    (8, 16, 1, 12, 1),  # a middle that is large, but not for the cache
+    (8, 16, 1, 12, 1),  # an intermediate that is large, but not for the cache
 ]
 # In float32.
 FUSED = [(35, 17, 5, 70, 1), (64, 40, 9, 60, 1), (33, 37, 1, 19, 2)]
@@ -230,43 +230,43 @@ def test_how_many_blocks_share_a_depth(simulator: Simulator) -> None:
         FUSED[2],
     ],
 )
-def test_a_kept_middle(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_a_kept_intermediate(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """It is z, where that is small; from it the gradients are the same to the bit."""
     x, u, v, b_in, b_out, g = arguments(shape, dtype, "contiguous")
     N, C, X, D, Y = shape
     kept = dtype == torch.float32 and C * X + (X >= 32) * D * Y >= D * C
-    y, middle = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out)
+    y, intermediate = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out)
     assert same_bits(y, simulator.ops.factored_linear(x, u, v, b_in, b_out))
-    assert middle.shape == ((D, C, N) if kept else (0,))
+    assert intermediate.shape == ((D, C, N) if kept else (0,))
     again = simulator.ops.factored_linear_backward(g, x, u, v, b_in, *[True] * 5)
     got = in_every_order(
-        simulator, lambda: simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, middle, *[True] * 5)
+        simulator, lambda: simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, intermediate, *[True] * 5)
     )
     assert all(same_bits(a, b) for a, b in zip(got, again, strict=True))
     if kept:
         exact = torch.einsum("ncx,dcx->dcn", x.double(), u.double()) + b_in.double()[:, None, None]
-        assert_accurate(middle, exact, torch.einsum("ncx,dcx->dcn", x, u) + b_in[:, None, None])
-        doubled = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, 2 * middle, *[True] * 5)
+        assert_accurate(intermediate, exact, torch.einsum("ncx,dcx->dcn", x, u) + b_in[:, None, None])
+        doubled = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, 2 * intermediate, *[True] * 5)
         assert same_bits(doubled[2], 2 * again[2]) and same_bits(doubled[1], again[1])
         for other, words in (
-            (middle[:, :, :-1], "middle must have shape"),
-            (middle.permute(1, 0, 2).contiguous().permute(1, 0, 2), "middle must be contiguous"),
+            (intermediate[:, :, :-1], "intermediate must have shape"),
+            (intermediate.permute(1, 0, 2).contiguous().permute(1, 0, 2), "intermediate must be contiguous"),
         ):
             with pytest.raises(RuntimeError, match=words):
                 simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, other, *[True] * 5)
 
 
 def kernels(simulator: Simulator, call: Callable[[], object]) -> set[str]:
-    """Which of F-FC's kernels a call launches: of a stored middle, of a fused one."""
+    """Which of F-FC's kernels a call launches: of a stored intermediate, of a fused one."""
     simulator.launches()
     call()
-    names = {"middles_kernel": "stored", "apply_kernel": "fused", "backward_kernel": "fused"}
+    names = {"intermediates_kernel": "stored", "apply_kernel": "fused", "backward_kernel": "fused"}
     return {way for launch in simulator.launches() for name, way in names.items() if name in launch.kernel}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES[:3], SHAPES[-1], *FUSED, MANY])
-def test_the_middle_is_stored_where_it_is_small(
+def test_the_intermediate_is_stored_where_it_is_small(
     simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """In float32, unless the path says otherwise; float64 launches none of our kernels."""
@@ -294,7 +294,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("path", "way"), WAYS)
 @pytest.mark.parametrize("shape", [SHAPES[1], FUSED[2]])
-def test_the_path_says_whether_the_middle_is_stored(
+def test_the_path_says_whether_the_intermediate_is_stored(
     simulator: Simulator, shape: tuple[int, ...], path: dict[str, str], way: str
 ) -> None:
     x, u, v, b_in, b_out, g = arguments(shape, torch.float32, "contiguous")
@@ -328,7 +328,7 @@ def test_paths_that_there_are_not(simulator: Simulator) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]])
-def test_float64_has_few_numbers_of_the_middle_at_a_time(simulator: Simulator, shape: tuple[int, ...]) -> None:
+def test_float64_has_few_numbers_of_the_intermediate_at_a_time(simulator: Simulator, shape: tuple[int, ...]) -> None:
     """At most so many as the build allows: by output channels forward, by input channels backward."""
     N, C, _, D, _ = shape
     x, u, v, _, _, g = arguments(shape, torch.float64, "contiguous")
@@ -349,7 +349,7 @@ def test_float64_has_few_numbers_of_the_middle_at_a_time(simulator: Simulator, s
 def test_the_backward_takes_two_launches(simulator: Simulator, way: str, shape: tuple[int, ...]) -> None:
     """Fused: one for what is asked for, a second for biases and for weights whose sums over images are shared out over blocks.
 
-    With a stored middle: one for that, one for what is asked for.
+    With a stored intermediate: one for that, one for what is asked for.
     """
     x, u, v, b_in, _, g = arguments(shape, torch.float32, "contiguous")
     for asked in itertools.product([False, True], repeat=5):

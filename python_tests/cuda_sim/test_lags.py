@@ -1,4 +1,4 @@
-"""conv_kron_accumulate_ by lags, on a torus, against torch's circular pad and unfold in float64."""
+"""conv_kron_accumulate_ by lags, with circular padding, against torch's circular pad and unfold in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROBLEMS = [
 ]
 
 
-def torus(shape: tuple[int, ...], kernel: tuple[int, int], dtype: torch.dtype, layout: str = "contiguous"):
+def circular(shape: tuple[int, ...], kernel: tuple[int, int], dtype: torch.dtype, layout: str = "contiguous"):
     """The factor to start from, and the arguments of the op but the last, alpha."""
     start, x = problem((shape, kernel), dtype, layout)
     return start, (x, kernel, (1, 1), (kernel[0] // 2, kernel[1] // 2), (1, 1), True)
@@ -56,7 +56,7 @@ def checked(simulator: Simulator, start: Tensor, call, alpha: float) -> None:
 @pytest.mark.parametrize(("shape", "kernel"), [PROBLEMS[1], PROBLEMS[3], PROBLEMS[8]])
 def test_images_of_16_bits(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:
     """In one copy and in several."""
-    start, (x, *rest) = torus(shape, kernel, torch.float32)
+    start, (x, *rest) = circular(shape, kernel, torch.float32)
     call = (x.to(dtype), *rest)
     with simulator.path(lags="yes"):
         (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, *call, 0.7))
@@ -68,19 +68,19 @@ def test_images_of_16_bits(simulator: Simulator, shape, kernel, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "kernel"), PROBLEMS)
 def test_accumulates(simulator: Simulator, shape, kernel, dtype: torch.dtype) -> None:
-    start, call = torus(shape, kernel, dtype)
+    start, call = circular(shape, kernel, dtype)
     checked(simulator, start, call, 0.7)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_layouts(simulator: Simulator, layout: str) -> None:
-    start, call = torus((3, 4, 5, 6), (3, 3), torch.float32, layout)
+    start, call = circular((3, 4, 5, 6), (3, 3), torch.float32, layout)
     checked(simulator, start, call, -1.5)
 
 
 @pytest.mark.parametrize(("shape", "kernel"), PROBLEMS)
 def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulator, shape, kernel) -> None:
-    start, (_, *rest) = torus(shape, kernel, torch.float64)
+    start, (_, *rest) = circular(shape, kernel, torch.float64)
     start, x = start + 2.0**40, torch.randint(101, 128, shape).float()
     with simulator.path(lags="yes"):
         got = accumulated(simulator, start, x, *rest, 0.5)
@@ -89,7 +89,7 @@ def test_a_float64_factor_loses_nothing_of_short_float32_sums(simulator: Simulat
 
 def test_more_shares_than_a_launch_has(simulator: Simulator) -> None:
     """Each of one image, for a factor of float64."""
-    start, (_, *rest) = torus((1100, 1, 22, 22), (1, 3), torch.float64)
+    start, (_, *rest) = circular((1100, 1, 22, 22), (1, 3), torch.float64)
     x = torch.randint(101, 128, (1100, 1, 22, 22)).float()
     before = simulator.launch_count()
     with simulator.path(lags="yes"):
@@ -100,7 +100,7 @@ def test_more_shares_than_a_launch_has(simulator: Simulator) -> None:
 
 def test_the_workspace_of_a_float64_factor_is_bounded(simulator: Simulator) -> None:
     """Its 60 sums, of 900 numbers each, come 22 at a time, or as many as there are blocks."""
-    start, (_, *rest) = torus((60, 6, 22, 22), (3, 3), torch.float64)
+    start, (_, *rest) = circular((60, 6, 22, 22), (3, 3), torch.float64)
     x = torch.randint(101, 128, (60, 6, 22, 22)).float()
     for multiprocessors, launches in ((4, 3), (20, 2)):
         before = simulator.launch_count()
@@ -112,7 +112,7 @@ def test_the_workspace_of_a_float64_factor_is_bounded(simulator: Simulator) -> N
 
 @pytest.mark.parametrize("split", [1, 3])
 def test_shares(simulator: Simulator, split: int) -> None:
-    start, (x, *rest) = torus((30, 2, 6, 20), (3, 3), torch.float32)
+    start, (x, *rest) = circular((30, 2, 6, 20), (3, 3), torch.float32)
     with simulator.path(lags="yes", split=split):
         (got,) = in_every_order(simulator, lambda: accumulated(simulator, start, x, *rest, 0.3))
     assert_accurate(got, exact(start.double(), x.double(), *rest, 0.3), exact(start, x, *rest, 0.3))
@@ -121,7 +121,7 @@ def test_shares(simulator: Simulator, split: int) -> None:
 @pytest.mark.parametrize("where", [(0, 0), (3, 4), (2, 2)])
 def test_what_is_not_finite_shows(simulator: Simulator, where: tuple[int, int]) -> None:
     """In the rows and columns of its channel and nowhere else."""
-    start, (x, *rest) = torus((2, 3, 4, 5), (3, 3), torch.float32)
+    start, (x, *rest) = circular((2, 3, 4, 5), (3, 3), torch.float32)
     x[1, 1, where[0], where[1]] = float("nan")
     with simulator.path(lags="yes"):
         got = accumulated(simulator, start, x, *rest, 1.0)
@@ -132,8 +132,8 @@ def test_what_is_not_finite_shows(simulator: Simulator, where: tuple[int, int]) 
 
 def test_the_count_chooses(simulator: Simulator) -> None:
     """Lags for the convolutions of a network, patches where the workspace outweighs the products or a path of products is fixed."""
-    many, few = torus((40, 2, 10, 10), (3, 3), torch.float32), torus((1, 6, 1, 1), (3, 3), torch.float32)
-    other = (*many[1][:3], (0, 0), *many[1][4:])  # not on the whole torus
+    many, few = circular((40, 2, 10, 10), (3, 3), torch.float32), circular((1, 6, 1, 1), (3, 3), torch.float32)
+    other = (*many[1][:3], (0, 0), *many[1][4:])  # not circular
     for (start, call), path, lags in [
         (many, {}, True),
         (few, {}, False),

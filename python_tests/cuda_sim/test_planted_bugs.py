@@ -25,7 +25,7 @@ WRONG = "wrong result"
 
 @dataclass(frozen=True)
 class Bug:
-    """`old` (`occurrence` of `count`) in csrc/cuda/`file` becomes `new`; running `source` fails and `says` why.
+    """`old` (`occurrence` of `count`) in csrc/`file` becomes `new`; running `source` fails and `says` why.
 
     `warpgroups`: on a device that has them.
     """
@@ -41,7 +41,7 @@ class Bug:
     warpgroups: bool = False
 
     def plant(self, csrc: Path) -> None:
-        path = csrc / "cuda" / self.file
+        path = csrc / self.file
         pieces = path.read_text().split(self.old)
         assert len(pieces) == self.count + 1, (
             f"{self.file} has {len(pieces) - 1} of what should be replaced, not {self.count}"
@@ -53,7 +53,7 @@ class Bug:
 BUGS = [
     Bug(
         "no barrier between copying and multiplying",
-        "slab_pipeline.cuh",
+        "cuda/slab_pipeline.cuh",
         "    __syncthreads();  // this slab is there for all, and all are done with the one whose stage is filled next\n",
         "",
         "kron_accumulate",
@@ -61,7 +61,7 @@ BUGS = [
     ),
     Bug(
         "no barrier before the groups' sums are laid over the last slab",
-        "syrk_scalar.cuh",
+        "kron/cuda/syrk_scalar.cuh",
         "    __syncthreads();  // all are done with the last slab, over which the groups' sums are laid\n",
         "",
         "kron_accumulate",
@@ -69,7 +69,7 @@ BUGS = [
     ),
     Bug(
         "waits for one slab too few",
-        "slab_pipeline.cuh",
+        "cuda/slab_pipeline.cuh",
         "copy_async_wait<Stages - 2>();",
         "copy_async_wait<Stages - 1>();",
         "kron_accumulate",
@@ -77,7 +77,7 @@ BUGS = [
     ),
     Bug(
         "matrix fragment read from the wrong lane's columns",
-        "tensor_fragments.cuh",
+        "cuda/tensor_fragments.cuh",
         "* Shape::kStride + first + 4 * g));",
         "* Shape::kStride + first + 4 * (g ^ 1)));",
         "kron_accumulate",
@@ -85,7 +85,7 @@ BUGS = [
     ),
     Bug(
         "matrix fragments from different rows",
-        "tensor_fragments.cuh",
+        "cuda/tensor_fragments.cuh",
         "const float columns[2] = {b[q][j], b[q + 1][j]};",
         "const float columns[2] = {b[q + 1][j], b[q][j]};",
         "kron_accumulate",
@@ -93,7 +93,7 @@ BUGS = [
     ),
     Bug(
         "a small term of the split product is missing",
-        "tensor_fragments.cuh",
+        "cuda/tensor_fragments.cuh",
         "    multiply_fragments(chain, a.big, b.small);\n",
         "",
         "kron_accumulate",
@@ -101,7 +101,7 @@ BUGS = [
     ),
     Bug(
         "sums that stay in the tensor cores and are cut again and again",
-        "tensor_fragments.cuh",
+        "cuda/tensor_fragments.cuh",
         "  Results chain = {};\n  if constexpr (TF32 == Tf32::split) {\n    multiply_fragments(chain, a.small, b.big);\n"
         "    multiply_fragments(chain, a.big, b.small);\n  }\n  multiply_fragments(chain, a.big, b.big);\n",
         "  multiply_fragments(sum, a.small, b.big);\n  multiply_fragments(sum, a.big, b.small);\n"
@@ -111,7 +111,7 @@ BUGS = [
     ),
     Bug(
         "no barrier before the warps' sums are laid over the last slab",
-        "syrk_tensor.cuh",
+        "kron/cuda/syrk_tensor.cuh",
         "    __syncthreads();  // all are done with the last slab\n",
         "",
         "kron_accumulate",
@@ -119,7 +119,7 @@ BUGS = [
     ),
     Bug(
         "no barrier between a square of the shares' sums and its rows and columns",
-        "syrk_tile.cuh",
+        "kron/cuda/syrk_tile.cuh",
         "  __syncthreads();  // the square is there for all\n",
         "",
         "kron_accumulate",
@@ -127,7 +127,7 @@ BUGS = [
     ),
     Bug(
         "columns split for products that are not made visible to them",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "  writes_before_products();\n",
         "",
         "kron_accumulate",
@@ -136,7 +136,7 @@ BUGS = [
     ),
     Bug(
         "products without a fence",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "  warpgroup_fence();\n",
         "",
         "kron_accumulate",
@@ -145,7 +145,7 @@ BUGS = [
     ),
     Bug(
         "no barrier between splitting columns and their products",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "    copy_async_wait<Shape::kStages - 3>();\n    __syncthreads();\n",
         "    copy_async_wait<Shape::kStages - 3>();\n",
         "kron_accumulate",
@@ -154,7 +154,7 @@ BUGS = [
     ),
     Bug(
         "waits for one slab too few before its columns are split",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "copy_async_wait<Shape::kStages - 3>();",
         "copy_async_wait<Shape::kStages - 2>();",
         "kron_accumulate",
@@ -163,7 +163,7 @@ BUGS = [
     ),
     Bug(
         "columns split over those that products read",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "half ^= 1;",
         "half ^= 0;",
         "kron_accumulate",
@@ -172,7 +172,7 @@ BUGS = [
     ),
     Bug(
         "a slab copied over one that is read",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "start_slab_ahead<Shape::kStages>(stage, ",
         "start_slab_ahead<Shape::kStages>(next_stage<Shape::kStages>(stage), ",
         "kron_accumulate",
@@ -181,7 +181,7 @@ BUGS = [
     ),
     Bug(
         "sums taken of products that are under way",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "    finish_products<1>(chain[1], sum[1]);\n",
         "    finish_products<2>(chain[1], sum[1]);\n",
         "kron_accumulate",
@@ -190,7 +190,7 @@ BUGS = [
     ),
     Bug(
         "a chain of products that goes on from the last one's sum",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "step, step > 0);\n      warpgroup_multiply(",
         "step, true);\n      warpgroup_multiply(",
         "kron_accumulate",
@@ -199,7 +199,7 @@ BUGS = [
     ),
     Bug(
         "a small term of a warpgroup's split product is missing",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "      warpgroup_multiply(chain, rows.big[step], small, 2 * sixteen + step, true);\n",
         "",
         "kron_accumulate",
@@ -208,7 +208,7 @@ BUGS = [
     ),
     Bug(
         "rows read into registers of products under way",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "    second.template read<COPY>(rows_operand + stage * Shape::kStage, 16);\n",
         "    first.template read<COPY>(rows_operand + stage * Shape::kStage, 16), second = first;\n",
         "kron_accumulate",
@@ -217,8 +217,8 @@ BUGS = [
     ),
     Bug(
         "the columns' operand of a diagonal tile off the diagonal",
-        "syrk_warpgroup.cuh",
-        "place.i0 == place.j0 ? 0 : Shape::kOperand",
+        "kron/cuda/syrk_warpgroup.cuh",
+        "syrk_task.i0 == syrk_task.j0 ? 0 : Shape::kOperand",
         "0",
         "kron_accumulate",
         WRONG,
@@ -226,7 +226,7 @@ BUGS = [
     ),
     Bug(
         "a tile laid over the last slab that is read",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "  if (parts == nullptr) __syncthreads();  // all are done with the last slab, over which the tile is laid\n",
         "",
         "kron_accumulate",
@@ -235,7 +235,7 @@ BUGS = [
     ),
     Bug(
         "no barrier between a tile and its update of the factor",
-        "syrk_warpgroup.cuh",
+        "kron/cuda/syrk_warpgroup.cuh",
         "  __syncthreads();  // the tile is there for all\n",
         "",
         "kron_accumulate",
@@ -244,7 +244,7 @@ BUGS = [
     ),
     Bug(
         "a mirror image that is not mirrored",
-        "syrk_tile.cuh",
+        "kron/cuda/syrk_tile.cuh",
         "square[column * stride + row]",
         "square[row * stride + column]",
         "kron_accumulate",
@@ -253,7 +253,7 @@ BUGS = [
     ),
     Bug(
         "a unit of images copied over one that is read",
-        "lags.cuh",
+        "kron/cuda/lags.cuh",
         "    __syncthreads();  // all are done with the unit before\n",
         "",
         "conv_kron_accumulate",
@@ -261,7 +261,7 @@ BUGS = [
     ),
     Bug(
         "a unit of images that is not waited for by all",
-        "lags.cuh",
+        "kron/cuda/lags.cuh",
         "    __syncthreads();  // the unit is there for all\n",
         "",
         "conv_kron_accumulate",
@@ -269,7 +269,7 @@ BUGS = [
     ),
     Bug(
         "sums laid over images that are read",
-        "lags.cuh",
+        "kron/cuda/lags.cuh",
         "    __syncthreads();  // all are done with the last unit, over which the sums are laid\n",
         "",
         "conv_kron_accumulate",
@@ -277,7 +277,7 @@ BUGS = [
     ),
     Bug(
         "positions beyond a row that count",
-        "lags.cuh",
+        "kron/cuda/lags.cuh",
         "w + p < s.W ? own[p] : T(0)",
         "own[p]",
         "conv_kron_accumulate",
@@ -285,7 +285,7 @@ BUGS = [
     ),
     Bug(
         "lags of two channels for those of the same two the other way round",
-        "lags.cuh",
+        "kron/cuda/lags.cuh",
         "c = other, other = swapped, down = -down",
         "down = -down",
         "conv_kron_accumulate",
@@ -293,7 +293,7 @@ BUGS = [
     ),
     Bug(
         "pieces not where the hardware looks for them",
-        "../common/warpgroup.h",
+        "common/warpgroup.h",
         "(piece ^ column % 8) * 4;",
         "(piece ^ column % 4) * 4;",
         "kron_accumulate",
@@ -302,7 +302,7 @@ BUGS = [
     ),
     Bug(
         "waits for one copy group too few",
-        "factored_linear_tiles.cuh",
+        "factored_linear/cuda/tiles.cuh",
         "copy_async_wait<0>();",
         "copy_async_wait<1>();",
         "factored_linear",
@@ -310,7 +310,7 @@ BUGS = [
     ),
     Bug(
         "blocks of one gradient that take the places of another's",
-        "factored_linear_fused.cuh",
+        "factored_linear/cuda/fused.cuh",
         "weight_block(work.d_weight_out, block - work.d_weight_out.blocks.first,",
         "weight_block(work.d_weight_out, block,",
         "factored_linear",
@@ -318,23 +318,23 @@ BUGS = [
     ),
     Bug(
         "shares of a gradient that are not added",
-        "factored_linear_fused.cuh",
-        "for (int64_t s = 1; s < work.shares; ++s)",
-        "for (int64_t s = 2; s < work.shares; ++s)",
+        "factored_linear/cuda/fused.cuh",
+        "for (int64_t s = 1; s < work.splits; ++s)",
+        "for (int64_t s = 2; s < work.splits; ++s)",
         "factored_linear",
         WRONG,
     ),
     Bug(
         "gradient of shares that others add to at once",
-        "factored_linear_fused.cuh",
-        "work.out + share * (size.batches * size.columns * size.outputs)",
+        "factored_linear/cuda/fused.cuh",
+        "work.out + split * (size.batches * size.columns * size.outputs)",
         "work.out",
         "factored_linear",
         WRONG,
     ),
     Bug(
         "no barrier between one slab of a fused map and the next",
-        "factored_linear_tiles.cuh",
+        "factored_linear/cuda/tiles.cuh",
         "    __syncthreads();  // this slab is there for all, and all are done with the last one and its partial sums\n",
         "",
         "factored_linear",
@@ -342,7 +342,7 @@ BUGS = [
     ),
     Bug(
         "no barrier between a fused map's inner products and their use",
-        "factored_linear_tiles.cuh",
+        "factored_linear/cuda/tiles.cuh",
         "  __syncthreads();  // the inner products are there for all\n",
         "",
         "factored_linear",
@@ -350,7 +350,7 @@ BUGS = [
     ),
     Bug(
         "a slab copied over one that a batched product reads",
-        "slab_pipeline.cuh",
+        "cuda/slab_pipeline.cuh",
         "start(stage == 0 ? Stages - 1 : stage - 1);",
         "start(stage);",
         "factored_linear",
@@ -358,7 +358,7 @@ BUGS = [
     ),
     Bug(
         "factors of a batched product from different places of the sum",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "return Swapped ? k % 4 * 4 + k / 4 : k;",
         "return k;",
         "factored_linear",
@@ -366,7 +366,7 @@ BUGS = [
     ),
     Bug(
         "what lies behind the last place of a sum multiplied too",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "line_or_k < lines_;",
         "factored_linear",
@@ -374,7 +374,7 @@ BUGS = [
     ),
     Bug(
         "results of a batched product in the places of their neighbours",
-        "tensor_fragments.cuh",
+        "cuda/tensor_fragments.cuh",
         "block[r][c] = sum[r / 2][c][r % 2 * 2 + half];",
         "block[r][c] = sum[r / 2][c][r % 2 * 2 + 1 - half];",
         "factored_linear",
@@ -382,7 +382,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product that the block of the last one adds, whether or not the others are there",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "if (place.split != work.splits - 1) return false;",
         "factored_linear",
@@ -390,7 +390,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product added in an order that depends on which block is last",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "  const float* from = parts;\n",
         "  const float* from = parts;\n"
         "  if (place.split == work.splits - 1) {\n"
@@ -409,7 +409,7 @@ BUGS = [
     ),
     Bug(
         "a split of a product that is not added",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "for (int other = 1; other < work.splits; ++other)",
         "for (int other = 2; other < work.splits; ++other)",
         "factored_linear",
@@ -417,7 +417,7 @@ BUGS = [
     ),
     Bug(
         "tickets of a product's tiles that start at what the memory held",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "    clear(device, name, *tickets_);\n",
         "",
         "factored_linear",
@@ -425,7 +425,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product's depth that overlap where they do not come out even",
-        "tensor_product.cuh",
+        "factored_linear/cuda/tensor_product.cuh",
         "(at.split * each + min(at.split, more))",
         "(at.split * each)",
         "factored_linear",
@@ -433,7 +433,7 @@ BUGS = [
     ),
     Bug(
         "shuffle mask without the calling lane",
-        "reduce.cuh",
+        "cuda/reduce.cuh",
         "__shfl_xor_sync(kFullWarp, value, step)",
         "__shfl_xor_sync(0x0000ffffu, value, step)",
         "kron_logdet",
@@ -441,7 +441,7 @@ BUGS = [
     ),
     Bug(
         "shuffle after some lanes have left",
-        "kron_logdet.cu",
+        "kron/cuda/kron_logdet.cu",
         "  double sum = 0, precision_sum = 0;\n",
         "  double sum = 0, precision_sum = 0;\n  if (row >= side.rows) return;\n",
         "kron_logdet",
@@ -449,7 +449,7 @@ BUGS = [
     ),
     Bug(
         "shared memory written out of bounds",
-        "kron_logdet.cu",
+        "kron/cuda/kron_logdet.cu",
         "memory.array<double>(kThreads / kWarp)",
         "memory.array<double>(kThreads / kWarp - 1)",
         "kron_logdet",
@@ -459,7 +459,7 @@ BUGS = [
     ),
     Bug(
         "threads race for one element",
-        "reduce.cuh",
+        "cuda/reduce.cuh",
         "  if (lane == 0) scratch[warp] = value;\n",
         "  scratch[warp] = value;\n",
         "polyphase_pool",
@@ -467,7 +467,7 @@ BUGS = [
     ),
     Bug(
         "barrier that only half the block reaches",
-        "reduce.cuh",
+        "cuda/reduce.cuh",
         "  if (lane == 0) scratch[warp] = value;\n  __syncthreads();\n",
         "  if (lane == 0) scratch[warp] = value;\n  if (threadIdx.x < 128) __syncthreads();\n",
         "polyphase_pool",
@@ -475,7 +475,7 @@ BUGS = [
     ),
     Bug(
         "launch that grants too little shared memory",
-        "kron_logdet.cu",
+        "kron/cuda/kron_logdet.cu",
         "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(double));",
         "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(float));",
         "kron_logdet",
@@ -483,7 +483,7 @@ BUGS = [
     ),
     Bug(
         "result that nobody writes",
-        "polyphase_pool.cu",
+        "conv/cuda/polyphase_pool.cu",
         "  if (n >= N) return;\n",
         "  if (n >= N - 1) return;\n",
         "polyphase_pool",
@@ -491,7 +491,7 @@ BUGS = [
     ),
     Bug(
         "quotient that misses the sum of the exact product and the number",
-        "elements.cuh",
+        "cuda/elements.cuh",
         ">> 32) + number) >> shift_",
         ">> 32) + number) >> (shift_ + 1)",
         "circular_pad2d",
@@ -499,15 +499,15 @@ BUGS = [
     ),
     Bug(
         "quotients of 64 bits by the side before",
-        "elements.cuh",
-        "const Place row = W(place), plane = H(row), n = C(plane);",
-        "const Place row = W(place), plane = W(row), n = C(plane);",
+        "cuda/elements.cuh",
+        "const Index row = W(linear), plane = H(row), n = C(plane);",
+        "const Index row = W(linear), plane = W(row), n = C(plane);",
         "circular_pad2d",
         WRONG,
     ),
     Bug(
         "repeated pixel that adds nothing to the gradient",
-        "circular_pad2d.cu",
+        "conv/cuda/circular_pad2d.cu",
         "i < padded_h; i += H)",
         "i < H; i += H)",
         "circular_pad2d",
@@ -515,7 +515,7 @@ BUGS = [
     ),
     Bug(
         "the first rows in place of those that are copied next",
-        "widened.cuh",
+        "kron/cuda/widened.cuh",
         "from.data += first * x.n;",
         "",
         "kron_accumulate",
@@ -523,7 +523,7 @@ BUGS = [
     ),
     Bug(
         "a copy whose axes lie in another order than it says",
-        "widened.cuh",
+        "kron/cuda/widened.cuh",
         "const auto [n, c, h, w] = order;",
         "const int n = 0, c = 1, h = 2, w = 3;",
         "kron_accumulate",
@@ -531,7 +531,7 @@ BUGS = [
     ),
     Bug(
         "numbers of a copy that are there once read as if they were repeated",
-        "widened.cuh",
+        "kron/cuda/widened.cuh",
         "copied[axis] = strides[axis] == 0 ? 0 : count;",
         "copied[axis] = count;",
         "kron_accumulate",
@@ -539,7 +539,7 @@ BUGS = [
     ),
     Bug(
         "images that are moved by their component in rows alone",
-        "padded_images.cuh",
+        "conv/cuda/padded_images.cuh",
         "left = component >> 1;",
         "left = 0;",
         "circular_pad2d",
@@ -547,7 +547,7 @@ BUGS = [
     ),
     Bug(
         "images that are moved back in the direction in which they were moved",
-        "circular_pad2d.cu",
+        "conv/cuda/circular_pad2d.cu",
         "up * (H - 1)",
         "up",
         "circular_pad2d",
@@ -555,7 +555,7 @@ BUGS = [
     ),
     Bug(
         "component of the neighbour in memory, of indices that lie apart",
-        "components.cuh",
+        "conv/cuda/components.cuh",
         "index[image * stride]",
         "index[image]",
         "circular_pad2d",
@@ -563,15 +563,15 @@ BUGS = [
     ),
     Bug(
         "elements of a thread that are those of its neighbours",
-        "elements.cuh",
-        "tile + i * kElementThreads + threadIdx.x;\n      if (place < count) out",
-        "tile + i + threadIdx.x;\n      if (place < count) out",
+        "cuda/elements.cuh",
+        ("tile + i * kElementThreads + threadIdx.x;\n      if (linear < count) out"),
+        ("tile + i + threadIdx.x;\n      if (linear < count) out"),
         "circular_pad2d",
         WRONG,
     ),
     Bug(
         "blocks that write the same elements",
-        "kron_logdet.cu",
+        "kron/cuda/kron_logdet.cu",
         "partials[blockIdx.x] = total;",
         "partials[0] = total;",
         "kron_logdet",
@@ -579,7 +579,7 @@ BUGS = [
     ),
     Bug(
         "sums added up by the block of the highest number, not by the last to finish",
-        "reduce.cuh",
+        "cuda/reduce.cuh",
         "atomicAdd(ticket, 1u) == blocks - 1 ?",
         "atomicAdd(ticket, 1u) < blocks && blockIdx.x == gridDim.x - 1 ?",
         "kron_evidence",
@@ -587,7 +587,7 @@ BUGS = [
     ),
     Bug(
         "no barrier between taking the ticket and asking who is last",
-        "reduce.cuh",
+        "cuda/reduce.cuh",
         "blocks - 1 ? 1u : 0u;\n  }\n  __syncthreads();\n",
         "blocks - 1 ? 1u : 0u;\n  }\n",
         "kron_evidence",
@@ -595,7 +595,7 @@ BUGS = [
     ),
     Bug(
         "ticket that starts at what the memory held",
-        "kron_evidence.cu",
+        "kron/cuda/kron_evidence.cu",
         "    clear(device, name, ticket_);\n",
         "",
         "kron_evidence",
@@ -603,7 +603,7 @@ BUGS = [
     ),
     Bug(
         "tile whose partial sums are another's",
-        "kron_evidence.cu",
+        "kron/cuda/kron_evidence.cu",
         "parts[2 * static_cast<int64_t>(blockIdx.x)] = logs;",
         "parts[2 * spectra.tiles[5 * static_cast<int64_t>(blockIdx.x)]] = logs;",
         "kron_evidence",
@@ -611,7 +611,7 @@ BUGS = [
     ),
     Bug(
         "stage that is evaluated while others still read it",
-        "gaussian_project.cu",
+        "basis/cuda/gaussian_project.cu",
         "    __syncthreads();  // the next stage is filled, and this one may be overwritten\n",
         "",
         "gaussian_project",
@@ -619,7 +619,7 @@ BUGS = [
     ),
     Bug(
         "sums that are overwritten before they are read",
-        "gaussian_project.cu",
+        "basis/cuda/gaussian_project.cu",
         "  __syncthreads();  // before sums are overwritten\n",
         "",
         "gaussian_project",
@@ -627,9 +627,9 @@ BUGS = [
     ),
     Bug(
         "share whose rows nobody takes",
-        "gaussian_project.cu",
-        "const int64_t begin = share * share_rows, end",
-        "const int64_t begin = (share + 1) * share_rows, end",
+        "basis/cuda/gaussian_project.cu",
+        "const int64_t begin = split * split_rows, end",
+        "const int64_t begin = (split + 1) * split_rows, end",
         "gaussian_project",
         WRONG,
     ),
@@ -759,9 +759,7 @@ for library, source, warpgroups, log in json.load(sys.stdin):
 
 def copy_of_sources(folder: Path, bug: Bug | None) -> Path:
     csrc = folder / "csrc"
-    shutil.copytree(build.SOURCES / "common", csrc / "common")
-    shutil.copytree(build.SOURCES / "cuda", csrc / "cuda")
-    shutil.copy(build.SOURCES / "schemas.cpp", csrc)
+    shutil.copytree(build.SOURCES, csrc)
     if bug is not None:
         bug.plant(csrc)
     return csrc

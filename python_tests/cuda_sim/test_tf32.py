@@ -144,13 +144,13 @@ def test_factored_linear(simulator: Simulator, shape: tuple[int, ...], layout: s
 def test_a_kept_intermediate(simulator: Simulator) -> None:
     """It is that of rounded numbers, and the gradients by it are the same to the bit."""
     x, u, v, b_in, b_out, g = factored.arguments((8, 4, 20, 12, 8), torch.float32, "contiguous")
-    y, middle = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out, True)
+    y, intermediate = simulator.ops.factored_linear_keeping(x, u, v, b_in, b_out, True)
     again = results(simulator, (x, u, v, b_in, b_out, g), True)
     assert same_bits(y, again[0])
     x_rounded, u_rounded = rounded_to_tf32(x), rounded_to_tf32(u)
     exact = torch.einsum("ncx,dcx->dcn", x_rounded.double(), u_rounded.double()) + b_in.double()[:, None, None]
-    assert_accurate(middle, exact, torch.einsum("ncx,dcx->dcn", x_rounded, u_rounded) + b_in[:, None, None])
-    kept = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, middle, *[True] * 6)
+    assert_accurate(intermediate, exact, torch.einsum("ncx,dcx->dcn", x_rounded, u_rounded) + b_in[:, None, None])
+    kept = simulator.ops.factored_linear_backward_keeping(g, x, u, v, b_in, intermediate, *[True] * 6)
     assert all(same_bits(*pair) for pair in zip(kept, again[1:], strict=True))
 
 

@@ -175,10 +175,10 @@ def test_an_inner_gradient_too_large_to_be_there_at_once(resolution, monkeypatch
     ).double()
     data = torch.randn(7, 2, 5, 4, dtype=torch.float64), torch.randint(3, (7,))
     whole = KronLaplace(model, resolution=resolution).fit([data])
-    sizes, pull_back = [], ops.factored_linear_pull_back
+    sizes, vjp = [], ops.factored_linear_vjp
     monkeypatch.setattr(factored_rule, "MIN_ROWS", 2)
     monkeypatch.setattr(factored_rule, "MAX_INTERMEDIATE", 5 * 3 * 4 * 8)  # bytes of five rows: two blocks of two
-    monkeypatch.setattr(ops, "factored_linear_pull_back", lambda *a: sizes.append(a[0].shape[0]) or pull_back(*a))
+    monkeypatch.setattr(ops, "factored_linear_vjp", lambda *a: sizes.append(a[0].shape[0]) or vjp(*a))
     parts = KronLaplace(model, resolution=resolution).fit([data])
     assert sizes == [4, 4, 4, 2]  # of two columns and seven images
     for name, factor in whole.factors.items():

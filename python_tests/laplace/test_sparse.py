@@ -92,7 +92,7 @@ def test_a_smooth_kernel_is_exact_for_one_data_point_and_one_position(kind, dens
     expected = torch.kron(torch.outer(projected, projected), torch.diag(p) - torch.outer(p, p))
     ggn = dense_ggn(model, x, y)["conv.weight"].view(3, 10, 3, 10).permute(1, 0, 3, 2).reshape(30, 30)
     close(expected, ggn)  # the block's order, by an oracle
-    # The same patch as the only one that is not zero of a torus on which the rule works.
+    # The same patch as the only one that is not zero of an image with circular padding, which the rule takes.
     wide = nn.Sequential(model.conv, nn.Flatten(2), nn.Linear(25, 1, bias=False), nn.Flatten())
     wide[2].to(torch.float64).weight.data.zero_()[0, 12] = 1  # picks the central position
     wide[2].requires_grad_(False)

@@ -398,5 +398,5 @@ def test_layers_hold_weights_only_and_can_be_copied_and_pickled():
     model = neyshabur("conv+gconv", 1, 3, 1, group_conv="full", frames="common")
     assert set(model.state_dict()) == {n for n, _ in model.named_parameters()}
     x = torch.randn(2, 1, 32, 32)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), model(x))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), model(x))

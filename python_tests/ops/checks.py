@@ -68,7 +68,7 @@ def before_a_guard_page(tensor: Tensor) -> Tensor:
     return guarded.view_as(tensor).copy_(tensor)
 
 
-def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
+def error_at_most_twice(actual: Tensor, reference: Tensor, exact: Tensor) -> None:
     """The accuracy rule: error against float64 at most twice that of plain torch in the same precision.
 
     Where torch happens to round luckily on a handful of numbers, a few units in the last place are allowed.
@@ -77,7 +77,7 @@ def error_at_most_twice(actual: Tensor, twin: Tensor, exact: Tensor) -> None:
     if actual.dtype == torch.float64:  # nothing more precise to compare with
         assert_same(actual, exact, rtol=1e-11, atol=1e-13 * float(exact.abs().max()) if exact.numel() else 0.0)
         return
-    error, allowed = (actual.double() - exact).abs().max(), (twin.double() - exact).abs().max()
+    error, allowed = (actual.double() - exact).abs().max(), (reference.double() - exact).abs().max()
     floor = 4 * torch.finfo(actual.dtype).eps * exact.abs().max()
     assert error <= max(2 * allowed, floor), f"error {error:.3e}, torch's {allowed:.3e}"
 
@@ -112,21 +112,21 @@ def check_derivatives(function: Callable[..., Any], args: tuple[Tensor, ...]) ->
 
 
 def check_func_transforms(
-    function: Callable[..., Tensor], twin: Callable[..., Tensor], args: tuple[Tensor, ...]
+    function: Callable[..., Tensor], reference: Callable[..., Tensor], args: tuple[Tensor, ...]
 ) -> None:
-    """jvp, vjp, jacrev, jacfwd, hessian and reverse over reverse agree with the twin's."""
+    """jvp, vjp, jacrev, jacfwd, hessian and reverse over reverse agree with the reference's."""
     where = tuple(range(len(args)))
     tangents = tuple(torch.randn_like(a) for a in args)
 
     def cubed(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *a: (f(*a) ** 3).sum()
 
-    assert_same(torch.func.jvp(function, args, tangents), torch.func.jvp(twin, args, tangents))
+    assert_same(torch.func.jvp(function, args, tangents), torch.func.jvp(reference, args, tangents))
     cotangent = torch.randn_like(function(*args))
-    assert_same(torch.func.vjp(function, *args)[1](cotangent), torch.func.vjp(twin, *args)[1](cotangent))
+    assert_same(torch.func.vjp(function, *args)[1](cotangent), torch.func.vjp(reference, *args)[1](cotangent))
     for transform in (torch.func.jacrev, torch.func.jacfwd):
-        assert_same(transform(function, where)(*args), transform(twin, where)(*args))
-    expected = torch.func.hessian(cubed(twin), where)(*args)
+        assert_same(transform(function, where)(*args), transform(reference, where)(*args))
+    expected = torch.func.hessian(cubed(reference), where)(*args)
     assert_same(torch.func.hessian(cubed(function), where)(*args), expected)
     assert_same(torch.func.jacrev(torch.func.jacrev(cubed(function), where), where)(*args), expected)
     zero = tuple(torch.zeros_like(a) for a in args)

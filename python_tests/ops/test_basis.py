@@ -162,9 +162,9 @@ def test_accuracy(kind, device):
 
         given = (x, points, anchors, w, grad)
         exact = value_and_gradients(in_torch, *(t.double() for t in given))
-        twin = value_and_gradients(in_torch, *given)
+        reference = value_and_gradients(in_torch, *given)
         ours = value_and_gradients(lambda *t: ops.basis_project(*t, kind), *given)
-        for value, theirs, right in zip(ours, twin, exact, strict=True):
+        for value, theirs, right in zip(ours, reference, exact, strict=True):
             checks.error_at_most_twice(value, theirs, right)
 
 

@@ -1,4 +1,4 @@
-"""The convolution on a torus against an explicit sum of rolled images in float64."""
+"""The circular convolution against an explicit sum of rolled images in float64."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_gradients_equal_those_of_rolled_images(shape, dtype, device):
     args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
     grad = gradient(shape, device, dtype)
     ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
-    twin = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
+    reference = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
     wide = [a.detach().double().requires_grad_() for a in args]
     exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
+    for o, t, e in zip(ours, reference, exact, strict=True):
         checks.error_at_most_twice(o, t, e)
 
 

@@ -1,4 +1,4 @@
-"""The convolution on a torus with the polyphase choice behind it, against rolled images in float64 and strided slices of them."""
+"""The circular convolution with the polyphase choice behind it, against rolled images in float64 and strided slices of them."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def test_gradients_equal_those_of_the_two_apart(shape, dtype, device, way):
     args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
     grad = pooled_gradient(shape, device, dtype)
     ours = torch.autograd.grad(ops.circular_conv2d_pool(*args), args, grad)
-    twin = torch.autograd.grad(ops.circular_conv2d_pool_torch(*args), args, grad)
+    reference = torch.autograd.grad(ops.circular_conv2d_pool_torch(*args), args, grad)
     wide = [a.detach().double().requires_grad_() for a in args]
     exact = torch.autograd.grad(apart(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
+    for o, t, e in zip(ours, reference, exact, strict=True):
         if way == "the device's" and device.type == "cpu":
             checks.error_at_most_twice(o, t, e)
         else:
@@ -361,13 +361,13 @@ def test_derivatives_of_the_weight_gradient():
     def call(grad: Tensor, x: Tensor) -> Tensor:
         return _scattered_weight_grad(grad, index, x, 3, 3)
 
-    def twin(grad: Tensor, x: Tensor) -> Tensor:
+    def reference(grad: Tensor, x: Tensor) -> Tensor:
         full = polyphase_scatter(grad, index)
         moved = [x.roll((1 - i, 1 - j), (2, 3)) for i in range(3) for j in range(3)]
         return torch.stack([torch.einsum("ndhw,nchw->dc", full, m) for m in moved], -1).unflatten(-1, (3, 3))
 
     args = (pooled_gradient(shape, CPU), x)
-    checks.check_func_transforms(call, twin, args)
+    checks.check_func_transforms(call, reference, args)
     checks.check_vmap(call, args, batch=2)
     checks.check_compile(call, args)
     checks.check_derivatives(call, tuple(a.requires_grad_() for a in args))

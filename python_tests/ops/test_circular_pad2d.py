@@ -246,15 +246,15 @@ def test_the_convolution_of_padded_images(shape, device):
         torch.randn(s, dtype=torch.float64, device=device, requires_grad=True)
         for s in ((n, c, h, w), (d, c, kh, kw), (d,))
     ]
-    twin = [a.detach().clone().requires_grad_() for a in args]
-    y, expected = _padded(*args), ops.circular_conv2d_torch(*twin)
+    reference = [a.detach().clone().requires_grad_() for a in args]
+    y, expected = _padded(*args), ops.circular_conv2d_torch(*reference)
     checks.assert_same(y, expected)
     grad = torch.randn_like(expected)
-    checks.assert_same(torch.autograd.grad(y, args, grad), torch.autograd.grad(expected, twin, grad))
+    checks.assert_same(torch.autograd.grad(y, args, grad), torch.autograd.grad(expected, reference, grad))
 
 
 def test_the_convolution_of_other_images(device):
-    """Half precision, which the op does not know, and nothing at all are the twin's; wrong shapes are named."""
+    """Half precision, which the op does not know, and nothing at all are the reference's; wrong shapes are named."""
     x, weight = torch.randn(2, 3, 4, 5, device=device), torch.randn(4, 3, 3, 3, device=device)
     half = _padded(x.bfloat16(), weight.bfloat16(), None)
     assert torch.equal(half, F.conv2d(F.pad(x.bfloat16(), (1, 1, 1, 1), mode="circular"), weight.bfloat16()))

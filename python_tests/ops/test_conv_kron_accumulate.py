@@ -22,7 +22,7 @@ GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode
     (3, (1, 2), 0, (1, 2), "zeros"),
     (5, 1, None, 1, "circular"),
     ((3, 5), 1, None, 1, "circular"),
-    # Nearly convolutions of the same size on a torus, for which there is a way of their own:
+    # Nearly 'same' circular convolutions, for which there is a way of their own:
     (2, 1, 1, 1, "circular"),
     ((3, 2), 1, 1, 1, "circular"),
     ((2, 3), 1, 1, 1, "circular"),
@@ -67,11 +67,11 @@ def test_equals_the_sum_over_patches(geometry, dtype, device):
     d = 2 * pair(kernel)[0] * pair(kernel)[1]
     start = torch.randn(d, d, dtype=torch.float64).to(device, dtype)
     start = start + start.T
-    ours, twin = start.clone(), start.clone()
+    ours, reference = start.clone(), start.clone()
     options = {"stride": stride, "padding": padding, "dilation": dilation}
     assert ops.conv_kron_accumulate_(ours, x, kernel, mode, 0.3, **options) is ours
-    ops.conv_kron_accumulate_torch_(twin, x, kernel, mode, 0.3, **options)
-    checks.error_at_most_twice(ours, twin, start.double() + 0.3 * explicit(x, *geometry))
+    ops.conv_kron_accumulate_torch_(reference, x, kernel, mode, 0.3, **options)
+    checks.error_at_most_twice(ours, reference, start.double() + 0.3 * explicit(x, *geometry))
     assert torch.equal(ours, ours.T)
 
 
@@ -81,7 +81,7 @@ def test_image_smaller_than_the_kernel(device):
     checks.assert_same(ops.conv_kron_accumulate_(factor, x, 3), explicit(x, 3, 1, 1, 1, "circular"))
 
 
-SMALL_TORI = [  # x, kernel: all lags of the torus are wanted, or nearly
+SMALL_IMAGES = [  # x, kernel: all lags are wanted, or nearly
     ((5, 37, 4, 4), 3),
     ((5, 70, 2, 2), 3),
     ((3, 19, 2, 4), (1, 5)),
@@ -98,20 +98,20 @@ SMALL_TORI = [  # x, kernel: all lags of the torus are wanted, or nearly
 ]
 
 
-@pytest.mark.parametrize("shape, kernel", SMALL_TORI, ids=str)
+@pytest.mark.parametrize("shape, kernel", SMALL_IMAGES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_small_tori(shape, kernel, dtype, device):
     x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
     d = shape[1] * pair(kernel)[0] * pair(kernel)[1]
     expected = explicit(x, kernel, 1, None, 1, "circular")
-    found, twin = torch.zeros(2, d, d, dtype=dtype, device=device)
+    found, reference = torch.zeros(2, d, d, dtype=dtype, device=device)
     ops.conv_kron_accumulate_(found, x, kernel)
-    ops.conv_kron_accumulate_torch_(twin, x, kernel)
-    checks.error_at_most_twice(found, twin, expected)
+    ops.conv_kron_accumulate_torch_(reference, x, kernel)
+    checks.error_at_most_twice(found, reference, expected)
     assert torch.equal(found, found.T)
     for view in (x.contiguous(memory_format=torch.channels_last), x.mT.contiguous().mT, x.repeat_interleave(2, 0)[::2]):
         other = ops.conv_kron_accumulate_(torch.zeros_like(found), view, kernel)
-        checks.error_at_most_twice(other, twin, expected)
+        checks.error_at_most_twice(other, reference, expected)
 
 
 @pytest.mark.parametrize("shape", [(30, 80, 4, 4), (30, 80, 2, 2), (40, 20, 8, 8), (5, 30, 3, 5)])
@@ -128,7 +128,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_more_images_of_a_small_torus_than_are_packed_at_once(device):
+def test_more_images_of_small_size_than_are_packed_at_once(device):
     x = torch.randint(-3, 4, (9000, 3, 2, 2)).to(device, torch.float32)  # sums are exact
     found = ops.conv_kron_accumulate_(torch.zeros(27, 27, device=device), x, 3)
     patches = F.unfold(F.pad(x.double(), (1, 1, 1, 1), mode="circular"), 3)
@@ -166,10 +166,10 @@ def test_patches_of_one_pixel(shape, dtype, device):
     for laid_out in (*(t for _, t in checks.layouts(x)), more[:, 1:-2]):
         rows = laid_out.double().transpose(0, 1).flatten(1)
         for mode in ("circular", "zeros"):
-            ours, twin = (torch.zeros(shape[1], shape[1], dtype=dtype, device=device) for _ in range(2))
+            ours, reference = (torch.zeros(shape[1], shape[1], dtype=dtype, device=device) for _ in range(2))
             ops.conv_kron_accumulate_(ours, laid_out, 1, mode, 0.5)
-            ops.conv_kron_accumulate_torch_(twin, laid_out, 1, mode, 0.5)
-            checks.error_at_most_twice(ours, twin, 0.5 * rows @ rows.T)
+            ops.conv_kron_accumulate_torch_(reference, laid_out, 1, mode, 0.5)
+            checks.error_at_most_twice(ours, reference, 0.5 * rows @ rows.T)
             assert torch.equal(ours, ours.T)
 
 
@@ -297,12 +297,12 @@ def accurate_in_both(x: Tensor, kernel, exact: Tensor | None = None, mode: str =
         exact = explicit(
             x, kernel, *(options.get(k) or v for k, v in {"stride": 1, "padding": None, "dilation": 1}.items()), mode
         )
-    twin = ops.conv_kron_accumulate_torch_(zeros.clone(), x, kernel, mode, **options)
+    reference = ops.conv_kron_accumulate_torch_(zeros.clone(), x, kernel, mode, **options)
     single = ops.conv_kron_accumulate_(zeros.clone(), x, kernel, mode, **options)
-    checks.error_at_most_twice(single, twin, exact)
+    checks.error_at_most_twice(single, reference, exact)
     double = ops.conv_kron_accumulate_(zeros.double(), x, kernel, mode, **options)
     floor = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
-    assert (double - exact).abs().max() <= max(2 * (twin.double() - exact).abs().max(), floor)
+    assert (double - exact).abs().max() <= max(2 * (reference.double() - exact).abs().max(), floor)
     assert torch.equal(single, single.T) and torch.equal(double, double.T)
 
 

@@ -110,10 +110,10 @@ def test_gradients_equal_the_dense_layers(shape, dtype, device):
     args = [a.requires_grad_() for a in arguments(shape, device, dtype)]
     grad = torch.randn(shape[0], shape[2], shape[4], dtype=torch.float64).to(device, dtype)
     ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    twin = torch.autograd.grad(plain_torch(shape, *args), args, grad)
+    reference = torch.autograd.grad(plain_torch(shape, *args), args, grad)
     wide = [a.detach().double().requires_grad_() for a in args]
     exact = torch.autograd.grad(dense(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
+    for o, t, e in zip(ours, reference, exact, strict=True):
         checks.error_at_most_twice(o, t, e)
 
 
@@ -122,13 +122,15 @@ def test_an_intermediate_larger_than_the_cache(device):
     if device.type != "cuda":
         pytest.skip("one way for all sizes there")
     shape = (512, 300, 310, 3, 2)
-    middle = shape[0] * shape[1] * shape[2] * 4
-    assert middle > torch.cuda.get_device_properties(device).L2_cache_size
+    intermediate = shape[0] * shape[1] * shape[2] * 4
+    assert intermediate > torch.cuda.get_device_properties(device).L2_cache_size
     args = [a.requires_grad_() for a in arguments(shape, device, torch.float32)]
-    y, twin = ops.factored_linear(*args), ops.factored_linear_torch(*args)
-    torch.testing.assert_close(y, twin, rtol=1e-4, atol=1e-4 * float(twin.square().mean().sqrt()))
+    y, reference = ops.factored_linear(*args), ops.factored_linear_torch(*args)
+    torch.testing.assert_close(y, reference, rtol=1e-4, atol=1e-4 * float(reference.square().mean().sqrt()))
     grad = torch.randn_like(y)
-    for ours, theirs in zip(torch.autograd.grad(y, args, grad), torch.autograd.grad(twin, args, grad), strict=True):
+    for ours, theirs in zip(
+        torch.autograd.grad(y, args, grad), torch.autograd.grad(reference, args, grad), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.square().mean().sqrt()))
 
 
@@ -140,8 +142,8 @@ def test_infinities_stay_where_they_are(shape, infinite, device):
     args[infinite].view(-1)[0] = torch.inf
     leaves, plain = ([a.clone().requires_grad_() for a in args] for _ in range(2))
     results = ops.factored_linear(*leaves), ops.factored_linear_torch(*plain)
-    ours, twin = (torch.autograd.grad(y.sum(), a) for y, a in zip(results, (leaves, plain), strict=True))
-    for o, t in zip((results[0], *ours), (results[1], *twin), strict=True):
+    ours, reference = (torch.autograd.grad(y.sum(), a) for y, a in zip(results, (leaves, plain), strict=True))
+    for o, t in zip((results[0], *ours), (results[1], *reference), strict=True):
         if device.type == "cuda":  # NaN for infinity there, and nowhere else
             assert torch.equal(o.isfinite(), t.isfinite())
             o, t = o[o.isfinite()], t[t.isfinite()]
@@ -156,10 +158,10 @@ def test_sums_over_many_images_are_short(share):
     args = [torch.rand(s).requires_grad_() for s in sizes]
     grad = torch.rand(n, d, y)
     ours = torch.autograd.grad(ops.factored_linear(*args), args, grad)
-    twin = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
+    reference = torch.autograd.grad(ops.factored_linear_torch(*args), args, grad)
     wide = [a.detach().double().requires_grad_() for a in args]
     exact = torch.autograd.grad(ops.factored_linear_torch(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
+    for o, t, e in zip(ours, reference, exact, strict=True):
         checks.error_at_most_twice(o, t, e)
 
 
@@ -197,9 +199,9 @@ def test_every_layout(shape, position, device):
 def test_empty(shape, device):
     args = [a.requires_grad_() for a in arguments(shape, device)]
     result = ops.factored_linear(*args)
-    twin = ops.factored_linear_torch(*args)
-    checks.assert_same(result, twin)
-    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(twin.sum(), args))
+    reference = ops.factored_linear_torch(*args)
+    checks.assert_same(result, reference)
+    checks.assert_same(torch.autograd.grad(result.sum(), args), torch.autograd.grad(reference.sum(), args))
 
 
 def test_derivatives(device):
@@ -231,7 +233,7 @@ def test_only_what_is_asked_for_is_computed(shape, device):
 
 
 # Kept: one block of images, a part of one, several and many; positions in the lanes or not; several chunks of output channels;
-# input channels that would not all be there at a time, were their middle not kept.
+# input channels that would not all be there at a time, were their intermediate not kept.
 KEPT = [
     (64, 2, 3, 40, 5),
     (10, 3, 1, 64, 7),
@@ -252,21 +254,21 @@ NOT_KEPT = [(64, 20, 10, 3, 5), (64, 3, 54, 34, 1), (1, 8, 8, 32, 1), (64, 2, 40
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("shape", "kept"), [*((s, True) for s in KEPT), *((s, False) for s in NOT_KEPT)])
 def test_a_backward_that_reads_what_the_forward_kept(shape, kept, dtype):
-    """Its gradients are to the bit those of one that computes it again; autograd has it so wherever the middle is small."""
+    """Its gradients are to the bit those of one that computes it again; autograd has it so wherever the intermediate is small."""
     args, kernels = arguments(shape, torch.device("cpu"), dtype), torch.ops.ella_cuda
-    y, middle = kernels.factored_linear_keeping(*args)
-    assert kept * (args[0].numel() + y.numel()) >= middle.numel() >= kept * shape[0] * shape[1] * shape[2]
+    y, intermediate = kernels.factored_linear_keeping(*args)
+    assert kept * (args[0].numel() + y.numel()) >= intermediate.numel() >= kept * shape[0] * shape[1] * shape[2]
     assert torch.equal(y, kernels.factored_linear(*args))
     grad = torch.randn_like(y)
     leaves = [a.requires_grad_() for a in args]
     again = kernels.factored_linear_backward(grad, *args[:4], *[True] * 5)
     for mask in ([True] * 5, [False, False, True, False, False], [True, False, True, False, True]):
-        parts = kernels.factored_linear_backward_keeping(grad, *args[:4], middle, *mask)
+        parts = kernels.factored_linear_backward_keeping(grad, *args[:4], intermediate, *mask)
         assert all(torch.equal(a, b) if m else a.numel() == 0 for a, b, m in zip(parts, again, mask, strict=True))
     own = torch.autograd.grad(ops.factored_linear(*leaves), leaves, grad)
     assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
     if kept:  # and it is read: the gradient of weight_out is linear in it
-        doubled = kernels.factored_linear_backward_keeping(grad, *args[:4], 2 * middle, *[True] * 5)
+        doubled = kernels.factored_linear_backward_keeping(grad, *args[:4], 2 * intermediate, *[True] * 5)
         assert torch.equal(doubled[2], 2 * again[2]) and torch.equal(doubled[1], again[1])
 
 
@@ -282,7 +284,7 @@ def keeping_calls(call, name: str = "factored_linear_backward_keeping") -> int:
     return calls(call, name)[name]
 
 
-def test_the_middle_is_kept(device):
+def test_the_intermediate_is_kept(device):
     args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), device, torch.float32)]
     names = "ella_cuda::factored_linear_keeping", "ella_cuda::factored_linear_backward_keeping"
     found = calls(lambda: torch.autograd.grad(ops.factored_linear(*args).sum(), args), *names)
@@ -340,8 +342,8 @@ def test_when_nothing_is_kept():
 def test_what_was_kept_is_freed_with_what_was_saved():
     args = [a.requires_grad_() for a in arguments((8, 2, 1, 64, 3), torch.device("cpu"))]
     y = ops.factored_linear(*args)
-    *inputs, middle = y.grad_fn.saved_tensors
-    assert all(a is b for a, b in zip(inputs, args[:4], strict=True)) and middle.numel() > 0
+    *inputs, intermediate = y.grad_fn.saved_tensors
+    assert all(a is b for a, b in zip(inputs, args[:4], strict=True)) and intermediate.numel() > 0
     y.sum().backward()
     with pytest.raises(RuntimeError, match="freed"):
         list(y.grad_fn.saved_tensors)
@@ -361,18 +363,22 @@ def test_checkpoints_under_a_mode(where, reentrant):
         torch.testing.assert_close(arg.grad, grad)
 
 
-def test_derivatives_where_the_middle_is_kept():
+def test_derivatives_where_the_intermediate_is_kept():
     args = tuple(a.requires_grad_() for a in arguments((3, 2, 1, 24, 2), torch.device("cpu")))
     assert torch.ops.ella_cuda.factored_linear_keeping(*args)[1].numel() > 0
     checks.check_derivatives(ops.factored_linear, args)
 
 
-def test_another_middle_is_refused():
+def test_another_intermediate_is_refused():
     args = arguments((8, 2, 1, 64, 3), torch.device("cpu"))
-    y, middle = torch.ops.ella_cuda.factored_linear_keeping(*args)
-    apart = torch.stack([middle, middle], 1)[:, 0]
-    for wrong, words in [(middle[:-1], "have shape"), (middle.float(), "have the dtype"), (apart, "be contiguous")]:
-        with pytest.raises(RuntimeError, match=f"middle must {words}"):
+    y, intermediate = torch.ops.ella_cuda.factored_linear_keeping(*args)
+    apart = torch.stack([intermediate, intermediate], 1)[:, 0]
+    for wrong, words in [
+        (intermediate[:-1], "have shape"),
+        (intermediate.float(), "have the dtype"),
+        (apart, "be contiguous"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"intermediate must {words}"):
             torch.ops.ella_cuda.factored_linear_backward_keeping(y, *args[:4], wrong, *[True] * 5)
 
 
@@ -444,7 +450,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
 
 @pytest.mark.parametrize("channels", [39, 40])  # all threads take a step together, or each its channels
 def test_memory_of_the_backward_has_a_bound(channels):
-    """Beside the gradients, with many images: the middle would take six times as much as x."""
+    """Beside the gradients, with many images: the intermediate would take six times as much as x."""
     x, u, v, *_ = arguments((60_000, channels, 6, 1, 2), torch.device("cpu"), torch.float32)
     grad = torch.randn(60_000, 6, 2)
     peak = checks.peak_bytes(lambda: _backward(grad, x, u, v, None, *[True] * 3, False, False))
@@ -503,7 +509,7 @@ def multiply_out_from_nothing_on(monkeypatch) -> None:
     ],
 )
 def test_what_is_multiplied_out(shape, device):
-    """From 2^19 numbers of the middle on, 2^24 bytes on CUDA, by three products in all; batched gradients, and those with a graph,
+    """From 2^19 numbers of the intermediate on, 2^24 bytes on CUDA, by three products in all; batched gradients, and those with a graph,
     are the op's."""
     args = [a.requires_grad_() for a in arguments(shape, device, torch.float32)]
     n, c, d, *_ = shape
@@ -551,9 +557,10 @@ def test_multiplied_out_empty(shape, device, monkeypatch):
     args = [a.requires_grad_() for a in arguments(shape, device)]
     result = ops.factored_linear(*args)
     checks.assert_same(result, dense(*args))
-    twins = [a.detach().clone().requires_grad_() for a in args]
+    references = [a.detach().clone().requires_grad_() for a in args]
     checks.assert_same(
-        torch.autograd.grad(result.sum(), args), torch.autograd.grad(ops.factored_linear_torch(*twins).sum(), twins)
+        torch.autograd.grad(result.sum(), args),
+        torch.autograd.grad(ops.factored_linear_torch(*references).sum(), references),
     )
 
 

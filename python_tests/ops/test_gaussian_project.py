@@ -94,8 +94,8 @@ def test_accuracy(shape, device):
         return y, *torch.autograd.grad(y, leaves, grad)
 
     exact = value_and_gradients(gaussian_project_torch, x.double(), u, v, grad.double())
-    twin = value_and_gradients(gaussian_project_torch, x, u, v, grad)
-    for ours, theirs, right in zip(value_and_gradients(gaussian_project, x, u, v, grad), twin, exact, strict=True):
+    reference = value_and_gradients(gaussian_project_torch, x, u, v, grad)
+    for ours, theirs, right in zip(value_and_gradients(gaussian_project, x, u, v, grad), reference, exact, strict=True):
         checks.error_at_most_twice(ours.float(), theirs.float(), right)
 
 
@@ -182,10 +182,10 @@ def test_every_nesting_of_forward_and_reverse(order, device):
     values = arguments((1, 2, 1, 1) if order == 3 else (2, 2, 2, 1), device)
     args = tuple(values[name] for name in ("x", "u", "v"))
     for chain in itertools.product((torch.func.jacfwd, torch.func.jacrev), repeat=order):
-        ours, twin = gaussian_project, gaussian_project_torch
+        ours, reference = gaussian_project, gaussian_project_torch
         for transform in chain:
-            ours, twin = transform(ours, (0, 1, 2)), transform(twin, (0, 1, 2))
-        checks.assert_same(ours(*args), twin(*args))
+            ours, reference = transform(ours, (0, 1, 2)), transform(reference, (0, 1, 2))
+        checks.assert_same(ours(*args), reference(*args))
 
 
 def test_vmap(device):

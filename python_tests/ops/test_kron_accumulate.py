@@ -49,10 +49,10 @@ def tensors(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_the_sum_of_outer_products(shape, dtype, device):
     factor, rows = tensors(shape, device, dtype)
-    ours, twin = factor.clone(), factor.clone()
+    ours, reference = factor.clone(), factor.clone()
     assert ops.kron_accumulate_(ours, rows, 0.7) is ours
-    ops.kron_accumulate_torch_(twin, rows, 0.7)
-    checks.error_at_most_twice(ours, twin, outer_products(factor, rows, 0.7))
+    ops.kron_accumulate_torch_(reference, rows, 0.7)
+    checks.error_at_most_twice(ours, reference, outer_products(factor, rows, 0.7))
     assert torch.equal(ours, ours.mT)
 
 
@@ -394,10 +394,10 @@ def test_compile(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_more_rows_than_are_packed_at_once(dtype, device):
     rows = torch.randn(150_000, 1, 3, dtype=torch.float64, device=device).to(dtype)
-    ours, twin = rows.new_zeros(1, 3, 3), rows.new_zeros(1, 3, 3)
+    ours, reference = rows.new_zeros(1, 3, 3), rows.new_zeros(1, 3, 3)
     ops.kron_accumulate_(ours, rows)
-    ops.kron_accumulate_torch_(twin, rows)
-    checks.error_at_most_twice(ours, twin, outer_products(torch.zeros_like(ours), rows, 1.0))
+    ops.kron_accumulate_torch_(reference, rows)
+    checks.error_at_most_twice(ours, reference, outer_products(torch.zeros_like(ours), rows, 1.0))
 
 
 of_16_bits = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -409,12 +409,12 @@ def accurate_in_both(rows: Tensor, alpha: float = 0.7) -> None:
     for total in (torch.float32, torch.float64):
         start = factor.to(total)
         ours, exact = ops.kron_accumulate_(start.clone(), rows, alpha), outer_products(start, rows, alpha)
-        twin = ops.kron_accumulate_torch_(factor.float(), rows, alpha)
+        reference = ops.kron_accumulate_torch_(factor.float(), rows, alpha)
         if total == torch.float64:  # products of float32 are summed in float32 for a while
             floor = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
-            assert (ours - exact).abs().max() <= max(2 * (twin.double() - exact).abs().max(), floor)
+            assert (ours - exact).abs().max() <= max(2 * (reference.double() - exact).abs().max(), floor)
         else:
-            checks.error_at_most_twice(ours, twin, exact)
+            checks.error_at_most_twice(ours, reference, exact)
         assert torch.equal(ours, ours.mT)
 
 

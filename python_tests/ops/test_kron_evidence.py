@@ -138,15 +138,15 @@ def test_func_transforms(device):
         def function(*a: Tensor, part=part) -> Tensor:
             return getattr(ops.kron_evidence(spectra, *a), part)
 
-        def twin(*a: Tensor, part=part) -> Tensor:
+        def reference(*a: Tensor, part=part) -> Tensor:
             return getattr(ops.kron_evidence_torch(spectra, *a), part)
 
         if part == "effective":  # in square norms it is constant, which torch.func.jacrev finds unused
-            function, twin = (lambda *a, f=f: f(*a) + 0 * a[0] for f in (function, twin))
-        checks.check_func_transforms(function, twin, args)
+            function, reference = (lambda *a, f=f: f(*a) + 0 * a[0] for f in (function, reference))
+        checks.check_func_transforms(function, reference, args)
     third = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence(spectra, args[0], u).value))(args[1])
-    twin = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence_torch(spectra, args[0], u).value))
-    checks.assert_same(third, twin(args[1]))
+    reference = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence_torch(spectra, args[0], u).value))
+    checks.assert_same(third, reference(args[1]))
 
 
 def test_vmap(device):

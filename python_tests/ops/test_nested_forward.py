@@ -29,7 +29,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("op", ARGUMENTS)
-def test_second_directional_derivatives_are_the_twins(op):
+def test_second_directional_derivatives_agree_with_the_reference(op):
     arguments = ARGUMENTS[op]()
     first, second = (tuple(torch.randn_like(a) for a in arguments) for _ in range(2))
     kind = {"basis_project": ("exponential",), "circular_pad2d": (1, 5)}.get(op, ())
@@ -44,7 +44,7 @@ def test_second_directional_derivatives_are_the_twins(op):
 
         found.append(jvp(lambda *args, value=value: jvp(value, args, first)[1], arguments, second)[1])
     torch.testing.assert_close(*found, rtol=1e-9, atol=0)
-    step = 1e-5  # and the twin's are the derivative's differences
+    step = 1e-5  # and the reference's are the derivative's differences
 
     def slope(sign: int, value=value) -> torch.Tensor:
         moved = tuple(a + sign * step * s for a, s in zip(arguments, second, strict=True))

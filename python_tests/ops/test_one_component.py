@@ -1,4 +1,4 @@
-"""The convolution on a torus of images of which one polyphase component is not zero, against rolled images in float64."""
+"""The circular convolution of images of which one polyphase component is not zero, against rolled images in float64."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_images_of_one_polyphase_component(shape, dtype, device):
     mixed[-1] = x[-1]
     for images in (one_component(x), -one_component(x), mixed):
         for b in (None, bias):
-            twin = ops.circular_conv2d_torch(images, weight, b)
-            checks.error_at_most_twice(ops.circular_conv2d(images, weight, b), twin, rolled(images, weight, b))
+            reference = ops.circular_conv2d_torch(images, weight, b)
+            checks.error_at_most_twice(ops.circular_conv2d(images, weight, b), reference, rolled(images, weight, b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -61,9 +61,9 @@ def test_gradient_of_many_weights(dtype):
     x, weight, _ = arguments(MANY_WEIGHTS, device, dtype)
     grad = one_component(gradient(MANY_WEIGHTS, device, dtype))[torch.randperm(MANY_WEIGHTS[0], device=device)]
     wide = weight.double().requires_grad_()
-    (twin,) = torch.autograd.grad(ops.circular_conv2d_torch(x, weight.requires_grad_()), weight, grad)
+    (reference,) = torch.autograd.grad(ops.circular_conv2d_torch(x, weight.requires_grad_()), weight, grad)
     (exact,) = torch.autograd.grad(rolled(x, wide), wide, grad.double())
-    checks.error_at_most_twice(weight_grad(grad, x, 3, 3), twin, exact)
+    checks.error_at_most_twice(weight_grad(grad, x, 3, 3), reference, exact)
 
 
 @pytest.mark.parametrize("shape", COMPONENT_SHAPES)
@@ -73,9 +73,9 @@ def test_gradients_of_one_polyphase_component(shape, dtype, device):
     wide = [a.detach().double().requires_grad_() for a in args]
     grad = one_component(gradient(shape, device, dtype))
     ours = torch.autograd.grad(ops.circular_conv2d(*args), args, grad)
-    twin = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
+    reference = torch.autograd.grad(ops.circular_conv2d_torch(*args), args, grad)
     exact = torch.autograd.grad(rolled(*wide), wide, grad.double())
-    for o, t, e in zip(ours, twin, exact, strict=True):
+    for o, t, e in zip(ours, reference, exact, strict=True):
         checks.error_at_most_twice(o, t, e)
 
 
@@ -200,7 +200,7 @@ def back(weight: Tensor) -> Tensor:
 
 
 def scattered(x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    """The twin: zeros written out; weight is that of the way back."""
+    """The reference: zeros written out; weight is that of the way back."""
     full = x.new_zeros(*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])
     for i in range(4):
         mine = torch.nn.functional.interpolate(x, scale_factor=2, mode="nearest").roll((i & 1, i >> 1), (2, 3))
@@ -218,13 +218,13 @@ def test_equals_the_convolution_of_scattered_images(shape, dtype, device, way):
     full = torch.zeros(*x.shape[:2], *shape[3:5], dtype=torch.float64, device=device)
     for n, i in enumerate(index.tolist()):
         full[n, :, i & 1 :: 2, i >> 1 :: 2] = x[n]
-    twin = ops.circular_conv2d_torch(full.to(dtype), weight)
+    reference = ops.circular_conv2d_torch(full.to(dtype), weight)
     found = circular_conv2d_pool_transposed(x, index, forward)
     if way == "the device's" and device.type == "cpu":
-        checks.error_at_most_twice(found, twin, rolled(full, weight))
+        checks.error_at_most_twice(found, reference, rolled(full, weight))
     else:
         checks.close_in_another_order(found, rolled(full, weight))
-    checks.error_at_most_twice(scattered(x, index, weight), twin, rolled(full, weight))
+    checks.error_at_most_twice(scattered(x, index, weight), reference, rolled(full, weight))
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -251,12 +251,12 @@ def test_derivatives_of_the_way_back(device, way):
     def call(x: Tensor, weight: Tensor) -> Tensor:
         return circular_conv2d_pool_transposed(x, index, weight)
 
-    def twin(x: Tensor, weight: Tensor) -> Tensor:
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
         return scattered(x, index, back(weight))
 
     checks.check_derivatives(call, (x.requires_grad_(), weight.requires_grad_()))
     args = (x.detach(), weight.detach())
-    checks.check_func_transforms(call, twin, args)
+    checks.check_func_transforms(call, reference, args)
     checks.check_vmap(call, args, batch=2)
     checks.check_compile(call, args)
 

@@ -88,7 +88,7 @@ def test_of_equals_the_first(device):
 
 @pytest.mark.parametrize("shift", [(1, 0), (0, 1), (3, 2), (5, 5)])
 def test_moves_with_the_image(shift, device):
-    """A translation on the torus translates the output by a whole number of its own positions."""
+    """A circular translation translates the output by a whole number of its own positions."""
     x = torch.randn(5, 2, 8, 8, dtype=torch.float64, device=device)
     before, after = ops.polyphase_pool(x), ops.polyphase_pool(x.roll(shift, (2, 3)))
     for a, b in zip(before, after, strict=True):

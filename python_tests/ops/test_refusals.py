@@ -20,7 +20,7 @@ SPECTRA = [("E",), ("T 5", INT64), ("S", INT64)]
 OPS = {
     "factored_linear": ([("N C X",), ("D C X",), ("D C Y",)], (None, None)),
     "factored_linear_backward": ([("N D Y",), ("N C X",), ("D C X",), ("D C Y",)], (None, *[True] * 5)),
-    "factored_linear_pull_back": ([("N D Y",), ("D C X",), ("D C Y",)], (True, True)),
+    "factored_linear_vjp": ([("N D Y",), ("D C X",), ("D C Y",)], (True, True)),
     "kron_logdet": ([("G a",), ("G b",), ("",)], ()),
     "kron_logdet_gradient": ([("G a",), ("G b",), ("",)], ()),
     "kron_logdet_hvp": ([("G a",), ("G b",), ("",)] * 2, ()),

@@ -77,7 +77,7 @@ class FactoredLinear2dRule(Rule):
         wants_x, wants_z = input_shape is not None, inner_sides and not of_one_position
         found = []
         for rows in g.split(self._rows_at_once(g)) if wants_z else [g]:
-            dx, dz = ops.factored_linear_pull_back(rows, self._weight_in, self._weight_out, wants_x, wants_z)
+            dx, dz = ops.factored_linear_vjp(rows, self._weight_in, self._weight_out, wants_x, wants_z)
             if dz is not None:
                 self._inner_sides(dz)
             found.append(dx)

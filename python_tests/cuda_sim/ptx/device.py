@@ -22,9 +22,7 @@ from .parse import parse
 from .traffic import Traffic
 
 RUNTIME = Path(__file__).with_name("runtime.cpp")
-BY_CACHE = (
-    "-DELLA_LARGEST_MIDDLE=0"  # F-FC's middle is stored where the cache that a test says can hold it, and only there
-)
+BY_CACHE = "-DELLA_LARGEST_INTERMEDIATE=0"  # F-FC's intermediate is stored where the cache that a test says can hold it, and only there
 WRAPPED = [
     "dlopen",
     "dlsym",
@@ -37,9 +35,8 @@ WRAPPED = [
 
 
 def compile_source(nvcc: Path, name: str, arch: str, library: str, small: bool) -> tuple[Path, Path]:
-    """Object and PTX of csrc/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
-    source = build.SOURCES / "cuda" / f"{name}.cu"
-    headers = [*(build.SOURCES / "common").glob("*.h"), *(build.SOURCES / "cuda").glob("*.cuh")]
+    """Object and PTX of csrc/<family>/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
+    source, headers = build.source_of(name), build.headers_of(build.SOURCES)
     options = [*compiler.language_flags(), f"-gencode=arch=compute_{arch},code=compute_{arch}", "-Xcompiler", "-fPIC"]
     options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU"]
     options += [build.FEW_PLACES, BY_CACHE] if small else []
@@ -181,9 +178,9 @@ class PtxDevice:
             self._set_path(b"")
 
     @contextmanager
-    def counting(self, most_blocks: int) -> Iterator[list[Counted]]:
+    def counting(self, max_blocks: int) -> Iterator[list[Counted]]:
         """The launches of a block of code, of each only so many thread blocks, evenly spaced: what is computed is incomplete."""
-        self._counted, self._most_blocks = [], most_blocks
+        self._counted, self._most_blocks = [], max_blocks
         try:
             yield self._counted
         finally:

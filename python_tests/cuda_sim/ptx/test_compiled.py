@@ -87,7 +87,7 @@ def test_rows_are_rounded_to_tf32(request: pytest.FixtureRequest, device: str) -
     assert_accurate(factor, exact, torchs)
 
 
-# (N, C, D, X, Y): tiles that are not full, several tiles, one position, a middle that is stored and one that is not; one, two and
+# (N, C, D, X, Y): tiles that are not full, several tiles, one position, an intermediate that is stored and one that is not; one, two and
 # four results a thread.
 SHAPES = [
     (5, 3, 4, 7, 6),

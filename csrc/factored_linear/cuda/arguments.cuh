@@ -1,0 +1,43 @@
+// What the ways to compute F-FC on CUDA are given: in float32 stored.cuh and fused.cuh, in
+// float64 library.cuh.
+#pragma once
+
+#include <optional>
+
+#include "common/device_memory.h"
+#include "factored_linear/checks.h"
+
+namespace ella {
+
+// The arguments, checked. Names and axes: method of an F-FC layer, U = weight_in (D, C, X), V = weight_out (D, C, Y).
+struct FactoredLinearArguments {
+  const Tensor &x, &weight_in, &weight_out;
+  const std::optional<Tensor>& bias_in;
+  FactoredLinearSizes size;
+  bool tf32;  // whether tensor cores may multiply float32 numbers that are rounded to TF32
+};
+
+// The gradients, empty where not wanted.
+struct FactoredLinearGradients {
+  FactoredLinearWanted wanted;
+  Tensor x, weight_in, weight_out, bias_in, bias_out;
+};
+
+// The axes of a tensor of three dimensions in the order that a kernel wants them.
+inline View3<float> view(const Tensor& tensor, int first = 0, int second = 1, int third = 2) {
+  return {tensor.const_data_ptr<float>(), tensor.stride(first), tensor.stride(second), tensor.stride(third)};
+}
+
+// A bias is small: it is made contiguous rather than strided. The holder keeps the copy alive until the kernels are queued.
+class Bias {
+ public:
+  explicit Bias(const std::optional<Tensor>& bias) {
+    if (bias) holder_ = torch::stable::contiguous(*bias);
+  }
+  const float* data() const { return holder_ ? holder_->const_data_ptr<float>() : nullptr; }
+
+ private:
+  std::optional<Tensor> holder_;
+};
+
+}  // namespace ella

@@ -1,0 +1,118 @@
+// factored_linear and its five gradients.
+#include <tuple>
+
+#include "common/cuda_path.h"
+#include "factored_linear/cuda/fused.cuh"
+#include "factored_linear/cuda/library.cuh"
+#include "factored_linear/cuda/stored.cuh"
+
+namespace ella {
+namespace {
+
+// Whether the intermediate of float32 is stored: its products are those of tensor cores, and ordinary ones where it is not.
+bool is_stored(const Device& device, const FactoredLinearSizes& s) {
+  using Choice = CudaPath::Choice;
+  using Product = CudaPath::Product;
+  const CudaPath path = cuda_path();
+  const bool stored = path.stored == Choice::yes || path.product == Product::mma;
+  const bool fused = path.stored == Choice::no || path.product == Product::scalar;
+  ELLA_CHECK(
+      !(stored && fused),
+      "factored_linear: ELLA_CUDA_PATH: product=mma goes with intermediate=stored, product=scalar with intermediate=fused");
+  ELLA_CHECK(!stored || stored::countable(s),
+             "factored_linear: ELLA_CUDA_PATH: intermediate=stored is for axes below 2^31 - 64");
+  return stored || (!fused && stored::countable(s) && stored::fits(device, s));
+}
+
+// Whether float64's products are the library's, as they are; throws where the path names others.
+bool is_double(const Tensor& x) {
+  if (x.scalar_type() != ScalarType::Double) return false;
+  ELLA_CHECK(cuda_path().stored != CudaPath::Choice::no,
+             "factored_linear: ELLA_CUDA_PATH: float64 has no intermediate=fused, its products are the library's");
+  return true;
+}
+
+// The result, and z where `keep` and it is kept; else an empty tensor.
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                   const std::optional<Tensor>& bias_in, const std::optional<Tensor>& bias_out, bool keep,
+                                   bool tf32) {
+  const FactoredLinearSizes s = check_factored_linear(x, weight_in, weight_out, bias_in, bias_out);
+  const Device device(x);
+  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
+  const Tensor none = device_empty(x, {0});
+  if (is_double(x)) return {library::forward(args, bias_out), none};
+  const Tensor y = device_empty(x, {s.N, s.D, s.Y});
+  if (!is_stored(device, s)) {
+    fused::forward(device, args, bias_out, y);
+    return {y, none};
+  }
+  const Tensor z = stored::empty_intermediate(args);
+  stored::forward(device, args, bias_out, y, z);
+  return {y, keep && s.keeps_intermediate(s.N * s.D * s.C) ? z : none};
+}
+
+Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
+                       std::optional<Tensor> bias_out, bool allow_tf32) {
+  return std::get<0>(forward(x, weight_in, weight_out, bias_in, bias_out, false, allow_tf32));
+}
+
+std::tuple<Tensor, Tensor> factored_linear_keeping(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                                   std::optional<Tensor> bias_in, std::optional<Tensor> bias_out,
+                                                   bool allow_tf32) {
+  return forward(x, weight_in, weight_out, bias_in, bias_out, true, allow_tf32);
+}
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// `intermediate`: what factored_linear_keeping gave, or null.
+Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                   const std::optional<Tensor>& bias_in, const Tensor* intermediate, const FactoredLinearWanted& wanted,
+                   bool tf32) {
+  const FactoredLinearSizes s = check_factored_linear_backward(grad, x, weight_in, weight_out, bias_in);
+  const bool kept = intermediate != nullptr && intermediate->numel() > 0;
+  if (kept) check_kept_intermediate(x, *intermediate, {s.D, s.C, s.N});
+  const Device device(x);
+  const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
+  const auto make = [&](bool asked, std::initializer_list<int64_t> shape) {
+    return asked ? device_empty(x, shape) : device_empty(x, {0});
+  };
+  FactoredLinearGradients to{wanted,
+                             make(wanted.x, {s.N, s.C, s.X}),
+                             make(wanted.weight_in, {s.D, s.C, s.X}),
+                             make(wanted.weight_out, {s.D, s.C, s.Y}),
+                             make(wanted.bias_in, {s.D}),
+                             make(wanted.bias_out, {s.Y})};
+  if (is_double(x)) {
+    library::backward(grad, args, to);
+  } else if (is_stored(device, s)) {
+    stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
+  } else {
+    fused::backward(device, grad, args, to);
+  }
+  return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
+}
+
+Gradients factored_linear_backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in, const Tensor& weight_out,
+                                   std::optional<Tensor> bias_in, bool grad_x, bool grad_weight_in, bool grad_weight_out,
+                                   bool grad_bias_in, bool grad_bias_out, bool allow_tf32) {
+  return backward(grad, x, weight_in, weight_out, bias_in, nullptr,
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
+}
+
+Gradients factored_linear_backward_keeping(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
+                                           const Tensor& weight_out, std::optional<Tensor> bias_in, const Tensor& intermediate,
+                                           bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in,
+                                           bool grad_bias_out, bool allow_tf32) {
+  return backward(grad, x, weight_in, weight_out, bias_in, &intermediate,
+                  {grad_x, grad_weight_in, grad_weight_out, grad_bias_in, grad_bias_out}, allow_tf32);
+}
+
+ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
+  m.impl("factored_linear", TORCH_BOX(&factored_linear));
+  m.impl("factored_linear_keeping", TORCH_BOX(&factored_linear_keeping));
+  m.impl("factored_linear_backward", TORCH_BOX(&factored_linear_backward));
+  m.impl("factored_linear_backward_keeping", TORCH_BOX(&factored_linear_backward_keeping));
+}
+
+}  // namespace
+}  // namespace ella

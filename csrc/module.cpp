@@ -8,6 +8,7 @@
 #include "common/cuda_path.h"
 #include "cpu/simd/kernels.h"
 #include "ella_build_info.h"
+#include "factored_linear/plan.h"
 
 namespace py = pybind11;
 
@@ -43,6 +44,12 @@ PYBIND11_MODULE(_C, m) {
         "How this extension was built: version, cuda (version of the toolkit, \"\" if built without), cuda_archs, compiler,\n"
         "torch_headers (version of the torch whose headers were used), cpu_kernels (instruction set in use on this processor:\n"
         "baseline, avx2, avx512 or neon; held back by ATEN_CPU_CAPABILITY as torch's own kernels are), summary (one line).");
+  m.def(
+      "factored_linear_by_torch",
+      [](int64_t N, int64_t C, int64_t X, int64_t D, int64_t Y, int64_t element_size, bool cuda) {
+        return ella::factored_linear_by_torch({N, C, X, D, Y}, element_size, cuda);
+      },
+      "Whether factored_linear multiplies its weights out by torch (csrc/factored_linear/plan.h).");
   m.def("cuda_path", [] { return ella::CudaPathSetting::instance().text(); }, "The code path of CUDA launches, as it was set.");
   m.def(
       "set_cuda_path", [](const std::string& path) { ella::CudaPathSetting::instance().set(path); },

@@ -7,14 +7,6 @@ namespace ella {
 
 struct FactoredLinearSizes {
   int64_t N, C, X, D, Y;
-
-  // Whether z, so many elements as it is stored, is small enough for the forward pass to keep it for the backward pass, which
-  // would otherwise compute it again: no larger than x, or than x and y where its sums are too long to be faster than reading
-  // it.
-  bool keeps_intermediate(int64_t elements) const {
-    constexpr int64_t kLong = 32;
-    return C > 0 && elements <= N * (C * X + (X >= kLong ? D * Y : 0));
-  }
 };
 
 inline FactoredLinearSizes countable(const char* op, const FactoredLinearSizes& s) {

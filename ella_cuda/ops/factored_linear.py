@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda._extension import _C
 from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import (
     batched_first,
@@ -28,16 +29,6 @@ from ella_cuda.ops._tf32 import allows_tf32
 _OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default
 _OP_BACKWARD_KEEPING = torch.ops.ella_cuda.factored_linear_backward_keeping.default
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-# Numbers of the intermediate from which weights are multiplied out on the CPU where that saves operations: below, the dozen torch
-# calls of forward and backward take as long as the op. The CPU's op changes over at the same size
-# (csrc/factored_linear/cpu/one_output.h).
-MULTIPLIED_OUT_FROM = 1 << 19
-# Bytes of the intermediate from which they are on CUDA. An estimate from counts: forward and backward are 4 launches of the op, and
-# move the intermediate 7 times (z written and read forward; z and dz written, z read once and dz twice backward). Multiplied out they
-# are about 20 launches of torch and move nothing of its size. At 2.5 us for each of the 16 launches more and 3 TB/s for the
-# intermediate, both take as long at 40 us * 3 TB/s / 7 = 17 MB.
-MULTIPLIED_OUT_FROM_BYTES_ON_CUDA = 1 << 24
 
 
 def factored_linear(
@@ -108,12 +99,9 @@ def _to_multiply_out(
     if not x.dim() == weight_in.dim() == weight_out.dim() == 3:
         return False
     (n, c, x_size), (d, _, y_size) = x.shape, weight_out.shape
-    # On the CPU the op itself does so for one position of y.
-    in_torch = x.is_cuda if y_size == 1 else x_size == 1
-    if not in_torch or not (x.is_cpu or x.is_cuda):
+    if 1 not in (x_size, y_size) or not (x.is_cpu or x.is_cuda):
         return False
-    numbers = n * d * c
-    if numbers < MULTIPLIED_OUT_FROM if x.is_cpu else numbers * x.element_size() < MULTIPLIED_OUT_FROM_BYTES_ON_CUDA:
+    if not _C.factored_linear_by_torch(n, c, x_size, d, y_size, x.element_size(), x.is_cuda):
         return False
     others = (weight_in, (d, c, x_size)), (weight_out, (d, c, y_size)), (bias_in, (d,)), (bias_out, (y_size,))
     return (

@@ -10,7 +10,7 @@
 
 #include "cpu/buffer.h"
 #include "cpu/simd/kernels.h"
-#include "factored_linear/checks.h"
+#include "factored_linear/plan.h"
 
 namespace ella {
 
@@ -43,7 +43,7 @@ int64_t intermediate_row(const Kernels<T>& k, int64_t channels) {
 template <class T>
 int64_t kept_intermediate(const Kernels<T>& k, const FactoredLinearSizes& s) {
   const int64_t elements = ceil_divide(s.N, k.width) * s.D * intermediate_row(k, s.C);
-  return s.keeps_intermediate(elements) ? elements : 0;
+  return factored_linear_keeps(s, elements) ? elements : 0;
 }
 
 // Whether vectors can run along the last axis of an array of `size` positions.

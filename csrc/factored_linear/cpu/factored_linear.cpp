@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   Tensor intermediate = empty_of(x, {0});
   if (out.numel() == 0) return {out, intermediate};
   ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear", [&] {
-    if (one_large_output(s)) {
+    if (factored_linear_on_cpu(s) == FactoredLinearWay::multiplied_out) {
       OneOutput<scalar_t>(s, x, weight_in, weight_out, bias_in).forward(bias_out, out);
       return;
     }

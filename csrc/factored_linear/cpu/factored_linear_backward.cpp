@@ -24,7 +24,7 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
   // axis but N and D, where all sums are empty.
   if (s.N > 0 && s.D > 0) {
     ELLA_DISPATCH_FLOATING(x.scalar_type(), "factored_linear_backward", [&] {
-      if (one_large_output(s)) {
+      if (factored_linear_on_cpu(s) == FactoredLinearWay::multiplied_out) {
         OneOutput<scalar_t>(s, x, weight_in, weight_out, bias_in).backward(wanted, grad, dx, du, dv, dbias_in, dbias_out);
         return;
       }

@@ -20,7 +20,7 @@ std::tuple<Tensor, Tensor> factored_linear_vjp(const Tensor& grad, const Tensor&
   wanted.x = grad_x, wanted.intermediate = grad_intermediate;
   const Tensor none = empty_of(grad, {0}), no_x = empty_of(grad, {1, 1, 1});  // x: these gradients do not read it
   ELLA_DISPATCH_FLOATING(grad.scalar_type(), "factored_linear_vjp", [&] {
-    if (one_large_output(s) && !grad_intermediate) {
+    if (factored_linear_on_cpu(s) == FactoredLinearWay::multiplied_out && !grad_intermediate) {
       OneOutput<scalar_t>(s, no_x, weight_in, weight_out, std::nullopt).backward(wanted, grad, dx, none, none, none, none);
     } else {
       FactoredBackward<scalar_t>(s, wanted, grad, no_x, weight_in, weight_out, std::nullopt, nullptr)

@@ -8,12 +8,6 @@
 
 namespace ella {
 
-// Whether to do so: y has one position, and the intermediate is large enough.
-inline bool one_large_output(const FactoredLinearSizes& s) {
-  constexpr int64_t kMin = 1 << 19;  // of the intermediate: the same on all devices (ella_cuda/ops/factored_linear.py)
-  return s.Y == 1 && s.X > 0 && s.N * s.D * s.C >= kMin;
-}
-
 // x or weight_in with a row of all channels lying together: itself, or a copy.
 inline Tensor rows_together(const FactoredLinearSizes& s, const Tensor& t) {
   const bool together = (s.X == 1 || t.stride(2) == 1) && (s.C == 1 || t.stride(1) == s.X);

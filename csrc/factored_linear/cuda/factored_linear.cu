@@ -1,35 +1,16 @@
 // factored_linear and its five gradients.
 #include <tuple>
 
-#include "common/cuda_path.h"
 #include "factored_linear/cuda/fused.cuh"
 #include "factored_linear/cuda/library.cuh"
 #include "factored_linear/cuda/stored.cuh"
+#include "factored_linear/plan.h"
 
 namespace ella {
 namespace {
 
-// Whether the intermediate of float32 is stored: its products are those of tensor cores, and ordinary ones where it is not.
-bool is_stored(const Device& device, const FactoredLinearSizes& s) {
-  using Choice = CudaPath::Choice;
-  using Product = CudaPath::Product;
-  const CudaPath path = cuda_path();
-  const bool stored = path.stored == Choice::yes || path.product == Product::mma;
-  const bool fused = path.stored == Choice::no || path.product == Product::scalar;
-  ELLA_CHECK(
-      !(stored && fused),
-      "factored_linear: ELLA_CUDA_PATH: product=mma goes with intermediate=stored, product=scalar with intermediate=fused");
-  ELLA_CHECK(!stored || stored::countable(s),
-             "factored_linear: ELLA_CUDA_PATH: intermediate=stored is for axes below 2^31 - 64");
-  return stored || (!fused && stored::countable(s) && stored::fits(device, s));
-}
-
-// Whether float64's products are the library's, as they are; throws where the path names others.
-bool is_double(const Tensor& x) {
-  if (x.scalar_type() != ScalarType::Double) return false;
-  ELLA_CHECK(cuda_path().stored != CudaPath::Choice::no,
-             "factored_linear: ELLA_CUDA_PATH: float64 has no intermediate=fused, its products are the library's");
-  return true;
+FactoredLinearWay way_of(const Device& device, const FactoredLinearSizes& s, const Tensor& x) {
+  return factored_linear_on_cuda(s, x.scalar_type(), device.cache_bytes(), stored::kLargestAxis);
 }
 
 // The result, and z where `keep` and it is kept; else an empty tensor.
@@ -40,15 +21,16 @@ std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight_in, con
   const Device device(x);
   const FactoredLinearArguments args{x, weight_in, weight_out, bias_in, s, tf32};
   const Tensor none = device_empty(x, {0});
-  if (is_double(x)) return {library::forward(args, bias_out), none};
+  const FactoredLinearWay way = way_of(device, s, x);
+  if (way == FactoredLinearWay::library) return {library::forward(args, bias_out), none};
   const Tensor y = device_empty(x, {s.N, s.D, s.Y});
-  if (!is_stored(device, s)) {
+  if (way == FactoredLinearWay::fused) {
     fused::forward(device, args, bias_out, y);
     return {y, none};
   }
   const Tensor z = stored::empty_intermediate(args);
   stored::forward(device, args, bias_out, y, z);
-  return {y, keep && s.keeps_intermediate(s.N * s.D * s.C) ? z : none};
+  return {y, keep && factored_linear_keeps(s, z.numel()) ? z : none};
 }
 
 Tensor factored_linear(const Tensor& x, const Tensor& weight_in, const Tensor& weight_out, std::optional<Tensor> bias_in,
@@ -82,12 +64,15 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
                              make(wanted.weight_out, {s.D, s.C, s.Y}),
                              make(wanted.bias_in, {s.D}),
                              make(wanted.bias_out, {s.Y})};
-  if (is_double(x)) {
-    library::backward(grad, args, to);
-  } else if (is_stored(device, s)) {
-    stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
-  } else {
-    fused::backward(device, grad, args, to);
+  switch (way_of(device, s, x)) {
+    case FactoredLinearWay::library:
+      library::backward(grad, args, to);
+      break;
+    case FactoredLinearWay::stored:
+      stored::backward(device, grad, args, to, kept ? intermediate : nullptr);
+      break;
+    default:
+      fused::backward(device, grad, args, to);
   }
   return {to.x, to.weight_in, to.weight_out, to.bias_in, to.bias_out};
 }

@@ -15,23 +15,8 @@
 
 namespace ella::stored {
 
-// Elements of the intermediate for one of everything else, up to which it is stored; a larger one is where the second-level
-// cache could hold it. The first bounds what the backward pass has for a workspace, z and dz: four times as much as it reads.
-// Tests say none, so that small shapes go both ways.
-#ifndef ELLA_LARGEST_INTERMEDIATE
-#define ELLA_LARGEST_INTERMEDIATE 2
-#endif
-constexpr int64_t kLargest = ELLA_LARGEST_INTERMEDIATE;
-
-// Whether the products' axes are counted in 32 bits.
-inline bool countable(const FactoredLinearSizes& s) {
-  return std::max({s.N, s.C, s.D, s.X, s.Y}) <= std::numeric_limits<int>::max() - ProductTile::kSide;
-}
-
-inline bool fits(const Device& device, const FactoredLinearSizes& s) {
-  const int64_t intermediate = s.N * s.D * s.C, others = s.N * (s.C * s.X + s.D * s.Y) + s.D * s.C * (s.X + s.Y);
-  return intermediate <= kLargest * others || intermediate * static_cast<int64_t>(sizeof(float)) <= device.cache_bytes();
-}
+// Up to which the products' axes are counted in 32 bits.
+constexpr int64_t kLargestAxis = std::numeric_limits<int>::max() - ProductTile::kSide;
 
 constexpr int kThreads = ProductTile::kThreads;
 

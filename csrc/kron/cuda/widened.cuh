@@ -67,8 +67,8 @@ WidenedCopy widened_copy(const Device& device, const char* name, const Tensor& l
 }
 
 // Calls add(images, count) for all of the N images (sizes after x's strides) of an accumulation, one call after the other:
-// those of 16 bits as float32 copies of at most kMaxWidened elements or, where these are fewer, `min_count` images; others once, as
-// they are.
+// those of 16 bits as float32 copies of at most kMaxWidened elements or, where these are fewer, `min_count` images; others
+// once, as they are.
 template <class S, class Add>
 void for_widened(const Device& device, const char* name, const Tensor& like, const Image<S>& x,
                  const std::array<int64_t, 4>& sizes, int64_t min_count, const Add& add) {

@@ -58,7 +58,7 @@ def fresh() -> None:
 
 Time = Callable[..., Any]
 # What takes less is repeated for so many seconds, at most so often: single runs of what is short scatter most.
-SHORT, MOST_ROUNDS = 0.3, 100
+SHORT, MAX_ROUNDS = 0.3, 100
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -104,7 +104,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytes
         else:
             peak = peak_bytes(memory_of or whole, device)
             seconds = min((_seconds(whole) for _ in range(warmups)), default=SHORT)
-            benchmark.pedantic(whole, rounds=max(rounds, min(int(SHORT / seconds), MOST_ROUNDS)))
+            benchmark.pedantic(whole, rounds=max(rounds, min(int(SHORT / seconds), MAX_ROUNDS)))
         benchmark.extra_info.update(
             work=work,
             who=who,

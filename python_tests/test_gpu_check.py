@@ -338,7 +338,7 @@ def test_the_limits_add_up(name):
 
 
 def test_a_folder_keeps_to_its_limits(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "MOST_BYTES", 1000)
+    monkeypatch.setattr(run, "MAX_BYTES", 1000)
     folder = Folder(tmp_path / "out")
     for i in range(12):
         folder.append(f"file{i}.txt", f"text {i}\n")
@@ -347,12 +347,12 @@ def test_a_folder_keeps_to_its_limits(tmp_path, monkeypatch):
     (tmp_path / "file0.txt").write_text("y" * 1001)
     assert not folder.take(tmp_path / "more.json") and not folder.take(tmp_path / "file0.txt")
     files = list((tmp_path / "out").iterdir())
-    assert len(files) == run.MOST_FILES and all(file.stat().st_size < 1100 for file in files)
+    assert len(files) == run.MAX_FILES and all(file.stat().st_size < 1100 for file in files)
     said = (tmp_path / "out" / "log.txt").read_text()
     assert "text 11" in said or "left out" in said
-    assert run.MOST_FILES <= 8
+    assert run.MAX_FILES <= 8
     monkeypatch.undo()
-    assert run.MOST_BYTES < 16 << 20
+    assert run.MAX_BYTES < 16 << 20
 
 
 def test_variables_are_extended(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FILES, MOST_BYTES = 8, 15 << 20
+MAX_FILES, MAX_BYTES = 8, 15 << 20
 WORKER = (sys.executable, "-m", "benchmarks.gpu.work")
 BEGIN, ROW = "@begin ", "@row "  # a worker's lines: an item that it begins, and a result, in JSON
 TEST = "@test "  # a line of the pytest plugin, in JSON
@@ -44,12 +44,12 @@ class Folder:
     def append(self, name: str, text: str) -> None:
         data = text.encode(errors="replace")
         with self._lock:
-            if name not in self._sizes and len(self._sizes) >= MOST_FILES:
+            if name not in self._sizes and len(self._sizes) >= MAX_FILES:
                 name = "log.txt"
             size = self._sizes.get(name, 0)
             if name in self._full:
                 return
-            if size + len(data) > MOST_BYTES:
+            if size + len(data) > MAX_BYTES:
                 self._full.add(name)
                 data = b"(what follows is left out: the file is full)\n"
             with open(self.path / name, "ab") as file:
@@ -60,7 +60,7 @@ class Folder:
         """Copy a whole file, if it fits, under its own name or another."""
         name = name or file.name
         with self._lock:
-            if file.stat().st_size > MOST_BYTES or (name not in self._sizes and len(self._sizes) >= MOST_FILES):
+            if file.stat().st_size > MAX_BYTES or (name not in self._sizes and len(self._sizes) >= MAX_FILES):
                 return False
             shutil.copyfile(file, self.path / name)
             self._sizes[name] = file.stat().st_size

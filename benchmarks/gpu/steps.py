@@ -32,8 +32,8 @@ PATHS = [
     "split=1",
     "lags=no",
 ]
-MOST_BISECTED = 12
-MOST_FAILURES = 60  # rows of a pytest session; its last row has their number
+MAX_BISECTED = 12
+MAX_FAILURES = 60  # rows of a pytest session; its last row has their number
 HANGS = 20  # seconds; of tests that a step's end cuts off, those that ran for longer count as hanging
 SANITIZER = ["--report-api-errors", "no"]
 OURS = ["--error-exitcode", "9", "--print-limit", "20", "--kernel-regex", "kns=ella"]  # of our kernels alone
@@ -117,7 +117,7 @@ def bisect(call: Call) -> None:
     failed = [
         row["item"] for row in call.rows if row["step"] == "cases" and row["status"] not in GOOD and "item" in row
     ]
-    failed = list(dict.fromkeys(failed))[:MOST_BISECTED]
+    failed = list(dict.fromkeys(failed))[:MAX_BISECTED]
     if not failed:
         return
     sanitizer = call.tool("compute-sanitizer")
@@ -223,7 +223,7 @@ def _pytest(call: Call, arguments: list[str], hangs: float = HANGS) -> None:
         ended.update(said[key] for key in ("ended", "failed") if key in said)
         if "failed" in said:
             item = said["failed"]
-            if item not in failures and len(failures) < MOST_FAILURES:
+            if item not in failures and len(failures) < MAX_FAILURES:
                 call.row(status="failed", item=item, message=said["message"])
                 call.folder.append("log.txt", f"{item}\n{said['text']}\n")
             failures.add(item)  # its teardown may fail too

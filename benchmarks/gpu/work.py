@@ -34,7 +34,7 @@ PATHS += [{"intermediate": name} for name in ("stored", "fused")]
 PATHS += [{"tile": size} for size in (32, 64, 128)]
 PATHS += [{"product": "mma", "tile": 128}]  # beside wgmma, which has no other tile
 REFUSED = "ELLA_CUDA_PATH: "  # is in the message of an op that has no such path
-MOST_SETS, CALLS = 400, 20  # of inputs in rotation; calls in a graph at the least
+MAX_SETS, CALLS = 400, 20  # of inputs in rotation; calls in a graph at the least
 # What ncu looks at: a work, and how many of our kernels run before the one of interest.
 PROFILED = [
     ("F-FC, stage 1", 0),
@@ -194,7 +194,7 @@ def given(name: str) -> tuple[list[tuple[Any, ...]], tuple[Any, ...], tuple[torc
     exact results."""
     torch.manual_seed(0)
     work = all_works()[name]
-    count = min(MOST_SETS, 1 + int(2.2 * device().cache_bytes / max(work.bytes, 1)))
+    count = min(MAX_SETS, 1 + int(2.2 * device().cache_bytes / max(work.bytes, 1)))
     checked, *sets = (work.make(device().device) for _ in range(count + 1))
     with tf32(False):
         return sets, checked, tuple(t.detach() for t in _tuple(work.exact(*_doubled(_cloned(checked)))))

@@ -22,7 +22,7 @@ from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_tit
 from ella_cuda.workers import default_jobs, prepare_process
 
 NOTHING = "none"  # the option's word for an empty value
-MOST_JOBS = 4096  # runs at once
+MAX_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
 PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
 
@@ -127,8 +127,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("out", "resume"):
         if getattr(args, name) == "":
             raise UsageError(f"--{name} must name a folder, got an empty string.")
-    if args.jobs is not None and not 1 <= args.jobs <= MOST_JOBS:
-        raise UsageError(f"--jobs must be at least 1 and at most {MOST_JOBS}, got {args.jobs}.")
+    if args.jobs is not None and not 1 <= args.jobs <= MAX_JOBS:
+        raise UsageError(f"--jobs must be at least 1 and at most {MAX_JOBS}, got {args.jobs}.")
     return {k: v for k, v in vars(args).items() if v is not None and k not in ("command", "verbose")}
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 UNSIGNED_BYTE = 0x08
 GZIP_MAGIC = b"\x1f\x8b"
-MOST_BYTES = 1 << 30  # of a file's data; the images of EMNIST, the largest of the family, have 547 million
+MAX_BYTES = 1 << 30  # of a file's data; the images of EMNIST, the largest of the family, have 547 million
 CHUNK_BYTES = 1 << 20
-MOST_DEFLATED = 1032  # bytes that one of gzip's can stand for
+MAX_DEFLATED = 1032  # bytes that one of gzip's can stand for
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
@@ -36,7 +36,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         FileNotFoundError: no such file.
         ValueError: not an IDX file, an IDX file of another type, damaged compression, more or fewer bytes than the
-            header says, or more than :data:`MOST_BYTES` in a compressed file.
+            header says, or more than :data:`MAX_BYTES` in a compressed file.
 
     Source: Y. LeCun, C. Cortes, "The MNIST database of handwritten digits", section "File formats".
     """
@@ -100,13 +100,13 @@ def _promised(stream: BinaryIO, raw: bytearray, path: Path) -> tuple[int, ...]:
     size, stored = math.prod(shape), path.stat().st_size
     if not isinstance(stream, gzip.GzipFile):
         return shape
-    if size > MOST_DEFLATED * stored:
+    if size > MAX_DEFLATED * stored:
         raise ValueError(
             f"{path} is a damaged or truncated gzip file (its {stored} bytes cannot hold the {size} of its shape {shape}); fetch it again."
         )
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise ValueError(
-            f"{path} must hold {size} bytes of data for its shape {shape}, more than the {MOST_BYTES} that are uncompressed; uncompress it."
+            f"{path} must hold {size} bytes of data for its shape {shape}, more than the {MAX_BYTES} that are uncompressed; uncompress it."
         )
     return shape
 

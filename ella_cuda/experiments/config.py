@@ -23,7 +23,7 @@ RESTARTS = ("none", "evidence")  # of the learning rate
 LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
-LEAST_HOLDOUT = 1e-6  # of the images of any data set here, less than one
+MIN_HOLDOUT = 1e-6  # of the images of any data set here, less than one
 # Data sets that have most of their recipe in common.
 MNIST, CIFAR = ("mnist", "fashion-mnist"), ("cifar10", "cifar100")
 
@@ -52,7 +52,7 @@ def _check_tolerance(name: str, value: float) -> None:
 
 
 def _check_holdout(name: str, value: float) -> None:
-    least, most = LEAST_HOLDOUT, 1 - LEAST_HOLDOUT
+    least, most = MIN_HOLDOUT, 1 - MIN_HOLDOUT
     if not least <= value <= most:
         raise ValueError(
             f"{name} must lie between {least:g} and {most:g}, got {value}: images are needed on both sides."
@@ -106,11 +106,11 @@ class DataConfig:
     )
     data_seed: int = setting(
         0,
-        least=-(2**63),
-        most=2**64 - 1,
+        minimum=-(2**63),
+        maximum=2**64 - 1,
         help="of what the task draws for each image, the subsample and the hold-out split",
     )
-    image_size: int = setting(32, most=1024, option=False, help="height and width of the images, in pixels")
+    image_size: int = setting(32, maximum=1024, option=False, help="height and width of the images, in pixels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class NetworkConfig:
     width: int = setting(
         recipe=4,
         by_data={CIFAR: 10},
-        most=1024,
+        maximum=1024,
         named="width{}",
         named_with=GROUP_PATH,
         help="network width, the multiple of all channel counts",
@@ -145,7 +145,7 @@ class NetworkConfig:
     basis: str = setting("interpolating", choices=BASIS_KINDS, help="of sparsified layers")
     inverse_lengthscale: float = setting(
         1.0,
-        most=LARGEST_INVERSE_LENGTHSCALE,
+        maximum=LARGEST_INVERSE_LENGTHSCALE,
         path="s_fc",
         help="of s_fc paths at the start, per pixel; kernels of s_conv start at 1",
     )
@@ -162,7 +162,7 @@ class OptimizerConfig:
     """Adam's steps on the weights."""
 
     epochs: int = setting(
-        recipe=100, by_data={"digits": 60, MNIST: 20}, most=10**6, help="passes over the training data"
+        recipe=100, by_data={"digits": 60, MNIST: 20}, maximum=10**6, help="passes over the training data"
     )
     batch_size: int = setting(recipe=128, by_data={"digits": 64}, help="images in a minibatch")
     lr: float = setting(recipe=3e-3, by_data={"digits": 5e-3, CIFAR: 0.01}, help="Adam's learning rate at the start")
@@ -208,10 +208,10 @@ class EvidenceConfig(CurvatureConfig):
     """Evidence steps, and the curvature that they need."""
 
     lr_hyp: float = setting(recipe=0.1, by_data={"digits": 0.3}, help="Adam's learning rate on log prior precisions")
-    burn_in: int = setting(recipe=10, by_data={MNIST: 2}, least=0, help="epochs before the first evidence step")
+    burn_in: int = setting(recipe=10, by_data={MNIST: 2}, minimum=0, help="epochs before the first evidence step")
     frequency: int = setting(recipe=5, by_data={"digits": 20, MNIST: 2}, help="epochs between evidence steps")
     hypersteps: int = setting(
-        recipe=20, by_data={"digits": 40}, most=10**6, help="steps on the prior precisions in each"
+        recipe=20, by_data={"digits": 40}, maximum=10**6, help="steps on the prior precisions in each"
     )
     # It decides which columns column_tolerance leaves out and what mc draws; other numbers depend on it by rounding alone.
     evidence_batch_size: int | None = setting(
@@ -238,8 +238,8 @@ class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, Grid
     device: str = setting("cpu", option=False, help="cpu, cuda or cuda:<index>")
     seed: int = setting(
         recipe=(0,),
-        least=0,
-        most=2**64 - 1,  # what torch's generators take
+        minimum=0,
+        maximum=2**64 - 1,  # what torch's generators take
         axis=True,
         named="seed{}",
         help="one or several; tables show means",

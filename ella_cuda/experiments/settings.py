@@ -27,7 +27,7 @@ class Setting:
         default: what a record without the field means; MISSING makes the field required.
         recipe: what data sets' recipes say, where that is not the default. Of an axis, the tuple of values that a grid has unless told.
         by_data: where a data set's recipe says something else, by name or tuple of names. by_layer: and for a network of that layer.
-        choices: of a str. least, most: of a number, in place of 1 and 2³¹-1 (int) or single precision's positive numbers (float).
+        choices: of a str. minimum, maximum: of a number, in place of 1 and 2³¹-1 (int) or single precision's positive numbers (float).
         check: of a str or float, in place of the range: raises ValueError for a wrong value; called with name and value.
         read: makes the one value out of several that mean the same; called with a str.
         axis: whether it is what the runs of a grid differ in. option: whether the command line has an option of its name.
@@ -45,8 +45,8 @@ class Setting:
     by_data: Mapping[str | tuple[str, ...], Any] = dataclasses.field(default_factory=dict)
     by_layer: Mapping[str, Mapping[str | tuple[str, ...], Any]] = dataclasses.field(default_factory=dict)
     choices: Collection[str] = ()
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     check: Callable[[str, Any], None] | None = None
     read: Callable[[str], str] | None = None
     axis: bool = False
@@ -89,12 +89,12 @@ class Setting:
     def _whole(self, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"{self.name} must be a whole number, got {value!r}.")
-        least, most = 1 if self.least is None else self.least, MANY if self.most is None else self.most
-        if value < least:
-            raise ValueError(f"{self.name} must be at least {least}, got {value}.")
-        if value > most:
-            power = (most + 1).bit_length() - 1
-            bound = f"less than 2**{power}" if most + 1 == 2**power else f"at most {most}"
+        minimum, maximum = 1 if self.minimum is None else self.minimum, MANY if self.maximum is None else self.maximum
+        if value < minimum:
+            raise ValueError(f"{self.name} must be at least {minimum}, got {value}.")
+        if value > maximum:
+            power = (maximum + 1).bit_length() - 1
+            bound = f"less than 2**{power}" if maximum + 1 == 2**power else f"at most {maximum}"
             raise ValueError(f"{self.name} must be {bound}, got {value}.")
         return int(value)
 
@@ -107,12 +107,15 @@ class Setting:
             value = math.inf if value > 0 else -math.inf
         if self.check is not None:
             return value
-        least, most = SINGLE[0] if self.least is None else self.least, SINGLE[1] if self.most is None else self.most
-        if least > 0 and not 0 < value < math.inf:
+        minimum, maximum = (
+            SINGLE[0] if self.minimum is None else self.minimum,
+            SINGLE[1] if self.maximum is None else self.maximum,
+        )
+        if minimum > 0 and not 0 < value < math.inf:
             raise ValueError(f"{self.name} must be positive and finite, got {value}.")
-        if not least <= value <= most:
-            why = ", as single precision holds it" if self.least is None else ""
-            raise ValueError(f"{self.name} must be at least {least:.3g} and at most {most:.3g}{why}, got {value}.")
+        if not minimum <= value <= maximum:
+            why = ", as single precision holds it" if self.minimum is None else ""
+            raise ValueError(f"{self.name} must be at least {minimum:.3g} and at most {maximum:.3g}{why}, got {value}.")
         return value
 
 

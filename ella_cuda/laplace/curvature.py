@@ -22,7 +22,7 @@ from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 
 OfColumns = Callable[[Tensor], Tensor]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 BATCHED_IN_TORCH = (2, 12)
-MOST_BLOCKS = 1 << 14  # of a call: from 2^15 or 2^16 on cuSOLVER refuses it (mjlab pull request 732)
-MOST_WORKSPACE = 2 << 30  # bytes
+MAX_BLOCKS = 1 << 14  # of a call: from 2^15 or 2^16 on cuSOLVER refuses it (mjlab pull request 732)
+MAX_WORKSPACE = 2 << 30  # bytes
 
 # Of the headers library_types.h, cublas_api.h and cusolver_common.h.
 R_64F, UPPER, NO_VECTORS = 1, 1, 0
@@ -73,7 +73,7 @@ class BatchedEigenvalues:
         if not blocks.numel():
             return blocks.new_empty(blocks.shape[:2])
         with self._lock, _current(blocks.device):
-            return torch.cat([self._call(part) for part in blocks.split(MOST_BLOCKS)])
+            return torch.cat([self._call(part) for part in blocks.split(MAX_BLOCKS)])
 
     def _call(self, blocks: Tensor) -> Tensor:
         (groups, size, _), device = blocks.shape, blocks.device
@@ -86,7 +86,7 @@ class BatchedEigenvalues:
         problem = (handle, parameters, NO_VECTORS, UPPER, size, *matrices, *results)
         on_device, on_host = ctypes.c_size_t(), ctypes.c_size_t()
         self._run("cusolverDnXsyevBatched_bufferSize", *problem, ctypes.byref(on_device), ctypes.byref(on_host), groups)
-        if on_device.value > MOST_WORKSPACE and groups > 1:
+        if on_device.value > MAX_WORKSPACE and groups > 1:
             return torch.cat([self._call(part) for part in blocks.split(-(-groups // 2))])
         room = torch.empty(on_device.value, dtype=torch.uint8, device=device)
         host_room = torch.empty(on_host.value, dtype=torch.uint8)

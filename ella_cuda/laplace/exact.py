@@ -20,7 +20,7 @@ from ella_cuda.laplace.rules import Rule, rules_for
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
 from ella_cuda.modes import exclusively
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 
 
 class _GraphMoment(SecondMoment):

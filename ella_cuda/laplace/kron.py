@@ -29,7 +29,7 @@ from ella_cuda.laplace.values import Value, as_float64, check_choice, check_posi
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
-from ella_cuda.ops._autocast import autocast_is_on, without_autocast
+from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
 FISHERS = ("exact", "mc")
 

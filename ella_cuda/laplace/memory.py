@@ -13,7 +13,7 @@ from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import SpatialBasis
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 
 COLUMN = 28  # bytes for each class that building a column of the softmax Hessian takes
 ROUND = 2  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.ops._autocast import autocast_is_on, without_autocast
+from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
 Layer = TypeVar("Layer", bound=nn.Module)
 REDUCED = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.nn._sizes import Size, as_count, as_size
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.basis import BASIS_KINDS
 
 LEAST_SQUARES_CUTOFF = 1e-2  # singular values of the basis below this share of the largest are not fitted with

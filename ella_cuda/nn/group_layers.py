@@ -10,7 +10,7 @@ from ella_cuda.groups import Group, as_group
 from ella_cuda.nn._autocast import full_precision, widened
 from ella_cuda.nn._sizes import Size, as_size, check_same_kind
 from ella_cuda.nn.factored import FactoredLinear2d
-from ella_cuda.ops._autocast import autocast_is_on
+from ella_cuda.ops._precision import autocast_is_on
 from ella_cuda.ops.polyphase_pool import check_norm
 
 FRAMES = ("own", "common")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.gaussian_project import gaussian_matrix, gaussian_project
 
 INTERPOLATION_NOISE = 0.01  # sigma of basis_matrix

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -21,6 +20,7 @@ from ella_cuda.ops._operator import (
     nested_forward_mode,
     operand_sizes,
 )
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.circular_pad2d import circular_pad2d
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, loop, nested_forward_mode, operand_sizes
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
     circular_conv2d_torch,

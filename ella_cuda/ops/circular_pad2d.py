@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ella_cuda.ops._operator import INDEX, differentiable, keep, nested_forward_mode, operand_sizes
 
-MOST_PADDED = 1 << 30  # rows or columns on a side; the kernels' limit
+MAX_PADDED = 1 << 30  # rows or columns on a side; the kernels' limit
 
 
 def circular_pad2d(x: Tensor, pad_h: int, pad_w: int, index: Tensor | None = None) -> Tensor:
@@ -83,7 +83,7 @@ def _require_pads(
     """Check the arguments of one of the two ops and get the sizes without the padding."""
     known = operand_sizes(op, **{name: (image, axes)})
     for pad in pads:
-        for holds in (pad >= 0, pad <= MOST_PADDED):
+        for holds in (pad >= 0, pad <= MAX_PADDED):
             torch._check(holds, lambda: f"{op}: pad_h and pad_w must be from 0 to 2^30, got {pads[0]} and {pads[1]}")
     sizes = [size - 2 * pad if folded else size for size, pad in zip(image.shape[2:], pads, strict=True)]
     for size, pad in zip(sizes, pads, strict=True):

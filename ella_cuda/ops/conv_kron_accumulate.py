@@ -18,7 +18,7 @@ from ella_cuda.ops._operator import (
     require_weight_of_sum,
     summands,
 )
-from ella_cuda.ops._tf32 import allows_tf32
+from ella_cuda.ops._precision import allows_tf32
 
 MOST = 1 << 30  # of a kernel's sides, stride, padding and dilation; the kernels' limit
 Size = int | tuple[int, int]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ella_cuda._extension import _C
-from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -23,7 +22,7 @@ from ella_cuda.ops._operator import (
     plain_autograd,
     require_backend,
 )
-from ella_cuda.ops._tf32 import allows_tf32
+from ella_cuda.ops._precision import allows_tf32, without_autocast
 
 # These two have no fake: what they keep is as long as the CPU's vectors make it, and plain autograd alone calls them.
 _OP_KEEPING = torch.ops.ella_cuda.factored_linear_keeping.default

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._autocast import without_autocast
 from ella_cuda.ops._operator import operand_sizes, plain_autograd
+from ella_cuda.ops._precision import without_autocast
 
 # The gradient at the input is one product with the dense map of all pairs of positions where that has at most so many times the
 # multiplications of the two factored ones, X Y against X + Y for each pair of channels: those are many small products and copies.

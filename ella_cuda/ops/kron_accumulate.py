@@ -17,7 +17,7 @@ from ella_cuda.ops._operator import (
     require_weight_of_sum,
     summands,
 )
-from ella_cuda.ops._tf32 import allows_tf32
+from ella_cuda.ops._precision import allows_tf32
 
 
 def kron_accumulate_(factor: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:

@@ -118,8 +118,8 @@ def _tiles(row: int, rows: int, column: int, columns: int) -> Iterator[tuple[int
             yield row + i, min(height, rows - i), column + j, min(width, columns - j)
 
 
-def _piece(length: int, most: int) -> int:
-    pieces = -(-length // most)
+def _piece(length: int, maximum: int) -> int:
+    pieces = -(-length // maximum)
     return -(-length // pieces)
 
 

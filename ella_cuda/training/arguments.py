@@ -1,19 +1,25 @@
-"""Checks of the arguments of :func:`ella_cuda.marglik_training`, and warnings about them."""
+"""The arguments of :func:`ella_cuda.marglik_training`: checks, warnings, and the words by which two sessions of a run compare them."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import numbers
 import sys
 import warnings
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 
-def whole(name: str, value: int, least: int) -> int:
+def whole(name: str, value: int, minimum: int) -> int:
     """The value as an int; numpy's are whole numbers too."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"marglik_training: {name} must be an integer, got {value!r}.")
-    if value < least:
-        raise ValueError(f"marglik_training: {name} must be at least {least}, got {value!r}.")
+    if value < minimum:
+        raise ValueError(f"marglik_training: {name} must be at least {minimum}, got {value!r}.")
     return int(value)
 
 
@@ -54,3 +60,28 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ella_cuda.training"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def in_words(arguments: dict[str, Any] | None) -> dict[str, str]:
+    """Arguments of a function in words."""
+    return {key: _word(value) for key, value in sorted((arguments or {}).items())}
+
+
+def name_of(function: Any) -> str:
+    """A class or function by its name, one whose arguments are given in part with these."""
+    if isinstance(function, functools.partial):
+        return f"{name_of(function.func)}{_word(function.args)}{in_words(function.keywords)}"
+    return getattr(function, "__name__", type(function).__qualname__)
+
+
+def _word(value: Any) -> str:
+    """Numbers, strings and data classes as they are written, functions and other objects by name: no addresses."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_word, value))})"
+    if isinstance(value, functools.partial):
+        return name_of(value)
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _word(value.tolist())
+    if isinstance(value, (bool, int, float, str, type(None))) or dataclasses.is_dataclass(value):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ella_cuda.training.step import TrainingStep
 
-MOST_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
+MAX_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
 
 
 class Graphs(Protocol):
@@ -127,7 +127,7 @@ class GraphedStep:
         key = (x.shape, x.dtype, y.shape, y.dtype)
         recorded = self._recorded.get(key)
         if recorded is None:
-            if key not in self._seen or len(self._recorded) == MOST_SHAPES:
+            if key not in self._seen or len(self._recorded) == MAX_SHAPES:
                 self._seen.add(key)
                 self._graphs.warm_up(lambda: self._run(x, y, self._step.checked))
                 return

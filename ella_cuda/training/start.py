@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.batches import pair_of, require_loader
-from ella_cuda.training.arguments import warn
+from ella_cuda.training.arguments import in_words, name_of, warn
 from ella_cuda.training.checkpoint import random_state, restore_random_state
-from ella_cuda.training.words import in_words, name_of
 
 
 def make_optimizer(

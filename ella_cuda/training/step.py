@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.likelihoods import LIKELIHOODS, checked_outputs
-from ella_cuda.ops._autocast import without_autocast
+from ella_cuda.ops._precision import without_autocast
 
 
 class TrainingStep:

@@ -19,7 +19,7 @@ from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
-from ella_cuda.training.arguments import check_schedule, positive, whole
+from ella_cuda.training.arguments import check_schedule, in_words, name_of, positive, whole
 from ella_cuda.training.checkpoint import (
     Checkpoint,
     plain,
@@ -38,7 +38,6 @@ from ella_cuda.training.learners.bases import bases_of
 from ella_cuda.training.points import points_of_both
 from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
 from ella_cuda.training.step import TrainingStep
-from ella_cuda.training.words import in_words, name_of
 
 Objective = Literal["evidence", "map"]
 Arguments = ParamSpec("Arguments")

@@ -33,7 +33,7 @@ FEW_WIDENED = "-DELLA_MAX_WIDENED_ELEMENTS=300"  # so many of 16-bit numbers are
 FEW_LAG_NUMBERS = (
     "-DELLA_MAX_LAG_ELEMENTS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
 )
-FEW_AT_A_TIME = "-DELLA_MOST_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
+FEW_AT_A_TIME = "-DELLA_MAX_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
 FLAGS = [
     "-std=c++17",
     "-g0",

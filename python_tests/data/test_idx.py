@@ -53,9 +53,9 @@ def test_a_compressed_file_of_more_than_is_uncompressed_is_refused(tmp_path, mon
     """The same content is read where it lies uncompressed, and where it is as large as allowed."""
     for name, raw in (("plain", IMAGES), ("compressed", gzip.compress(IMAGES))):
         (tmp_path / name).write_bytes(raw)
-    monkeypatch.setattr("ella_cuda.data.idx.MOST_BYTES", 12)
+    monkeypatch.setattr("ella_cuda.data.idx.MAX_BYTES", 12)
     assert read_idx(tmp_path / "compressed").shape == (2, 2, 3)
-    monkeypatch.setattr("ella_cuda.data.idx.MOST_BYTES", 11)
+    monkeypatch.setattr("ella_cuda.data.idx.MAX_BYTES", 11)
     assert read_idx(tmp_path / "plain").shape == (2, 2, 3)
     with pytest.raises(
         ValueError, match=r"compressed must hold 12 bytes .* more than the 11 that are uncompressed; uncompress it"

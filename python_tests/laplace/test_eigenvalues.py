@@ -78,11 +78,11 @@ def test_calls_are_no_larger_than_the_library_takes(solve, calls):
 
 
 def test_large_workspaces_are_parted(solve, calls, monkeypatch):
-    monkeypatch.setattr(cusolver, "MOST_WORKSPACE", 256 + 2 * 4 * 8)  # of two blocks
+    monkeypatch.setattr(cusolver, "MAX_WORKSPACE", 256 + 2 * 4 * 8)  # of two blocks
     blocks = symmetric(7, 4)
     torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
     assert calls() == 4
-    monkeypatch.setattr(cusolver, "MOST_WORKSPACE", 0)  # a single block has to fit
+    monkeypatch.setattr(cusolver, "MAX_WORKSPACE", 0)  # a single block has to fit
     torch.testing.assert_close(solve(blocks.clone()), torch.linalg.eigvalsh(blocks))
 
 

@@ -19,7 +19,7 @@ from ella_cuda import ops
 WAYS = """
 import torch, warnings
 warnings.simplefilter("error")
-from ella_cuda.ops._tf32 import _torch_allows_tf32
+from ella_cuda.ops._precision import _torch_allows_tf32
 
 def say(expected):
     assert _torch_allows_tf32() is expected
@@ -49,7 +49,7 @@ def test_every_way_to_allow_it_is_seen(beside_the_tests: Path) -> None:
 
 
 def test_the_setting_for_all_of_torch_is_seen(beside_the_tests: Path) -> None:
-    script = "import torch; from ella_cuda.ops._tf32 import _torch_allows_tf32 as allows; "
+    script = "import torch; from ella_cuda.ops._precision import _torch_allows_tf32 as allows; "
     script += "torch.backends.fp32_precision = 'tf32'; assert allows()"
     result = subprocess.run([sys.executable, "-c", script], cwd=beside_the_tests, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -194,7 +194,7 @@ def test_a_compiled_graph_has_it(asked: list[bool], allowed: bool) -> None:
 
 def test_what_is_compiled_is_compiled_again(setting: None) -> None:
     """For another setting; and in one graph."""
-    from ella_cuda.ops._tf32 import _torch_allows_tf32
+    from ella_cuda.ops._precision import _torch_allows_tf32
 
     compiled = torch.compile(lambda x: x + 1 if _torch_allows_tf32() else x, backend="eager", fullgraph=True)
     for allowed in (False, True, False):

@@ -309,7 +309,7 @@ def test_a_model_that_reads_values_is_refused(device, graphs):
 
 
 def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
-    monkeypatch.setattr(graph, "MOST_SHAPES", 1)
+    monkeypatch.setattr(graph, "MAX_SHAPES", 1)
     same_numbers(*(run(device, c) for c in (True, False)))
     assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
 

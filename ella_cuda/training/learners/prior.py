@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.training.arguments import in_words
 from ella_cuda.training.learners.learner import Learner
-from ella_cuda.training.words import in_words
 
 PriorStructure = Literal["layerwise", "module", "scalar"]
 

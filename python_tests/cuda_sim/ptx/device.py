@@ -103,7 +103,7 @@ class PtxDevice:
         self.launched: set[str] = set()
         self.stopped_by: Exception | None = None
         self._counted: list[Counted] | None = None
-        self._most_blocks = 0
+        self._max_blocks = 0
         numbers, pointers = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_void_p)
         self._callbacks = (
             ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_size_t, pointers)(
@@ -180,7 +180,7 @@ class PtxDevice:
     @contextmanager
     def counting(self, max_blocks: int) -> Iterator[list[Counted]]:
         """The launches of a block of code, of each only so many thread blocks, evenly spaced: what is computed is incomplete."""
-        self._counted, self._most_blocks = [], max_blocks
+        self._counted, self._max_blocks = [], max_blocks
         try:
             yield self._counted
         finally:
@@ -201,7 +201,7 @@ class PtxDevice:
             order, traffic = self._order, None
             if self._counted is not None:
                 order = np.unique(
-                    ((np.arange(self._most_blocks) + 0.5) * blocks / self._most_blocks).astype(int)
+                    ((np.arange(self._max_blocks) + 0.5) * blocks / self._max_blocks).astype(int)
                 ).tolist()
                 traffic = Traffic()
                 self._counted.append(Counted(kernel.name, blocks, threads, len(order), traffic))

@@ -75,8 +75,8 @@ class Program:
     ) -> None:
         """One launch; `arguments` are the bytes of each parameter, `order` of blocks is forward, reverse or random, or says which
         of them run. `traffic` counts what they do."""
-        if threads > self.kernel.most_threads:
-            raise Fault(f"{threads} threads a block, where the kernel is compiled for {self.kernel.most_threads}")
+        if threads > self.kernel.max_threads:
+            raise Fault(f"{threads} threads a block, where the kernel is compiled for {self.kernel.max_threads}")
         parameters = np.zeros(-(-self.parameter_bytes // 8) * 8, np.uint8)
         for name, argument in zip(self.kernel.parameters, arguments, strict=True):
             parameters[self.begins[name] :][: len(argument)] = np.frombuffer(argument, np.uint8)

@@ -45,7 +45,7 @@ class Kernel:
 
     name: str
     parameters: dict[str, int]
-    most_threads: int
+    max_threads: int
     types: dict[str, str] = field(default_factory=dict)  # of registers declared one by one
     families: dict[str, str] = field(default_factory=dict)  # of those declared as %r<100>
     code: list[Instruction] = field(default_factory=list)

@@ -1,9 +1,23 @@
-"""Whether the user lets float32 products on CUDA be products of TF32 numbers."""
+"""The precision of an op's arithmetic: none of autocast's, TF32 where torch may use it."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
+
+DEVICES = ("cpu", "cuda")  # in words: torch 2.11 cannot compile its own question which devices have an autocast
+
+
+def autocast_is_on(device: str) -> bool:
+    """Whether autocast is on for that type of device, one that this package has ops for."""
+    return device in DEVICES and torch.is_autocast_enabled(device)
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """For the duration of the context products on that type of device are in their arguments' precision."""
+    return torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
 
 
 def allows_tf32(tensor: Tensor) -> bool:

@@ -69,8 +69,8 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "kron_evidence(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor square_norms, Tensor log_precision, "
       "Tensor log_scale) -> (Tensor, Tensor, Tensor)");
 
-  // The derivative of that order, from 2 to 12, in log_ratio[b] of sum log(1 + exp(log_ratio[b]) l m) over tensor b -> (B,)
-  m.def("kron_evidence_derivative(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor log_ratio, int order) -> Tensor");
+  // The derivative of effective[b] in log_ratio[b] = log_scale - log_precision[b], sum q / (1 + q)^2 over tensor b -> (B,)
+  m.def("kron_evidence_bend(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor log_ratio) -> Tensor");
 
   // out[m,a] = sum_x x[m,x] E[a,x], E[a,x] = exp(-|u[x] - v[a]|^2 / 2); x (M,X), u (X,P) and v (A,P) float64 whatever x's
   // type -> contiguous (M,A). E is symmetric in u and v: with them exchanged this is the transposed map.

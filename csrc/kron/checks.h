@@ -109,7 +109,7 @@ inline KronLogdetSizes check_kron_logdet_hvp(const Tensor& eigenvalues_in, const
   return s;
 }
 
-// ---- kron_evidence and its derivatives ----
+// ---- kron_evidence and its second derivative ----
 
 struct KronEvidenceSizes {
   int64_t tensors, tiles;
@@ -137,12 +137,11 @@ inline KronEvidenceSizes check_kron_evidence(const Tensor& eigenvalues, const Te
   return s;
 }
 
-inline KronEvidenceSizes check_kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts,
-                                                        const Tensor& log_ratio, int64_t order, int64_t max_order) {
-  const char* op = "kron_evidence_derivative";
+inline KronEvidenceSizes check_kron_evidence_bend(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts,
+                                                  const Tensor& log_ratio) {
+  const char* op = "kron_evidence_bend";
   const KronEvidenceSizes s = check_kron_spectra(op, eigenvalues, tiles, starts);
   ArgumentCheck(op, "eigenvalues", eigenvalues).tensor("log_ratio", log_ratio, {s.tensors}, "(B,)");
-  ELLA_CHECK(order >= 2 && order <= max_order, op, ": order must be from 2 to ", max_order, ", got ", order);
   return s;
 }
 

@@ -484,8 +484,8 @@ class KronLaplace:
         return -2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
 
     def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
-        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable in both arguments
-        and in the buffers that required a gradient at the fit.
+        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
+        arguments, and in the buffers that required a gradient at the fit.
 
         Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
 

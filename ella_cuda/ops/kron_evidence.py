@@ -20,7 +20,6 @@ from ella_cuda.ops._operator import (
 
 # One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
 TILE_PRODUCTS, TILE_COLUMNS = 16384, 1024
-MAX_ORDER = 12  # of a derivative; the kernels' limit
 
 
 class KronSpectra(NamedTuple):
@@ -141,8 +140,8 @@ def kron_evidence(
     products of many terms have their logarithm taken, so that each is exact to 2e-16 absolutely, in the value; gamma's terms are exact
     to rounding.
 
-    Differentiable in all but the eigenvalues, to the twelfth order, with a relative error of the terms from 1e-15 at the second to 1e-7
-    at the twelfth. Equivalent to :func:`kron_evidence_torch`, which serves forward mode over forward mode.
+    Differentiable in all but the eigenvalues: twice in value, once in slope and effective. Equivalent to :func:`kron_evidence_torch`,
+    which has every derivative and serves forward mode over forward mode.
 
     Args:
         spectra: the eigenvalues, not negative, from :func:`pack_spectra`.
@@ -154,7 +153,8 @@ def kron_evidence(
         value, slope and effective number of parameters; NaN where :math:`1 + c\lambda_i\mu_j/\delta_b` is negative.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit; the message names the argument.
+        RuntimeError: shapes, dtypes or devices do not fit; the message names the argument. In a backward or forward-mode pass: a third
+            derivative of value, or a second of slope or effective.
         ValueError: eigenvalues that are to be differentiated in.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021, section 3.2;
@@ -217,7 +217,7 @@ def _evidence_backward(
         d_v = value * gammas.sum() if wants_v else None
         d_norms = value * u.exp() if wants_norms else None
     if slope is not None or effective is not None:
-        along = _minus(slope, effective) * _derivative(*spectra, v - u, 2)
+        along = _minus(slope, effective) * _bend(*spectra, v - u)
         if slope is not None:
             prior = slope * u.exp()
             d_norms = _plus(d_norms, prior) if wants_norms else None
@@ -234,7 +234,7 @@ def _evidence_jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, T
     )
     precision = u.exp()
     value = (slopes * u_t).sum() + gammas.sum() * v_t + (precision * norms_t).sum()
-    effective = (v_t - u_t) * _derivative(*spectra, v - u, 2)
+    effective = (v_t - u_t) * _bend(*spectra, v - u)
     return value, precision * (norms * u_t + norms_t) - effective, effective
 
 
@@ -254,10 +254,8 @@ def _evidence_fake(
     return v.new_empty(()), u.new_empty(u.shape), u.new_empty(u.shape)
 
 
-def _derivative_fake(eigenvalues: Tensor, tiles: Tensor, starts: Tensor, z: Tensor, order: int) -> Tensor:
-    op = "kron_evidence_derivative"
-    _require_spectra(op, eigenvalues, tiles, starts, log_ratio=(z, "B"))
-    torch._check(2 <= order <= MAX_ORDER, lambda: f"{op}: order must be from 2 to {MAX_ORDER}, got {order}")
+def _bend_fake(eigenvalues: Tensor, tiles: Tensor, starts: Tensor, z: Tensor) -> Tensor:
+    _require_spectra("kron_evidence_bend", eigenvalues, tiles, starts, log_ratio=(z, "B"))
     return z.new_empty(z.shape)
 
 
@@ -268,26 +266,35 @@ def _require_spectra(op: str, eigenvalues: Tensor, tiles: Tensor, starts: Tensor
     operand_sizes(op, {"B": starts.shape[0] - 1}, eigenvalues=(eigenvalues, None), **others)
 
 
-def _derivative_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.order = inputs
-    keep(ctx, *tensors)
+def _bend_save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    keep(ctx)
 
 
-def _derivative_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, None, None, None if grad is None else grad * _derivative(*ctx.saved_tensors, ctx.order + 1), None
+def _bend_backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, None]:
+    if grad is not None:
+        raise _no_further_derivative()
+    return None, None, None, None
 
 
-def _derivative_jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-    return tangents[3] * _derivative(*ctx.saved_tensors, ctx.order + 1)
+def _bend_jvp(ctx: Any, *tangents: Tensor | None) -> None:
+    if tangents[3] is not None:
+        raise _no_further_derivative()
 
 
-_derivative = differentiable(
-    "kron_evidence_derivative",
-    fake=_derivative_fake,
-    save=_derivative_save,
-    backward=_derivative_backward,
-    jvp=_derivative_jvp,
-    vmap=loop("kron_evidence_derivative"),
+def _no_further_derivative() -> RuntimeError:
+    return RuntimeError(
+        "kron_evidence is differentiable twice in value and once in slope and effective, but a further derivative was asked for; use "
+        "kron_evidence_torch, which has every derivative and stores the products of eigenvalues."
+    )
+
+
+_bend = differentiable(
+    "kron_evidence_bend",
+    fake=_bend_fake,
+    save=_bend_save,
+    backward=_bend_backward,
+    jvp=_bend_jvp,
+    vmap=loop("kron_evidence_bend"),
 )
 _evidence = differentiable(
     "kron_evidence",

@@ -53,7 +53,7 @@ def call_every_op(ops: Any) -> None:
         spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
         norms = 20 * precision[None]  # so large that terms do not cancel
         ops.kron_evidence(*spectra, norms, precision[None], precision)
-        ops.kron_evidence_derivative(*spectra, precision[None], 2)
+        ops.kron_evidence_bend(*spectra, precision[None])
         for norm in (1.0, 2.0, float("inf")):
             for side in (1, 80):  # places counted in 31 bits and in 63
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.kron_evidence import _derivative
+from ella_cuda.ops.kron_evidence import _bend
 from python_tests.ops import checks
 
 # (G, a, H, b) of each tensor: groups that share mu, groups of their own, a bias, a single number, nothing, more than one tile's columns.
@@ -75,8 +76,8 @@ def test_tiles_hold_every_product_once(device):
     checks.assert_same(found.value, sum(x.log1p().sum() for x in q) + prior.sum(), rtol=1e-12, atol=0)
     checks.assert_same(found.effective, effective, rtol=1e-12, atol=0)
     checks.assert_same(found.slope, prior - effective, rtol=1e-11, atol=0)
-    second = _derivative(*spectra[:3], args[2] - args[1], 2)
-    checks.assert_same(second, torch.stack([(x / (1 + x) ** 2).sum() for x in q]), rtol=1e-12, atol=0)
+    bend = _bend(*spectra[:3], args[2] - args[1])
+    checks.assert_same(bend, torch.stack([(x / (1 + x) ** 2).sum() for x in q]), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("log_precision", [-700.0, -300.0, -20.0, 0.0, 20.0, 300.0, 700.0])
@@ -86,9 +87,12 @@ def test_extreme_ranges(device, log_precision):
     m = torch.tensor([[0.0, 1e-100, 1e-8, 1e8, 1e140]], dtype=torch.float64, device=device)
     u, zero = torch.full((1,), log_precision, dtype=torch.float64, device=device), torch.zeros_like(l[0, :1])
     y = (l[0, :, None].log() + m[0].log()).flatten() - u
-    found = ops.kron_evidence(ops.pack_spectra([(l, m)]), zero, u)
+    spectra = ops.pack_spectra([(l, m)])
+    found = ops.kron_evidence(spectra, zero, u)
     checks.assert_same(found.value, torch.logaddexp(y, torch.zeros_like(y)).sum(), rtol=1e-13, atol=1e-14)
     checks.assert_same(found.effective, torch.sigmoid(y).sum()[None], rtol=1e-12, atol=0)
+    bend = torch.sigmoid(y) * torch.sigmoid(-y)
+    checks.assert_same(_bend(*spectra[:3], -u), bend.sum()[None], rtol=1e-12, atol=1e-250)
 
 
 def test_small_effective_numbers_do_not_cancel(device):
@@ -125,9 +129,62 @@ def test_derivatives(device):
     pairs, args = network(device, NETWORK[:2])
     spectra = ops.pack_spectra(pairs)
     args = tuple(a.requires_grad_() for a in args)
-    checks.check_derivatives(outputs(spectra), args)
-    for order in (2, 5):
-        checks.check_derivatives(lambda z, order=order: _derivative(*spectra[:3], z, order), args[1:2])
+    checks.check_derivatives(outputs(spectra), args, second=False)
+    checks.check_derivatives(lambda *a: ops.kron_evidence(spectra, *a).value, args)
+
+
+def test_second_derivatives_of_the_determinants(device):
+    pairs, (norms, u, v) = network(device)
+    spectra = ops.pack_spectra(pairs)
+    found, expected = (
+        torch.autograd.functional.hessian(f, (norms, u, v))
+        for f in (lambda *a: ops.kron_evidence(spectra, *a).value, lambda *a: dense(pairs, *a))
+    )
+    checks.assert_same(found, expected)
+
+
+FURTHER = "differentiable twice in value and once in slope and effective.* use kron_evidence_torch"
+
+
+@pytest.mark.parametrize(("part", "order"), [("value", 2), ("slope", 1), ("effective", 1)])
+def test_a_further_derivative_raises(device, part, order):
+    """Where it is taken, in reverse or forward mode or under vmap; the derivatives before come out, with a graph."""
+    pairs, (norms, u, v) = network(device)
+    spectra = ops.pack_spectra(pairs)
+
+    def differentiated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda w: torch.func.grad(function)(w).sum()
+
+    def last(op: Callable[..., ops.KronEvidence], u: Tensor) -> Tensor:
+        """The sum of the last derivatives there are."""
+
+        def function(w: Tensor) -> Tensor:
+            return getattr(op(spectra, norms, w, v), part).sum()
+
+        for _ in range(order):
+            function = differentiated(function)
+        return function(u)
+
+    def found(u: Tensor) -> Tensor:
+        return last(ops.kron_evidence, u)
+
+    expected = last(ops.kron_evidence_torch, u)
+    checks.assert_same((found(u), torch.func.vjp(found, u)[0]), (expected, expected))
+    leaf, weights = u.clone().requires_grad_(), norms.clone().requires_grad_()
+    eager = getattr(ops.kron_evidence(spectra, weights, leaf, v), part).sum()
+    for _ in range(order):
+        eager = torch.autograd.grad(eager, leaf, create_graph=True)[0].sum()
+    checks.assert_same(eager.detach(), expected)
+    if part != "effective":  # in square norms the bend is constant
+        checks.assert_same(torch.autograd.grad(eager, weights, retain_graph=True)[0], u.exp())
+    for further in (
+        lambda: torch.autograd.grad(eager, leaf),
+        lambda: torch.func.grad(found)(u),
+        lambda: torch.func.jvp(found, (u,), (u,)),
+        lambda: torch.func.vmap(torch.func.grad(found))(torch.stack([u, u + 1])),
+    ):
+        with pytest.raises(RuntimeError, match=FURTHER):
+            further()
 
 
 def test_func_transforms(device):
@@ -143,7 +200,7 @@ def test_func_transforms(device):
 
         if part == "effective":  # in square norms it is constant, which torch.func.jacrev finds unused
             function, reference = (lambda *a, f=f: f(*a) + 0 * a[0] for f in (function, reference))
-        checks.check_func_transforms(function, reference, args)
+        checks.check_func_transforms(function, reference, args, second=part == "value")
     third = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence(spectra, args[0], u).value))(args[1])
     reference = torch.func.jacfwd(torch.func.hessian(lambda u: ops.kron_evidence_torch(spectra, args[0], u).value))
     checks.assert_same(third, reference(args[1]))
@@ -154,6 +211,7 @@ def test_vmap(device):
     spectra = ops.pack_spectra(pairs)
     for part in range(3):
         checks.check_vmap(lambda *a, part=part: ops.kron_evidence(spectra, *a)[part], args)
+    checks.check_vmap(lambda u, v: _bend(*spectra[:3], v - u), args[1:])
 
 
 def test_every_layout(device):
@@ -165,8 +223,7 @@ def test_every_layout(device):
         checks.assert_same(
             ops.kron_evidence(spectra, norms, laid_out, v), ops.kron_evidence_torch(spectra, norms, laid_out, v)
         )
-        args = *spectra[:3], laid_out
-        checks.assert_same(_derivative(*args, 2), _derivative(*spectra[:3], laid_out.contiguous(), 2))
+        checks.assert_same(_bend(*spectra[:3], laid_out), _bend(*spectra[:3], laid_out.contiguous()))
     for _, laid_out in checks.layouts(spectra.eigenvalues):
         strided = spectra._replace(eigenvalues=laid_out)
         checks.assert_same(ops.kron_evidence(strided, norms, u, v), ops.kron_evidence_torch(strided, norms, u, v))
@@ -177,7 +234,7 @@ def test_opcheck_and_compile(device):
     spectra = ops.pack_spectra(pairs)
     args = tuple(a.requires_grad_() for a in args)
     torch.library.opcheck(torch.ops.ella_cuda.kron_evidence.default, (*spectra[:3], *args))
-    torch.library.opcheck(torch.ops.ella_cuda.kron_evidence_derivative.default, (*spectra[:3], args[1], 3))
+    torch.library.opcheck(torch.ops.ella_cuda.kron_evidence_bend.default, (*spectra[:3], args[1].detach()))
     for part in range(2):
         checks.check_compile(lambda *a, part=part: ops.kron_evidence(spectra, *a)[part], args)
 
@@ -212,8 +269,6 @@ def test_errors(device):
         ops.kron_evidence(spectra, norms, u.float(), v)
     with pytest.raises(ValueError, match="log_scale must have one element"):
         ops.kron_evidence(spectra, norms, u, u)
-    with pytest.raises(RuntimeError, match="order must be from 2 to 12, got 13"):
-        _derivative(*spectra[:3], u, 13)
     with pytest.raises(ValueError, match="at least one tensor"):
         ops.pack_spectra([])
     with pytest.raises(ValueError, match=r"the first of pair 1 must have shape \(groups, eigenvalues\), got \(2,\)"):
@@ -266,11 +321,11 @@ def test_starts_that_do_not_count_the_tiles_are_refused(starts):
     with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
         ops.kron_evidence(wrong, *args)
     with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
-        _derivative(*wrong[:3], args[1], 2)
+        _bend(*wrong[:3], args[1])
     tiles = spectra.tiles.clone()
     tiles[0, 2] = 1000
     with pytest.raises(RuntimeError, match="tiles and starts do not fit together"):
-        _derivative(spectra.eigenvalues, tiles, spectra.starts, args[1], 2)
+        _bend(spectra.eigenvalues, tiles, spectra.starts, args[1])
 
 
 def test_tiles_of_any_size(device):

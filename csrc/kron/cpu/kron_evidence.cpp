@@ -8,7 +8,6 @@
 #include "cpu/buffer.h"
 #include "cpu/simd/kernels.h"
 #include "kron/checks.h"
-#include "kron/softplus.h"
 
 namespace ella {
 namespace {
@@ -149,19 +148,16 @@ std::tuple<Tensor, Tensor, Tensor> kron_evidence(const Tensor& eigenvalues, cons
   return result;
 }
 
-double derivative(const SoftplusPolynomial& polynomial, double q) {
+// q / (1 + q)^2, of a q whose square may overflow.
+double bend(double q) {
   const double rest = 1.0 / (1.0 + q), part = q < 1.0 ? q * rest : 1.0 - rest;
-  double sum = 0.0;
-  for (int k = polynomial.degree; k >= 0; --k) sum = sum * part + polynomial.coefficients[k];
-  return part * rest * sum;
+  return part * rest;
 }
 
-Tensor kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles_, const Tensor& starts, const Tensor& log_ratio,
-                                int64_t order) {
-  constexpr const char* op = "kron_evidence_derivative";
-  const KronEvidenceSizes s = check_kron_evidence_derivative(eigenvalues, tiles_, starts, log_ratio, order, kMaxSoftplusOrder);
+Tensor kron_evidence_bend(const Tensor& eigenvalues, const Tensor& tiles_, const Tensor& starts, const Tensor& log_ratio) {
+  constexpr const char* op = "kron_evidence_bend";
+  const KronEvidenceSizes s = check_kron_evidence_bend(eigenvalues, tiles_, starts, log_ratio);
   const Tiles tiles(op, s, eigenvalues, tiles_, starts);
-  const SoftplusPolynomial polynomial = softplus_polynomial(order);
   const Buffer<double> sums(s.tiles);
   const Tensor out = empty_of(eigenvalues, {s.tensors});
   ELLA_DISPATCH_FLOATING(eigenvalues.scalar_type(), op, [&] {
@@ -175,7 +171,7 @@ Tensor kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles_,
           const double l = values[tile.row + i];
           for (int64_t j = 0; j < tile.columns; ++j) {
             const double m = values[tile.column + j];
-            if (!is_zero(l, m)) sum += derivative(polynomial, ratio * l * m);
+            if (!is_zero(l, m)) sum += bend(ratio * l * m);
           }
         }
         sums.data()[t] = sum;
@@ -192,7 +188,7 @@ Tensor kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles_,
 
 ELLA_REGISTER(CPU, m) {
   m.impl("kron_evidence", TORCH_BOX(&kron_evidence));
-  m.impl("kron_evidence_derivative", TORCH_BOX(&kron_evidence_derivative));
+  m.impl("kron_evidence_bend", TORCH_BOX(&kron_evidence_bend));
 }
 
 }  // namespace

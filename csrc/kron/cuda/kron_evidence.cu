@@ -1,4 +1,4 @@
-// kron_evidence and its derivatives, one launch each, behind a memset of the ticket's 4 bytes. A block takes one tile of
+// kron_evidence and its second derivative, one launch each, behind a memset of the ticket's 4 bytes. A block takes one tile of
 // products q = e^z l m, which exist in registers only, and leaves its sums in double; the last block to finish adds them up,
 // tensor by tensor in the tiles' order, so that results do not depend on the order of blocks or on the device.
 #include <algorithm>
@@ -6,7 +6,6 @@
 
 #include "cuda/reduce.cuh"
 #include "kron/checks.h"
-#include "kron/softplus.h"
 
 namespace ella {
 namespace {
@@ -85,25 +84,21 @@ class EvidenceSum {
   double product_ = 1, numerator_ = 0, logs_ = 0, quotients_ = 0;
 };
 
-class DerivativeSum {
+// sum q / (1 + q)^2, of a q whose square may overflow.
+class BendSum {
  public:
-  __device__ __forceinline__ DerivativeSum(double z, const SoftplusPolynomial& polynomial)
-      : ratio_(exp(z)), polynomial_(polynomial) {}
+  __device__ __forceinline__ explicit BendSum(double z) : ratio_(exp(z)) {}
 
   __device__ __forceinline__ void add(double l, double m) {
     if (is_zero(l, m)) return;
     const double q = ratio_ * l * m, rest = 1 / (1 + q), part = q < 1 ? q * rest : 1 - rest;
-    double sum = 0;
-#pragma unroll  // beyond the degree there are zeros; an index that is known at compilation keeps them in constant memory
-    for (int k = kMaxSoftplusOrder - 2; k >= 0; --k) sum = fma(sum, part, polynomial_.coefficients[k]);
-    total_ = fma(part * rest, sum, total_);
+    total_ = fma(part, rest, total_);
   }
 
   __device__ __forceinline__ double total() const { return total_; }
 
  private:
   const double ratio_;
-  const SoftplusPolynomial& polynomial_;
   double total_ = 0;
 };
 
@@ -165,14 +160,13 @@ __global__ void __launch_bounds__(kThreads)
 //   log_ratio, out (tensors), parts (count)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    derivative_kernel(Spectra<T> spectra, Vector<T> log_ratio, SoftplusPolynomial polynomial, double* parts, unsigned* ticket,
-                      T* __restrict__ out) {
+    bend_kernel(Spectra<T> spectra, Vector<T> log_ratio, double* parts, unsigned* ticket, T* __restrict__ out) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> scratch = memory.array<double>(kWarps);
   const SharedArray<unsigned> flag = memory.array<unsigned>(1);
   if (blockIdx.x < spectra.count) {
     const int64_t* tile = spectra.tiles + 5 * static_cast<int64_t>(blockIdx.x);
-    DerivativeSum sum(log_ratio.at(tile[0]), polynomial);
+    BendSum sum(log_ratio.at(tile[0]));
     walk(spectra, tile, sum);
     const double total = block_reduce(sum.total(), scratch, Sum{});
     if (threadIdx.x == 0) parts[blockIdx.x] = total;
@@ -225,24 +219,23 @@ std::tuple<Tensor, Tensor, Tensor> kron_evidence(const Tensor& eigenvalues, cons
   return {value, slope, effective};
 }
 
-Tensor kron_evidence_derivative(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts, const Tensor& log_ratio,
-                                int64_t order) {
-  constexpr const char* name = "kron_evidence_derivative";
-  const KronEvidenceSizes s = check_kron_evidence_derivative(eigenvalues, tiles, starts, log_ratio, order, kMaxSoftplusOrder);
+Tensor kron_evidence_bend(const Tensor& eigenvalues, const Tensor& tiles, const Tensor& starts, const Tensor& log_ratio) {
+  constexpr const char* name = "kron_evidence_bend";
+  const KronEvidenceSizes s = check_kron_evidence_bend(eigenvalues, tiles, starts, log_ratio);
   const Device device(eigenvalues);
   const Workspace workspace(device, name, eigenvalues, s.tiles);
   const Tensor out = device_empty(eigenvalues, {s.tensors});
   ELLA_DISPATCH_FLOATING(eigenvalues.scalar_type(), name, [&] {
-    launch(device, name, derivative_kernel<scalar_t>, std::max<int64_t>(s.tiles, 1), kThreads, kSharedBytes,
-           spectra_of<scalar_t>(s, eigenvalues, tiles, starts), vector<scalar_t>(log_ratio), softplus_polynomial(order),
-           workspace.parts(), workspace.ticket(), out.mutable_data_ptr<scalar_t>());
+    launch(device, name, bend_kernel<scalar_t>, std::max<int64_t>(s.tiles, 1), kThreads, kSharedBytes,
+           spectra_of<scalar_t>(s, eigenvalues, tiles, starts), vector<scalar_t>(log_ratio), workspace.parts(),
+           workspace.ticket(), out.mutable_data_ptr<scalar_t>());
   });
   return out;
 }
 
 ELLA_REGISTER(ELLA_DISPATCH_KEY, m) {
   m.impl("kron_evidence", TORCH_BOX(&kron_evidence));
-  m.impl("kron_evidence_derivative", TORCH_BOX(&kron_evidence_derivative));
+  m.impl("kron_evidence_bend", TORCH_BOX(&kron_evidence_bend));
 }
 
 }  // namespace

@@ -131,7 +131,7 @@ class PtxDevice:
                 compiler.build_config().TARGET_VERSION,
                 f"-DELLA_LIBRARY={library}",
             ]
-            includes = ["-I", build.TORCH / "include", "-I", nvcc.parents[1] / "include"]
+            includes = ["-I", build.SOURCES, "-I", build.TORCH / "include", "-I", nvcc.parents[1] / "include"]
             libraries = ["-L", build.TORCH / "lib", f"-Wl,-rpath,{build.TORCH / 'lib'}", "-Wl,--no-as-needed"]
             libraries += [
                 "-ltorch",

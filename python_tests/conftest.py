@@ -19,6 +19,25 @@ import ella_cuda
 from ella_cuda import experiments
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
+for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+    del os.environ[name]  # what a test starts is no worker
+SUITE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """The whole suite runs on all cores, a process with one thread on each, where pytest-xdist is there and no option says else: most
+    tests keep one core busy. Parts of it run in one process, with the threads that torch chooses.
+    """
+    whole = [Path(argument).resolve() for argument in config.args] == [
+        SUITE
+    ] and config.option.markexpr == "not simulator"
+    chosen = any(config.getoption(option) for option in ("keyword", "lf", "usepdb", "collectonly"))
+    free = getattr(config.option, "numprocesses", 0) is None and config.option.dist == "no"
+    if whole and not chosen and free and not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        config.option.numprocesses, config.option.dist = cores, "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers'; this process has loaded torch already
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

@@ -194,6 +194,7 @@ print(json.dumps([ella_cuda.build_info()["cpu_kernels"], worst]))
         assert all(error < 30 for error in worst.values()), (name, worst)
 
 
+@pytest.mark.simulator
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "aarch64-linux-gnu-g++"])
 def test_each_set_of_kernels_has_its_instructions(compiler):
     """And no function that the linker might take in place of another file's, on a processor that has less."""

@@ -19,8 +19,6 @@ import ella_cuda
 from ella_cuda import experiments
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
-for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
-    del os.environ[name]  # what a test starts is no worker
 SUITE = Path(__file__).parent
 
 
@@ -29,10 +27,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """The whole suite runs on all cores, a process with one thread on each, where pytest-xdist is there and no option says else: most
     tests keep one core busy. Parts of it run in one process, with the threads that torch chooses.
     """
-    whole = [Path(argument).resolve() for argument in config.args] == [
-        SUITE
-    ] and config.option.markexpr == "not simulator"
-    chosen = any(config.getoption(option) for option in ("keyword", "lf", "usepdb", "collectonly"))
+    whole = [Path(a).resolve() for a in config.args] == [SUITE] and config.option.markexpr == "not simulator"
+    chosen = any(getattr(config.option, name, False) for name in ("keyword", "lf", "usepdb", "collectonly"))
     free = getattr(config.option, "numprocesses", 0) is None and config.option.dist == "no"
     if whole and not chosen and free and not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -46,6 +42,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not ella_cuda.build_info()["cuda"]:
         pytest.skip("this machine has a GPU, but ella_cuda was built without CUDA")
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def children_are_no_workers() -> None:
+    """A pytest that a test starts would take itself for a worker of this one."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        del os.environ[name]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     whole = [Path(a).resolve() for a in config.args] == [SUITE] and config.option.markexpr == "not simulator"
     chosen = any(getattr(config.option, name, False) for name in ("keyword", "lf", "usepdb", "collectonly"))
     free = getattr(config.option, "numprocesses", 0) is None and config.option.dist == "no"
-    if whole and not chosen and free and not torch.cuda.is_available():
+    worker = hasattr(config, "workerinput")  # which has all arguments, and would start workers of its own
+    if whole and not chosen and free and not worker and not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         config.option.numprocesses, config.option.dist = cores, "worksteal"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers'; this process has loaded torch already

@@ -42,7 +42,7 @@ def test_vjp(time, device, shape, who):
         del found, exact, ours, sums
         time(
             lambda: call(*args, grad_intermediate=intermediate),
-            work=f"F-FC pulled back, {name}",
+            work=f"vector-Jacobian product of F-FC, {name}",
             who=who,
             flops=2 * ROWS * D * C * min(X + Y, X * Y),
             bytes=4 * (ROWS * (D * Y + C * X + intermediate * D * C) + D * C * (X + Y)),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernel_traffic [--out FILE]
 
-nvcc compiles csrc/cuda to PTX and the machine of python_tests/cuda_sim/ptx runs a few thread blocks of every launch, on launchers
+nvcc compiles csrc's CUDA sources to PTX and the machine of python_tests/cuda_sim/ptx runs a few thread blocks of every launch, on launchers
 told that the device is an H200: from the middle of as many equal parts of them. Sectors are the 32 bytes in which global memory
 moves, whatever cache they come from; turns are the accesses of shared memory with their bank conflicts. Each is followed by how many
 times those that the same bytes need. Nothing here is a time.

@@ -1,4 +1,5 @@
-// Every op of the library: its schema and what it computes. The implementations are csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu.
+// Every op of the library: its schema and what it computes. The implementations are csrc/<family>/cpu/<op>.cpp
+// and csrc/<family>/cuda/<op>.cu.
 // All tensors are float32 or float64 (indices int64), of one dtype unless said otherwise and one device; any strides unless
 // said otherwise; any size may be zero. Symbols as in docs/method.md: N data, C and D channels, X and Y positions in and out, G
 // blocks of a factor. allow_tf32: CUDA's tensor cores may round float32 numbers to TF32 before they multiply them; else, and on
@@ -111,9 +112,8 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // Python calls the two.
   m.def("circular_conv2d_pool(Tensor x, Tensor weight, Tensor? bias, float norm) -> (Tensor, Tensor)");
 
-  // circular_conv2d of polyphase_scatter(x, index) without bias: x (N,C,h,w), index (N,), weight (D,C,kh,kw), kh and kw at
-  // least 3
-  // -> contiguous (N,D,2h,2w). CPU only.
+  // circular_conv2d of polyphase_scatter(x, index) without bias: x (N,C,h,w), index (N,), weight (D,C,kh,kw)
+  // with kh and kw at least 3 -> contiguous (N,D,2h,2w). CPU only.
   m.def("circular_conv2d_scattered(Tensor x, Tensor index, Tensor weight) -> Tensor");
 
   // circular_conv2d_weight_grad of polyphase_scatter(grad, index): grad (N,D,H/2,W/2), index (N,), x (N,C,H,W)

@@ -88,6 +88,8 @@ NCU_TABLE = """echo '"ID","Kernel Name","Metric Name","Metric Unit","Metric Valu
 echo '"0","ella::kernel","Duration","us","12"'
 """
 
+pytestmark = pytest.mark.simulator
+
 
 @pytest.fixture
 def worker(tmp_path: Path) -> list[str]:
@@ -819,7 +821,6 @@ def rehearsals(tmp_path_factory):
     }
 
 
-@pytest.mark.simulator
 @pytest.mark.parametrize("name", steps.CALLS)
 def test_no_step_fails_for_reasons_of_its_own(rehearsals, name):
     said, _, code, folder = rehearsals[name]
@@ -835,7 +836,6 @@ def test_no_step_fails_for_reasons_of_its_own(rehearsals, name):
     assert len(files) <= 8 and all(file.stat().st_size < 16 << 20 for file in files)
 
 
-@pytest.mark.simulator
 def test_a_rehearsal_measures_with_floors(rehearsals):
     rows = rows_of(rehearsals["first"][-1])
     timed = [row for row in rows if row["step"] == "timing" and "work" in row]

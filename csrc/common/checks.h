@@ -1,5 +1,6 @@
-// Argument checks and sizes of every op, shared by its CPU and CUDA implementations, so that both refuse the same inputs with
-// the same words. Each check_<op> throws (RuntimeError in Python) with the argument's name, what was expected and what came.
+// What the argument checks of all ops share. check_<op> is in csrc/<family>/checks.h and serves the CPU and the CUDA
+// implementation, so that both refuse the same inputs with the same words. A check throws (RuntimeError in Python) with the
+// argument's name, what was expected and what came.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // What a CUDA source needs from its platform: the device and stream of a tensor, scratch memory, kernel launches.
 // The kernels are compiled twice, by nvcc and, unmodified, by g++ for the CPU simulator of the test-suite
-// (ELLA_SIMULATOR, python_tests/cuda_sim). Whatever differs between the two lives in this file, device_memory.h and
-// tensor_core.h; a kernel source contains no <<<>>>, no inline assembly and no bare `extern __shared__`.
+// (ELLA_SIMULATOR, python_tests/cuda_sim). Whatever differs between the two lives in this file, device_memory.h,
+// tensor_core.h and warpgroup.h; a kernel source contains no <<<>>>, no inline assembly and no bare `extern __shared__`.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,7 @@ using Widened = std::conditional_t<std::is_same_v<S, BFloat16> || std::is_same_v
 template <class S>
 constexpr bool kIsWidened = !std::is_same_v<S, Widened<S>>;
 
-// Calls f with a number of the type of `rows`: double, float, BFloat16 or Half.
+// Calls f with a value of the type of `rows`: double, float, BFloat16 or Half.
 template <class F>
 void with_row_type(const Tensor& rows, const F& f) {
   switch (rows.scalar_type()) {
@@ -75,7 +75,7 @@ void with_row_type(const Tensor& rows, const F& f) {
   }
 }
 
-// Calls f with a number of the type of `rows` and one of the type of the factor that their products are added to, which is
+// Calls f with a value of the type of `rows` and one of the type of the factor that their products are added to, which is
 // Widened or double.
 template <class F>
 void with_factor_types(const Tensor& factor, const Tensor& rows, const F& f) {

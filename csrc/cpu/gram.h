@@ -1,4 +1,5 @@
-// target += alpha sum_k row_k row_k^T for rows that are packed block by block: the core of both factor ops. Only the upper
+// target += alpha sum_k row_k row_k^T for rows that are packed block by block: the core of kron_accumulate_ and
+// conv_kron_accumulate_. Only the upper
 // triangle is computed; every tile of the sum is added to the target and, transposed, to its mirror image.
 #pragma once
 
@@ -190,7 +191,7 @@ class Gram {
   const Tiles<T>& tiles() const { return tiles_; }
 
  private:
-  // Numbers packed at once: every pass reads and writes the whole target, 2 d^2 elements, against d^2 multiply-adds a row.
+  // Elements packed at once: every pass reads and writes the whole target, 2 d^2 elements, against d^2 multiply-adds a row.
   static constexpr int64_t kPacked = 8 * 1024 * 1024 / static_cast<int64_t>(sizeof(T));
   static constexpr int64_t kStep = Tiles<T>::kRows;
   static constexpr int64_t kLongest = 4096;  // rows summed before the target is touched, by 64: to bound rounding

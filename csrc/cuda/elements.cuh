@@ -1,4 +1,4 @@
-// Kernels whose every thread writes elements of its own, each found by its place in a contiguous tensor of four axes.
+// Kernels whose every thread writes elements of its own, each found by its index in a contiguous tensor of four axes.
 #pragma once
 
 #include <algorithm>
@@ -63,7 +63,7 @@ class Divisor<uint32_t> {
   uint32_t divisor_, multiplier_ = 0, shift_ = 0;
 };
 
-// Where the number of that place is in a contiguous tensor (*, C, H, W).
+// The indices of an element of a contiguous tensor (*, C, H, W).
 template <class Index>
 struct Axes {
   Divisor<Index> C, H, W;
@@ -80,7 +80,7 @@ struct Axes {
   }
 };
 
-// Calls f with a number of the type in which `count` places are counted.
+// Calls f with a value of the type that indexes `count` elements.
 template <class F>
 void with_index_type(int64_t count, const F& f) {
   if (count <= kMaxIndex32) {

@@ -33,7 +33,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 def factored_linear(
     x: Tensor, weight_in: Tensor, weight_out: Tensor, bias_in: Tensor | None = None, bias_out: Tensor | None = None
 ) -> Tensor:
-    r"""Fully connected map over positions, factored through one number per pair of channels.
+    r"""Fully connected map over positions, factored through one scalar per pair of channels.
 
     .. math:: y[n,d,y] = \sum_c V[d,c,y] \Big(\sum_x U[d,c,x]\, x[n,c,x] + b_{in}[d]\Big) + b_{out}[y]
 

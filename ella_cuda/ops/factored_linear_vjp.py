@@ -1,4 +1,4 @@
-"""The gradients of a factored fully connected map that curvature takes: at its input and at the numbers between its two maps."""
+"""The gradients of a factored fully connected map that curvature takes: at its input and at the intermediate between its two maps."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
 from ella_cuda.training.learners import Learner, Prior, PriorStructure, add_settings, learners_of
-from ella_cuda.training.learners.bases import bases_of
+from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both
 from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
 from ella_cuda.training.step import TrainingStep

@@ -1,4 +1,4 @@
-"""csrc/cuda without a GPU: the simulator and nvcc as fixtures. All tests of this folder have the marker `simulator`."""
+"""csrc's CUDA sources without a GPU: the simulator and nvcc as fixtures. All tests of this folder have the marker `simulator`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import simulator as build
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nvcc: compiles csrc/cuda, needs nvcc")
+    config.addinivalue_line("markers", "nvcc: compiles csrc's CUDA sources, needs nvcc")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

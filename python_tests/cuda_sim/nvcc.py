@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda with nvcc, device code only and with the flags of the build, and disassembles what came out.
+"""Compiles csrc's CUDA sources with nvcc, device code only and with the flags of the build, and disassembles what came out.
 
 One fatbin and one report of ptxas per source, for every architecture that is shipped, kept under a hash of the sources.
 """

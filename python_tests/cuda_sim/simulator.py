@@ -1,4 +1,4 @@
-"""Builds csrc/cuda with a host compiler and cusim.h into a torch library for the CPU, and loads it.
+"""Builds csrc's CUDA sources with a host compiler and cusim.h into a torch library for the CPU, and loads it.
 
 The sources are compiled as they are, one object per source, and kept in a cache folder under a hash of everything that
 goes into them, so that a second run only loads. Set ELLA_SIM_CACHE to choose the folder.

@@ -294,7 +294,7 @@ for protocol in (0, 2, 5):
     rng = random.Random(protocol)
     refused = 0
     head = [i for i in range(len(whole)) if i < 300 or i > len(whole) - 300]
-    for _ in range(2000):
+    for _ in range(600):
         raw = bytearray(whole)
         raw[rng.choice(head)] = rng.randrange(256)
         try:
@@ -302,7 +302,7 @@ for protocol in (0, 2, 5):
         except ValueError as error:
             assert "the file" in str(error)
             refused += 1
-    assert refused > 500, refused
+    assert refused > 150, refused
 print("survived")
 """
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import ella_cuda
 from python_tests.benchmark_files import load
 
 # What kernels are called by what ATEN_CPU_CAPABILITY holds them to, of the values that do not make torch itself run instructions
@@ -23,6 +24,8 @@ KERNEL_SETS = {"default": "neon" if platform.machine() in ("aarch64", "arm64") e
 for _capability in ("AVX2", "AVX512"):
     if torch.backends.cpu.get_cpu_capability() in (_capability, "AVX512"):
         KERNEL_SETS[_capability.lower()] = _capability.lower()
+# Those that this process, and so the suite, does not run anyway.
+OTHER_KERNEL_SETS = [held for held, name in KERNEL_SETS.items() if name != ella_cuda.build_info()["cpu_kernels"]]
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:

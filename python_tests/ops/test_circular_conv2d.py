@@ -257,7 +257,7 @@ def test_scratch_of_many_weights_does_not_grow_with_the_batch():
     assert checks.peak_bytes(lambda: weight_grad(x, x, 3, 3)) < 20e6
 
 
-@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
 def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """

@@ -228,7 +228,7 @@ def test_same_numbers_for_any_number_of_threads(shape):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
 def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """

@@ -329,7 +329,7 @@ for n, g, d in [(300, 1, 5), (600, 21, 4), (300, 3, 16), (70, 27, 40), (300, 3, 
 """
 
 
-@pytest.mark.parametrize("capability", checks.KERNEL_SETS)
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
 def test_float64_factors_in_every_instruction_set(capability, beside_the_tests):
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     command = [sys.executable, "-c", INSTRUCTION_SETS]

@@ -143,7 +143,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path):
         load_checkpoint(path, {}, nn.Linear(2, 3, bias=False))
 
 
-def test_settings_are_compared_exactly_but_for_rates_that_follow_from_sums(tmp_path):
+def test_fields_are_compared_exactly_but_for_rates_that_follow_from_sums(tmp_path):
     path, model = tmp_path / "run.pt", nn.Linear(2, 3)
     rate = 0.0123456789
     settings = {"lr_hyp": rate, "optimizer_groups": [{"lr": repr(rate), "betas": "(0.9, 0.999)"}]}

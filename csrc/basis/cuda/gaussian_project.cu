@@ -1,8 +1,8 @@
 // gaussian_project and its first and second derivatives. With d = u[x] - v[a], e = exp(-|d|^2 / 2), delta = du[x] - dv[a] and
 // S[a,x] = sum_m grad[m,a] x[m,x]:
 //   project   out[m,a] = sum_x x[m,x] e           tangent   the same with -(d . delta) e
-//   gradient  of u[x]: sum_a -S e d               hvp       the same with S e ((d . delta) d - delta); of v[a]: the opposite
-//   sums
+//   gradient  of u[x]: sum_a -S e d               hvp       the same with S e ((d . delta) d - delta); of v[a]: the
+//   negative sums
 // Neither e nor S exists beyond a tile: project_kernel evaluates a slab of e into shared memory while the previous one is
 // multiplied, derivative_kernel makes a tile of S in registers and reduces it there.
 //

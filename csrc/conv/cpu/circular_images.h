@@ -140,7 +140,7 @@ class CircularLayout {
     return layout == Layout::patches ? ceil_divide(count * positions(), k.vector) : vectors();
   }
 
-  // Numbers that `pack` needs room for; as many as one channel of the images of a unit has.
+  // Elements that `pack` needs room for; as many as one channel of the images of a unit has.
   int64_t room_size() const { return std::max(positions() * at_once, layout == Layout::patches ? padded() + kCopied : 0); }
 
   // The first image of a unit in channel c.

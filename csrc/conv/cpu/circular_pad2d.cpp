@@ -73,7 +73,7 @@ Tensor circular_fold2d(const Tensor& grad, int64_t pad_h, int64_t pad_w, const s
     const Planes<scalar_t> from(grad);
     scalar_t* const images = result.mutable_data_ptr<scalar_t>();
     each_plane("circular_fold2d", s, index, [&](int64_t plane, int64_t up, int64_t left) {
-      const int64_t first = s.W ? unpadded(0, pad_w - left, s.W) : 0;  // where a row's first number is added
+      const int64_t first = s.W ? unpadded(0, pad_w - left, s.W) : 0;  // where a row's first element is added
       scalar_t* const out = images + plane * s.H * s.W;
       std::fill_n(out, s.H * s.W, scalar_t(0));
       for (int64_t h = 0; h < padded_h; ++h) {

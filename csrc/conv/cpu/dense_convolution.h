@@ -111,9 +111,9 @@ class DenseConvolution {
   const int64_t first_;  // image of the sink
 };
 
-// Sends every image's convolution to a sink: `make_sink(most)` is called for every thread or unit that needs one,
-// `sink.place(n)` says where image n and those behind it, at most `most` of them, (D, H, W) each, are to be, and `sink.done(n,
-// count)` that so many are there.
+// Sends every image's convolution to a sink: `make_sink(max_count)` is called for every thread or unit that needs one,
+// `sink.place(n)` says where image n and those behind it, at most `max_count` of them, (D, H, W) each, are to be, and
+// `sink.done(n, count)` that so many are there.
 template <class T, class MakeSink>
 void convolve(const CircularConvSizes& s, const Tensor& x, const Tensor& weight, const T* bias, const MakeSink& make_sink) {
   constexpr int64_t kFew = 4;  // vectors for which packing weights takes too much of the time

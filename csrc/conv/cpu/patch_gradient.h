@@ -2,7 +2,7 @@
 //   target[d, (c, e)] = sum_p grad[d, p] patch[p, (c, e)],
 // p the positions of all images, e the entries of the kernel. Nothing is summed across a vector, which would take longer than
 // the products where positions are few, and no task has sums of its own: it is the results that are shared out. Patches are
-// made a panel at a time, D products for every number of them.
+// made a panel at a time, D products for each of their elements.
 #pragma once
 
 #include <algorithm>

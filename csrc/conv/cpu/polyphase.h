@@ -115,7 +115,7 @@ void select_component(const Image<const T>& x, const PolyphaseSizes& s, int64_t 
   });
 }
 
-// The norm of that name; see check_polyphase_norm.
+// The Norm for p = 1, 2 or inf; see check_polyphase_norm.
 inline Norm polyphase_norm(double norm) { return norm == 1.0 ? Norm::one : norm == 2.0 ? Norm::two : Norm::max; }
 
 }  // namespace ella

@@ -101,7 +101,7 @@ class SmallImages {
 
   const Images<T> x_;
   const int64_t N_, C_, H_, W_, P_;
-  std::vector<int64_t> lag_;  // of a number of `turned`
+  std::vector<int64_t> lag_;  // of an element of `turned`
 };
 
 }  // namespace ella

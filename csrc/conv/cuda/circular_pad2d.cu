@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kElementThreads)
     const int64_t component = components.of(at.n);
     if (!is_component(component)) return static_cast<T>(NAN);
     const Index H = axes.H.value(), W = axes.W.value(), up = component & 1, left = component >> 1;
-    // Below 3 H and 3 W: moved back by a pixel is forth by all the others.
+    // Below 3 H and 3 W: a move back by a pixel is one forward by H - 1 (W - 1).
     const Index h = at.h + after_h + up * (H - 1), w = at.w + after_w + left * (W - 1);
     T sum = 0;
     for (Index i = rest_of_three(h, H); i < padded_h; i += H) {

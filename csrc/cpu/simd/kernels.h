@@ -61,10 +61,10 @@ struct Points {
   int64_t row;
 };
 
-// The norm of a column: the sum of its elements' sizes, the sum of their squares, or the largest size.
+// The norm of a column: the sum of absolute values, the sum of squares, or the largest absolute value.
 enum class Norm { one, two, max };
 
-// The smallest size at which `count` things make no more groups than groups of `most` would.
+// The smallest group size that makes no more groups of `count` things than groups of `max_count` would.
 inline int64_t balanced_group(int64_t count, int64_t max_count) {
   const int64_t groups = (count + max_count - 1) / max_count;
   return groups == 0 ? max_count : (count + groups - 1) / groups;
@@ -95,7 +95,7 @@ struct Kernels {
 
   // Blocks of size <= vector, B = vector / size of them side by side in every vector, the v-th of which lies at x + v * B *
   // size: sums[(v * (size / 2 + 1) + rotation) * vector + lane] += sum_k x[k * x_row + lane] x'[k * x_row + lane], k < count,
-  // where x' is the number that lies `rotation` <= size / 2 lanes further in the same block, around its end. Reads whole
+  // where x' is the element that lies `rotation` <= size / 2 lanes further in the same block, around its end. Reads whole
   // vectors.
   void (*block_products)(int64_t size, int64_t vectors, int64_t count, const T* x, int64_t x_row, T* sums);
 

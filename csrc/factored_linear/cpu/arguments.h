@@ -3,7 +3,7 @@
 // A sum over channels or images is a product with the images, or with the positions, in the lanes of vectors. A sum over
 // positions can be taken along the rows as they lie in memory, lanes being added at the end (`row_products`), or be a product
 // with a panel, the rows transposed. The first costs three operations for each of its results, the second about one for each
-// number of the panel.
+// element of the panel.
 #pragma once
 
 #include <algorithm>

@@ -14,7 +14,7 @@ namespace ella {
 // tasks, so that no result depends on the number of threads.
 //
 // All threads take these steps together, so that g is read once for all input channels. With few positions there is little to
-// read and little to compute for each number of z and dz, which are better where they were written: there a thread takes all
+// read and little to compute for each element of z and dz, which are better where they were written: there a thread takes all
 // steps for some input channels, and their z and dz stay in its second-level cache.
 template <class T>
 class FactoredBackward {

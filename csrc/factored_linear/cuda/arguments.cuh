@@ -1,5 +1,4 @@
-// What the ways to compute F-FC on CUDA are given: in float32 stored.cuh and fused.cuh, in
-// float64 library.cuh.
+// What the ways to compute F-FC on CUDA are given: in float32 stored.cuh and fused.cuh, in float64 library.cuh.
 #pragma once
 
 #include <optional>
@@ -9,7 +8,7 @@
 
 namespace ella {
 
-// The arguments, checked. Names and axes: method of an F-FC layer, U = weight_in (D, C, X), V = weight_out (D, C, Y).
+// The arguments, checked. Names and axes as in docs/method.md: U = weight_in (D, C, X), V = weight_out (D, C, Y).
 struct FactoredLinearArguments {
   const Tensor &x, &weight_in, &weight_out;
   const std::optional<Tensor>& bias_in;

@@ -5,7 +5,7 @@
 //   inner[b,r,q] = sum_k left[r,b,k] right[q,b,k] (+ bias[...])
 //   apply   out[r,q,y] = sum_b inner[b,r,q] outer[q,b,y] (+ bias_out[y])    y itself, and dx
 //   weight  out[b,q,y] = sum_r inner[b,r,q] outer[r,q,y]                   dU, dV
-// with r = n throughout (method: z and dz of an F-FC layer, U = weight_in, V = weight_out, g = grad):
+// with r = n throughout (z the intermediate of F-FC, dz its gradient, U = weight_in, V = weight_out, g = grad):
 //   y   inner z    b = c, q = d, k = x    left x, right U, outer V
 //   dx  inner dz   b = d, q = c, k = y    left g, right V, outer U       (the forward map with U and V exchanged)
 //   dU  inner dz   b = d, q = c, k = y    left g, right V, outer x

@@ -1,5 +1,5 @@
 // F-FC in float32 whose intermediate is stored between two launches, where it is small. All are batched products on tensor
-// cores (method of an F-FC layer: U = weight_in, V = weight_out, g = grad; z and dz lie as (D, C, N)):
+// cores (U = weight_in, V = weight_out, g = grad, z the intermediate, dz its gradient, both (D, C, N)):
 //   first    z[d,c,n] = sum_x U[d,c,x] x[n,c,x] + b_in[d]  for each c      dz[d,c,n] = sum_y V[d,c,y] g[n,d,y]  for each d
 //   second   y[n,d,y] = sum_c z[d,c,n] V[d,c,y] + b_out[y]  for each d     dx[n,c,x] = sum_d dz[d,c,n] U[d,c,x]  for each c
 //            dU[d,c,x] = sum_n dz[d,c,n] x[n,c,x]  for each c              dV[d,c,y] = sum_n z[d,c,n] g[n,d,y]  for each d

@@ -83,7 +83,7 @@ class SmallBlocks {
     }
   }
 
-  // How many of the blocks from g0 on can be read where they lie, in whole groups: nothing beyond a row's last number may be
+  // How many of the blocks from g0 on can be read where they lie, in whole groups: nothing beyond a row's last element may be
   // read, which may be the last of the memory.
   int64_t in_place(int64_t g0, int64_t blocks) const {
     if (gathered_) return 0;

@@ -69,7 +69,7 @@ struct Patches {
   __device__ __forceinline__ const T* address(Row row, Column column) const { return data + (row + column); }
 };
 
-// From an image's first number to its last.
+// From an image's first element to its last.
 template <class T>
 int64_t span(const Image<T>& x, const ConvGeometry& g) {
   return (g.C - 1) * x.c + (g.H - 1) * x.h + (g.W - 1) * x.w;
@@ -89,10 +89,10 @@ bool tried_lags(const Device& device, const char* name, const Tensor& factor, co
   const std::optional<LagShape> shape = lag_shape<T, KW>(g);
   if (!shape || path.lags == CudaPath::Choice::no) return false;
   if (path.lags == CudaPath::Choice::automatic) {
-    // A path of products is one of patches, and of ordinary instructions those have none of.
+    // A path that fixes product or tile means patches: lags have neither choice.
     if (path.product != CudaPath::Product::automatic || path.tile != 0) return false;
-    // In multiply-adds by ordinary instructions. Five products of tensor cores are taken to last as long as one of those; of a
-    // number that is split there are three.
+    // In multiply-adds by ordinary instructions. Five products of tensor cores are taken to last as long as one of those; a
+    // split operand takes three.
     const int64_t d = g.patch(), results = int64_t{shape->tasks} * LagTile<KW>::kResults;
     const int64_t tile = sizeof(T) == 4 && d >= 32 ? 128 : d <= 16 ? 16 : d <= 32 ? 32 : 64;
     const double patches = static_cast<double>(syrk_products(d, tile)) * (tile < 128 ? 1.0 : tf32 ? 0.2 : 0.6);

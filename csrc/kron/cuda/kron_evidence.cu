@@ -34,7 +34,7 @@ struct Spectra {
 __device__ __forceinline__ bool is_zero(double l, double m) { return (l == 0 && m == m) || (m == 0 && l == l); }
 
 // sum log(1 + q) and sum q / (1 + q) by a running product and the numerator of the second sum over it, see
-// csrc/cpu/evidence.inc: a logarithm and a division come only when the product grows beyond 2^500.
+// csrc/cpu/simd/evidence.inc: a logarithm and a division come only when the product grows beyond 2^500.
 class EvidenceSum {
  public:
   __device__ __forceinline__ explicit EvidenceSum(double z) : z_(z), ratio_(exp(z)) {}

@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kElementThreads)
   factor[at] = fma(alpha, totals[static_cast<int64_t>(result) * tasks + task], factor[at]);
 }
 
-// The multiply-adds that take as long as a number's way to device memory and back, about: on a paper of an H100's 33.5e12 a
-// second against 3e12 bytes.
+// The multiply-adds that take as long as an element's way to device memory and back. On paper: an H100's 33.5e12
+// multiply-adds a second against 3e12 bytes.
 constexpr int64_t kLagElementCost = 90;
 
 // How lags are cut for images of that shape; nothing where they do not fit shared memory or splits would not be short.
@@ -213,13 +213,13 @@ std::optional<LagShape> lag_shape(const ConvGeometry& g) {
   s.N = g.N, s.C = g.C, s.H = g.H, s.W = g.W, s.kernel_h = g.kernel_h;
   s.pitch = 2 * Tile::kMargin + ceil_div(s.W, 4) * 4;
   if (s.pitch % 8 == 0) s.pitch += 4;  // neighbouring rows' vectors in different banks
-  const int64_t max_count = kLagBytes / static_cast<int64_t>(sizeof(T)), row = int64_t{s.C} * s.pitch;
-  const int64_t fitting = max_count / row - (s.kernel_h - 1);  // rows of an image
+  const int64_t max_elements = kLagBytes / static_cast<int64_t>(sizeof(T)), row = int64_t{s.C} * s.pitch;
+  const int64_t fitting = max_elements / row - (s.kernel_h - 1);  // rows of an image
   if (fitting < 1) return std::nullopt;
   s.band = std::min({g.H, kLagPositions / g.W, fitting});
   s.bands = ceil_div(s.H, s.band);
   s.band = ceil_div(s.H, s.bands);
-  const int64_t images = std::min(kLagPositions / (g.H * g.W), max_count / (row * s.staged_rows()));
+  const int64_t images = std::min(kLagPositions / (g.H * g.W), max_elements / (row * s.staged_rows()));
   s.images = s.bands > 1 ? 1 : std::max(std::min(images, g.N), int64_t{1});
   s.units = ceil_div(s.N, int64_t{s.images}) * s.bands;
   const int64_t tasks = ceil_div(g.C, int64_t{Tile::kChannels}) * g.C * g.kernel_h;

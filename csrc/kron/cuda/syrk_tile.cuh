@@ -1,5 +1,5 @@
-// What both symmetric products (syrk_scalar.cuh, syrk_tensor.cuh) share: the triangle of tiles, the rows shared out over
-// blocks, the update of the factor.
+// What the three symmetric products (syrk_scalar.cuh, syrk_tensor.cuh, syrk_warpgroup.cuh) share: the triangle of tiles, the
+// rows shared out over blocks, the update of the factor.
 //
 // Only tiles on and above the diagonal are computed, and of a diagonal tile only what lies on and above the diagonal counts:
 // an update is added at (i,j) and at (j,i), so a symmetric factor stays symmetric to the bit.

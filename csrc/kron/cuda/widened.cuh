@@ -19,7 +19,7 @@ __device__ __forceinline__ float widened(BFloat16 number) { return __uint_as_flo
 
 __device__ __forceinline__ float widened(Half number) { return number; }
 
-// out[place] = x's number there, for the places of a contiguous tensor of x's axes
+// out[i] = x's element i, for the indices i of a contiguous tensor of x's axes
 //   x of any strides, out contiguous, of which `axes` are the last three
 template <class S, class Index>
 __global__ void __launch_bounds__(kElementThreads)

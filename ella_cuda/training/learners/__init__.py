@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ella_cuda.training.arguments import in_words
-from ella_cuda.training.learners.bases import Anchors, Lengthscales
 from ella_cuda.training.learners.learner import BufferLearner, Learner
 from ella_cuda.training.learners.prior import Prior, PriorStructure
+from ella_cuda.training.learners.spatial_basis import Anchors, Lengthscales
 
 __all__ = ["WORDS", "BufferLearner", "Learner", "Prior", "PriorStructure", "add_settings", "learners_of"]
 

@@ -1,4 +1,4 @@
-"""csrc/cuda as nvcc compiles it, host code and PTX, as a torch library for the CPU whose launches run the PTX in machine.py."""
+"""csrc's CUDA sources as nvcc compiles it, host code and PTX, as a torch library for the CPU whose launches run the PTX in machine.py."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import pytest
 
 from ella_cuda import cli
 from ella_cuda.experiments import RunConfig, config, run_one
+from ella_cuda.experiments.fields import setting, settings_of
 from ella_cuda.experiments.folder import read_grid
-from ella_cuda.experiments.settings import setting, settings_of
 from ella_cuda.training.checkpoint import read_checkpoint
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()

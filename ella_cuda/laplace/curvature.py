@@ -178,6 +178,12 @@ class CurvaturePass:
                     torch.func.vmap(vjp)(chunk)
         finally:
             self._differentiating = False
+            self.release()
+
+    def release(self) -> None:
+        """Drop what rules kept of the last batch."""
+        for rule in self.rules:
+            rule.release()
 
     def require_backward(self) -> None:
         """ValueError where somebody else than :meth:`backward` differentiates."""
@@ -241,7 +247,10 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
     """The passes of a fit over a model :func:`at_test_time` whose parameters and buffers are constants, for the duration of the context."""
     run = CurvaturePass(model, rules, memory_budget)
     with at_test_time(model), requiring_grad([*run.parameters, *run.hyperparameters], False):
-        yield run
+        try:
+            yield run
+        finally:
+            run.release()
 
 
 _uncompiled_lock = threading.Lock()

@@ -15,6 +15,17 @@ def labelled(*shape):
     return torch.randn(4, *shape, dtype=torch.float64), torch.tensor([0, 1, 1, 2])
 
 
+class Mystery(nn.Module):
+    """A layer that no rule will ever know."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.secret = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.secret.sin()
+
+
 class Scale(nn.Module):
     """y[n, :, t] = scale * x[n, :, t]."""
 
@@ -103,9 +114,7 @@ def test_a_subclass_that_changes_only_construction_is_served():
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
-        (nn.BatchNorm1d(2), "BatchNorm1d"),
-        (nn.Conv1d(2, 2, 1), "Conv1d"),
-        (nn.LayerNorm(2), "LayerNorm"),
+        (Mystery(2), "Mystery"),
         (Scale(2), "Scale"),
     ],
 )
@@ -288,7 +297,7 @@ def test_a_layer_called_by_keyword(dense_ggn):
 @pytest.mark.parametrize(
     ("layers", "error", "names"),
     [
-        ([nn.BatchNorm1d(2), nn.LayerNorm(2), nn.PReLU()], TypeError, ["BatchNorm1d", "LayerNorm", "PReLU"]),
+        ([Mystery(2), Scale(2), Mystery(3)], TypeError, ["Mystery", "Scale", "Mystery"]),
         (
             [
                 nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"),
@@ -298,9 +307,9 @@ def test_a_layer_called_by_keyword(dense_ggn):
             ["'reflect'", "'replicate'"],
         ),
         (
-            [nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), nn.LayerNorm(2)],
+            [nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect"), Mystery(2)],
             TypeError,
-            ["'reflect'", "LayerNorm"],
+            ["'reflect'", "Mystery"],
         ),
     ],
 )
@@ -311,11 +320,11 @@ def test_all_layers_that_cannot_be_served_are_named_at_once(layers, error, names
     head, *lines = str(refused.value).splitlines()
     served = [line for line in lines if line.startswith("Layers with rules: ")]
     assert head == f"{len(layers)} layers have no curvature rule that serves them:"
-    assert len(served) == ("LayerNorm" in names) and len(lines) == len(layers) + len(served)
+    assert len(served) == ("Mystery" in names) and len(lines) == len(layers) + len(served)
     for number, (line, name) in enumerate(zip(lines, names, strict=False), start=1):
         assert line.startswith(f"- layer '{number}' (") and name in line
 
 
 def test_one_layer_that_cannot_be_served_is_refused_in_its_own_words():
-    with pytest.raises(TypeError, match=r"^layer '1' \(BatchNorm1d\) .*register\(BatchNorm1d\).*Layers with rules: "):
-        KronLaplace(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(TypeError, match=r"^layer '1' \(Mystery\) .*register\(Mystery\).*Layers with rules: "):
+        KronLaplace(nn.Sequential(nn.Linear(2, 2), Mystery(2)))

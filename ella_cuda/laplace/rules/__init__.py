@@ -5,12 +5,18 @@ from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCi
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import LinearRule
+from ella_cuda.laplace.rules.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, RMSNormRule
 
 __all__ = [
+    "BatchNormRule",
     "Conv2dRule",
     "FactoredLinear2dRule",
     "GroupFilter2dRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
     "LinearRule",
+    "RMSNormRule",
     "Rule",
     "SparseConv2dRule",
     "SparseFactoredLinear2dRule",

@@ -30,6 +30,7 @@ class Rule(ABC):
         resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
             so.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
+        kept: what :meth:`inputs` leaves of a batch for :meth:`outputs` or :meth:`vjp`.
 
     Args:
         module: the layer.
@@ -42,12 +43,13 @@ class Rule(ABC):
     """
 
     differentiates: ClassVar[bool] = False
-    batch_second: ClassVar[bool] = False
+    batch_second: bool = False
     takes_reduced: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         self.module, self.name, self.resolution = module, name, resolution
         self.factors: dict[str, KroneckerFactor] = {}
+        self.kept: Tensor | None = None
         self.trainable = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
         known = self.shapes()
         for parameter in self.trainable:
@@ -93,6 +95,10 @@ class Rule(ABC):
         unless ``input_shape`` is None.
         """
         raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define vjp.")
+
+    def release(self) -> None:
+        """Drop what was kept of a batch; called when its columns are done."""
+        self.kept = None
 
     def reads_reduced(self) -> bool:
         """The promise of the class that defines :meth:`inputs`; one that defines it anew has not given it."""

@@ -2,6 +2,7 @@
 
 from ella_cuda.laplace.rules.base import Rule, register, rule_for, rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCircularConv2dRule
+from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import LinearRule
@@ -10,6 +11,8 @@ from ella_cuda.laplace.rules.norm import BatchNormRule, GroupNormRule, InstanceN
 __all__ = [
     "BatchNormRule",
     "Conv2dRule",
+    "ConvNdRule",
+    "ConvTransposeRule",
     "FactoredLinear2dRule",
     "GroupFilter2dRule",
     "GroupNormRule",

@@ -42,7 +42,7 @@ class Rule(ABC):
         ValueError: the rule cannot handle this layer's configuration, or its shapes contradict the parameters.
     """
 
-    differentiates: ClassVar[bool] = False
+    differentiates: bool = False
     batch_second: bool = False
     takes_reduced: ClassVar[bool] = False
 

@@ -18,7 +18,7 @@ from ella_cuda.ops.circular_conv2d import mirrored
 @register(CircularConv2d)
 @register(nn.Conv2d)
 class Conv2dRule(Rule):
-    """:class:`torch.nn.Conv2d` with circular or zero padding, any stride, dilation and groups (KFAC-expand).
+    """:class:`torch.nn.Conv2d` with any padding mode, stride, dilation and groups (KFAC-expand).
 
     ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch in
         :func:`torch.nn.functional.unfold`'s
@@ -34,12 +34,7 @@ class Conv2dRule(Rule):
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         self.layer = module  # the convolution that the module is
-        if module.padding_mode not in ("zeros", "circular"):
-            raise ValueError(
-                f"{self.label}: padding_mode must be 'zeros' or 'circular', got {module.padding_mode!r}. Pad before "
-                f"the layer (torch.nn.functional.pad with mode={module.padding_mode!r}) and give it padding=0, or "
-                "register a rule of your own."
-            )
+        self.differentiates = module.padding_mode in ("zeros", "circular")
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -51,13 +46,8 @@ class Conv2dRule(Rule):
 
     def _pads(self) -> tuple[int, int, int, int]:
         """Padding (left, right, top, bottom); "same" with an even kernel has different ones on the two sides."""
-        m = self.layer
-        if m.padding == "valid":
-            return 0, 0, 0, 0
-        if m.padding == "same":
-            total = [d * (k - 1) for d, k in zip(m.dilation, m.kernel_size, strict=True)]
-            return total[1] // 2, total[1] - total[1] // 2, total[0] // 2, total[0] - total[0] // 2
-        return m.padding[1], m.padding[1], m.padding[0], m.padding[0]
+        (top, bottom), (left, right) = side_padding(self.layer)
+        return left, right, top, bottom
 
     def _same_circular(self) -> bool:
         """Whether the layer is a :func:`ella_cuda.ops.circular_conv2d`: circular padding that keeps the size."""
@@ -81,15 +71,18 @@ class Conv2dRule(Rule):
         )
         positions = math.prod((size - d * (k - 1) - 1) // s + 1 for size, d, k, s in sides)
         padding, mode = (top, left), m.padding_mode
-        if left != right or top != bottom:
-            x = F.pad(x, (left, right, top, bottom), mode="circular" if mode == "circular" else "constant")
+        if left != right or top != bottom or mode not in ("zeros", "circular"):
+            x = F.pad(x, (left, right, top, bottom), mode="constant" if mode == "zeros" else mode)
             padding, mode = (0, 0), "zeros"
         moment = self.factors["weight"].input_moment
         moment.add_patches(x, m.kernel_size, mode, stride=m.stride, padding=padding, dilation=m.dilation)
         moment.count(x.shape[0] * positions)
 
+    def outputs(self, gradient: Tensor) -> None:
+        add_output_sides(self, gradient, math.prod(gradient.shape[3:]))
+
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        _add_output_sides(self, gradient, math.prod(gradient.shape[3:]))
+        self.outputs(gradient)
         return None if input_shape is None else self._at_input(gradient, input_shape)
 
     def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
@@ -179,10 +172,10 @@ class StridedCircularConv2dRule(Rule):
             moment.count(x[:, 0].numel())
 
     def outputs(self, gradient: Tensor) -> None:
-        _add_output_sides(self, gradient, 4 * math.prod(gradient.shape[3:]))
+        add_output_sides(self, gradient, 4 * math.prod(gradient.shape[3:]))
 
 
-def _add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
+def add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
     """Add the output sides of a convolution with so many positions from ``(K, N, D, ...)`` gradients at those that are not zero."""
     flat = gradient.flatten(0, 1)
     if "weight" in rule.factors:
@@ -191,6 +184,16 @@ def _add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
         moment.count(flat.shape[0] * positions)
     if "bias" in rule.factors:
         rule.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
+
+
+def side_padding(m: nn.Module) -> list[tuple[int, int]]:
+    """A convolution's padding before and after, for every axis; "same" with an even kernel has different ones on the two sides."""
+    if m.padding == "valid":
+        return [(0, 0)] * len(m.kernel_size)
+    if m.padding == "same":
+        total = [d * (k - 1) for d, k in zip(m.dilation, m.kernel_size, strict=True)]
+        return [(t // 2, t - t // 2) for t in total]
+    return [(p, p) for p in m.padding]
 
 
 def _transposed(gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int]) -> Tensor:

@@ -1,0 +1,137 @@
+"""Convolutions of one and three axes, and transposed convolutions."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.laplace.rules.conv import add_output_sides, side_padding
+from ella_cuda.laplace.second_moment import SecondMoment
+
+WINDOWS = 1 << 22  # elements of the patches of three axes that are there at a time
+
+
+class _ConvRule(Rule):
+    def _checked(self, x: Tensor) -> Tensor:
+        axes = len(self.module.kernel_size)
+        if x.dim() != axes + 2:
+            shape = ", ".join(["N", str(self.module.in_channels), *"DHW"[3 - axes :]])
+            raise ValueError(
+                f"{self.label}: expected an input ({shape}), got shape {tuple(x.shape)}; add a batch axis."
+            )
+        return x
+
+
+@register(nn.Conv1d)
+@register(nn.Conv3d)
+class ConvNdRule(_ConvRule):
+    """:class:`torch.nn.Conv1d` and ``Conv3d`` with any padding mode, stride, dilation and groups (KFAC-expand).
+
+    ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch, channels first; B = sum over data, mean over positions
+    of g gᵀ. One block per group, block index (patch entry, output channel of the group). ``bias``: B = sum over data of s sᵀ with s the
+    sum of g over positions, the exact GGN block.
+
+    Source: Grosse and Martens, ICML 2016.
+    """
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        a = m.in_channels // m.groups * math.prod(m.kernel_size)
+        return {
+            "weight": FactorShape(m.groups, a, m.out_channels // m.groups, m.groups),
+            "bias": FactorShape.bias(m.out_channels),
+        }
+
+    def inputs(self, x: Tensor) -> None:
+        self._checked(x)
+        if "weight" not in self.factors:
+            return
+        m = self.module
+        pads = [p for sides in reversed(side_padding(m)) for p in sides]
+        if any(pads):
+            x = F.pad(x, pads, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
+        _add_patches(self.factors["weight"].input_moment, x, m, (0,) * len(m.kernel_size), 1.0)
+
+    def outputs(self, gradient: Tensor) -> None:
+        add_output_sides(self, gradient.flatten(3)[..., None, :], math.prod(gradient.shape[3:]))
+
+
+@register(nn.ConvTranspose1d)
+@register(nn.ConvTranspose2d)
+@register(nn.ConvTranspose3d)
+class ConvTransposeRule(_ConvRule):
+    """:class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d`` with any stride, padding, dilation and groups (KFAC-expand over the T input
+    positions).
+
+    The layer adds ``weight[c]`` times the input's channel c at every input position to a patch of its output. ``weight``: A = mean over
+    data of the sum over positions of x xᵀ, x the channels at a position; B = sum over data, mean over positions of p pᵀ, p the output
+    gradient's patch of the position, channels first. One block per group, block index (input channel of the group, patch entry).
+    ``bias``: as that of a convolution.
+
+    Raises:
+        ValueError: ``output_padding`` is not below the stride.
+    """
+
+    def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
+        super().__init__(module, name, resolution)
+        if any(extra >= step for extra, step in zip(module.output_padding, module.stride, strict=True)):
+            raise ValueError(
+                f"{self.label}: output_padding must be below the stride {module.stride}, got {module.output_padding}. Pad the output after "
+                "the layer (torch.nn.functional.pad), or register a rule of your own."
+            )
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        b = m.out_channels // m.groups * math.prod(m.kernel_size)
+        return {
+            "weight": FactorShape(m.groups, m.in_channels // m.groups, b, m.groups),
+            "bias": FactorShape.bias(m.out_channels),
+        }
+
+    def inputs(self, x: Tensor) -> None:
+        self._checked(x)
+        self.positions = math.prod(x.shape[2:])
+        if "weight" in self.factors:
+            rows = x.flatten(2).transpose(1, 2).unflatten(2, (self.module.groups, -1)).flatten(0, 1)
+            self.factors["weight"].input_moment.add(rows)
+
+    def outputs(self, gradient: Tensor) -> None:
+        flat = gradient.flatten(0, 1)
+        if "weight" in self.factors:
+            moment = self.factors["weight"].output_moment
+            _add_patches(moment, flat, self.module, self.module.padding, 1 / max(self.positions, 1))
+        if "bias" in self.factors:
+            self.factors["bias"].output_moment.add(flat.flatten(2).sum(2)[:, None])
+
+
+def _add_patches(moment: SecondMoment, x: Tensor, m: nn.Module, padding: tuple[int, ...], alpha: float) -> None:
+    """Add the outer products of the patches of x, ``(R, G*C, ...)`` padded with zeros, that a convolution like the layer reads."""
+    axes = len(m.kernel_size)
+    if axes == 3:
+        _add_windows(moment, F.pad(x, [p for side in reversed(padding) for p in (side, side)]), m, alpha)
+        return
+    lift = (0,) * (2 - axes)
+    geometry = {
+        "stride": (1,) * (2 - axes) + m.stride,
+        "padding": lift + padding,
+        "dilation": (1,) * (2 - axes) + m.dilation,
+    }
+    image = x if axes == 2 else x[:, :, None]
+    moment.add_patches(image, (1,) * (2 - axes) + m.kernel_size, "zeros", alpha, **geometry)
+    reach = [d * (k - 1) + 1 for d, k in zip(m.dilation, m.kernel_size, strict=True)]
+    sides = zip(x.shape[2:], padding, reach, m.stride, strict=True)
+    moment.count(x.shape[0] * math.prod((size + 2 * p - r) // s + 1 for size, p, r, s in sides))
+
+
+def _add_windows(moment: SecondMoment, x: Tensor, m: nn.Module, alpha: float) -> None:
+    """:func:`_add_patches` of three axes, whose patches are written out, of some images at a time."""
+    for axis, (k, s, d) in enumerate(zip(m.kernel_size, m.stride, m.dilation, strict=True), start=2):
+        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
+    each = max(math.prod(x.shape[1:]), 1)  # (R, C, D', H', W', kd, kh, kw)
+    for part in x.split(max(WINDOWS // each, 1)):
+        rows = part.permute(0, 2, 3, 4, 1, 5, 6, 7).flatten(4).flatten(0, 3)
+        moment.add(rows.unflatten(1, (m.groups, -1)), alpha)

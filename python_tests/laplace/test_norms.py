@@ -1,4 +1,4 @@
-"""Normalisation layers: their blocks are those of the dense generalised Gauss-Newton matrix, of any number of data points."""
+"""Normalisation layers and PReLU: their blocks are those of the dense generalised Gauss-Newton matrix, of any number of data points."""
 
 from __future__ import annotations
 
@@ -72,6 +72,9 @@ LAYERS = {
     "LayerNorm, three axes": (lambda: nn.LayerNorm((3, 2, 4)), (3, 2, 4)),
     "LayerNorm, without a bias": (lambda: nn.LayerNorm(4, bias=False), (3, 4)),
     "LayerNorm, the batch second": (lambda: Transposed(nn.LayerNorm(4)), (3, 4)),
+    "PReLU": (lambda: nn.PReLU(), (3, 2, 2)),
+    "PReLU, channels": (lambda: nn.PReLU(3), (3, 2, 2)),
+    "PReLU, vectors": (lambda: nn.PReLU(6), (6,)),
     "RMSNorm": (lambda: nn.RMSNorm(6, eps=0.1), (6,)),
     "RMSNorm, positions": (lambda: nn.RMSNorm(4), (3, 4)),
     "RMSNorm, two axes": (lambda: nn.RMSNorm((2, 4)), (3, 2, 4)),

@@ -5,11 +5,19 @@ from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCi
 from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
-from ella_cuda.laplace.rules.linear import LinearRule
-from ella_cuda.laplace.rules.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, RMSNormRule
+from ella_cuda.laplace.rules.linear import BilinearRule, LinearRule
+from ella_cuda.laplace.rules.norm import (
+    BatchNormRule,
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    PReLURule,
+    RMSNormRule,
+)
 
 __all__ = [
     "BatchNormRule",
+    "BilinearRule",
     "Conv2dRule",
     "ConvNdRule",
     "ConvTransposeRule",
@@ -19,6 +27,7 @@ __all__ = [
     "InstanceNormRule",
     "LayerNormRule",
     "LinearRule",
+    "PReLURule",
     "RMSNormRule",
     "Rule",
     "SparseConv2dRule",

@@ -56,3 +56,30 @@ class LinearRule(Rule):
                 else gradient.reshape(-1, 1, gradient.shape[-1])
             )
         return None if input_shape is None else gradient @ self.module.weight.detach()
+
+
+@register(nn.Bilinear)
+class BilinearRule(Rule):
+    """:class:`torch.nn.Bilinear` on two inputs ``(N, ..., in1)`` and ``(N, ..., in2)``: a linear layer on all products of their entries.
+
+    ``weight``: A = mean over data of the sum over positions of a aᵀ, a the products ``x1[i] x2[j]``; B = sum over data, mean over positions
+        of g gᵀ; block index (i and j, output). ``bias``: the exact GGN block, as that of a linear layer.
+    """
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        weight = FactorShape(1, m.in1_features * m.in2_features, m.out_features, 1)
+        return {"weight": weight, "bias": FactorShape.bias(m.out_features)}
+
+    def inputs(self, x1: Tensor, x2: Tensor) -> None:
+        if "weight" in self.factors:
+            products = (x1[..., :, None] * x2[..., None, :]).flatten(-2)
+            self.factors["weight"].input_moment.add(products.reshape(-1, 1, products.shape[-1]))
+
+    def outputs(self, gradient: Tensor) -> None:
+        positions = math.prod(gradient.shape[2:-1])
+        if "weight" in self.factors:
+            self.factors["weight"].output_moment.add(gradient.reshape(-1, 1, gradient.shape[-1]), 1 / max(positions, 1))
+        if "bias" in self.factors:
+            summed = gradient.unflatten(1, (-1, 1)).flatten(2, -2).sum(2)  # over positions
+            self.factors["bias"].output_moment.add(summed.flatten(0, 1)[:, None])

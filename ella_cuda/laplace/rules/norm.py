@@ -1,4 +1,4 @@
-"""Normalisation layers."""
+"""Normalisation layers, and PReLU: layers whose parameters scale and shift."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
 
 
-class _NormRule(Rule):
-    r"""A layer :math:`y = \gamma \odot n(x) + \beta` whose normalisation n has no parameters and treats every input alone.
+class ScaleRule(Rule):
+    r"""A layer :math:`y = \gamma \odot n(x) + \beta` whose function n has no parameters and treats every input alone.
 
     ``weight``: B = sum over data of s sᵀ with s the sum over shared positions of g ⊙ n(x), the exact GGN block of γ. ``bias``: B = sum
     over data of s sᵀ with s the sum over positions of g, the exact block of β. Neither has an input side.
@@ -50,7 +50,7 @@ class _NormRule(Rule):
 @register(nn.BatchNorm2d)
 @register(nn.BatchNorm3d)
 @register(nn.SyncBatchNorm)
-class BatchNormRule(_NormRule):
+class BatchNormRule(ScaleRule):
     """:class:`torch.nn.BatchNorm1d`, ``2d`` and ``3d`` on ``(N, C, ...)`` in evaluation mode: n(x) takes the running statistics, which are
     constants.
 
@@ -74,7 +74,7 @@ class BatchNormRule(_NormRule):
 @register(nn.InstanceNorm1d)
 @register(nn.InstanceNorm2d)
 @register(nn.InstanceNorm3d)
-class InstanceNormRule(_NormRule):
+class InstanceNormRule(ScaleRule):
     """:class:`torch.nn.InstanceNorm1d`, ``2d`` and ``3d`` on ``(N, C, ...)``: n(x) takes each input's own statistics, or the running ones
     where the layer tracks them.
     """
@@ -85,7 +85,7 @@ class InstanceNormRule(_NormRule):
 
 
 @register(nn.GroupNorm)
-class GroupNormRule(_NormRule):
+class GroupNormRule(ScaleRule):
     """:class:`torch.nn.GroupNorm` on ``(N, C, ...)``."""
 
     def _size(self) -> int:
@@ -96,7 +96,7 @@ class GroupNormRule(_NormRule):
 
 
 @register(nn.LayerNorm)
-class LayerNormRule(_NormRule):
+class LayerNormRule(ScaleRule):
     """:class:`torch.nn.LayerNorm` on ``(N, ..., *normalized_shape)``; over one axis also on ``(T, N, ..., C)``."""
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
@@ -122,3 +122,17 @@ class RMSNormRule(LayerNormRule):
 
     def _normalised(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.module.normalized_shape, eps=self.module.eps)
+
+
+@register(nn.PReLU)
+class PReLURule(ScaleRule):
+    """:class:`torch.nn.PReLU` on ``(N, ...)``, with one slope or one for each channel: its block, that of a scale of min(x, 0), is exact."""
+
+    def shapes(self) -> dict[str, FactorShape]:
+        return {"weight": FactorShape.bias(self.module.num_parameters)}
+
+    def _rows(self, values: Tensor) -> Tensor:
+        return super()._rows(values) if self.module.num_parameters > 1 else values.flatten(2).sum(2).reshape(-1, 1, 1)
+
+    def _normalised(self, x: Tensor) -> Tensor:
+        return x.clamp(max=0)

@@ -25,6 +25,7 @@ from ella_cuda.laplace.rules import rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
+from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
@@ -370,6 +371,14 @@ class KronLaplace:
         """
         x = None if x is None else x.to(next(iter(self.present_parameters().values())).device)
         return peak_bytes(self.model, rules_for(self.model, self.resolution), self.memory_budget, x)
+
+    def summary(self) -> str:
+        """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
+        rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact": up to the columns that
+        ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place. Print it.
+        """
+        self.present_parameters()
+        return summary(self.model, rules_for(self.model, self.resolution))
 
     # evidence --------------------------------------------------------------------------------------------------------
 

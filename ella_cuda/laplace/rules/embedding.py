@@ -1,0 +1,48 @@
+"""Embeddings: linear layers on one-hot vectors."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rules.base import Rule, register
+
+
+@register(nn.Embedding)
+class EmbeddingRule(Rule):
+    """:class:`torch.nn.Embedding` on ``(N, ...)`` indices, with T shared positions (KFAC-expand).
+
+    ``weight``: A = mean over data of the sum over positions of the one-hot vectors' outer products, which is diagonal and stored so: one
+    block of size 1 for every row of the table, how often data points look it up. B = sum over data, mean over positions of g gᵀ, shared by
+    all blocks. Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` are left out of both.
+
+    Raises:
+        ValueError: the layer has ``max_norm``, which changes its weight when it is called.
+    """
+
+    def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
+        super().__init__(module, name, resolution)
+        if module.max_norm is not None:
+            raise ValueError(
+                f"{self.label} has max_norm={module.max_norm}, by which a call changes its weight; build it with max_norm=None, or freeze it."
+            )
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1)}
+
+    def inputs(self, indices: Tensor) -> None:
+        padding = self.module.padding_idx
+        self.kept = None if padding is None else (indices != padding)[..., None]
+        seen = indices.flatten() if padding is None else indices[indices != padding]
+        moment = self.factors["weight"].input_moment
+        moment.total += torch.bincount(seen, minlength=self.module.num_embeddings).to(moment.total)[:, None, None]
+        moment.count(len(seen))
+
+    def outputs(self, gradient: Tensor) -> None:
+        positions = math.prod(gradient.shape[2:-1])
+        rows = gradient if self.kept is None else gradient * self.kept
+        self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]), 1 / max(positions, 1))

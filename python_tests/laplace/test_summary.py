@@ -1,0 +1,36 @@
+"""What the summary says of every parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ella_cuda.laplace import KronLaplace
+
+
+def network() -> nn.Sequential:
+    layers = nn.Embedding(7, 2), nn.Flatten(), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)
+    model = nn.Sequential(*layers)
+    model[5].bias.requires_grad_(False)
+    return model
+
+
+def test_every_parameter_has_a_line():
+    model = network()
+    la = KronLaplace(model)
+    before = la.summary()
+    lines = [line.split("  ") for line in before.splitlines()]
+    table = {line[0]: [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
+    assert list(table) == ["parameter", *dict(model.named_parameters()), "in all"]
+    assert table["0.weight"] == ["(7, 2)", "EmbeddingRule", "7 x 1", "1 x 2", "88", "Kronecker"]
+    assert table["2.weight"] == ["(6,)", "BatchNormRule", "-", "1 x 6", "288", "exact"]
+    assert table["3.weight"] == ["(4, 6)", "LinearRule", "1 x 6", "1 x 4", "416", "Kronecker"]
+    assert table["3.bias"] == ["(4,)", "LinearRule", "-", "that of 3.weight", "0", "exact"]
+    assert table["5.weight"] == ["(3, 4)", "LinearRule", "1 x 4", "1 x 3", "200", "Kronecker"]
+    assert table["5.bias"] == ["(3,)", "frozen", "-", "-", "0", "-"]
+    assert table["in all"] == ["66 parameters", "1,280"]
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 66
+    la.fit([(torch.randint(7, (5, 3)), torch.randint(3, (5,)))])
+    assert la.summary() == before
+    held = {id(m): m.total for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
+    assert sum(t.numel() * t.element_size() for t in held.values()) == 1280

@@ -20,6 +20,19 @@ from ella_cuda import experiments
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
 SUITE = Path(__file__).parent
+# Options by which a person looks at some tests or at their output.
+CHOSEN = (
+    "keyword",
+    "lf",
+    "usepdb",
+    "trace",
+    "stepwise",
+    "collectonly",
+    "setupplan",
+    "setuponly",
+    "setupshow",
+    "showfixtures",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,13 +41,23 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     tests keep one core busy. Parts of it run in one process, with the threads that torch chooses.
     """
     whole = [Path(a).resolve() for a in config.args] == [SUITE] and config.option.markexpr == "not simulator"
-    chosen = any(getattr(config.option, name, False) for name in ("keyword", "lf", "usepdb", "collectonly"))
+    chosen = any(getattr(config.option, name, False) for name in CHOSEN)
     free = getattr(config.option, "numprocesses", 0) is None and config.option.dist == "no"
     worker = hasattr(config, "workerinput")  # which has all arguments, and would start workers of its own
-    if whole and not chosen and free and not worker and not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        config.option.numprocesses, config.option.dist = cores, "worksteal"
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers'; this process has loaded torch already
+    shown = config.option.capture == "no"
+    if whole and free and not (chosen or shown or worker or torch.cuda.is_available()):
+        config.option.numprocesses = config.hook.pytest_xdist_auto_num_workers(config=config)
+        config.option.dist = "worksteal"
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # the workers'; this process has loaded torch already
+        config.add_cleanup(lambda: _restore("OMP_NUM_THREADS", before))
+
+
+def _restore(name: str, before: str | None) -> None:
+    if before is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = before
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

@@ -2,7 +2,8 @@
 
 Only gradients of activations are computed. A layer's forward hook replaces the layer's node in the autograd graph by
 one that hands the gradient, all columns together, to the layer's rule; the rule accumulates its factors and returns the
-gradient at its input. So nothing is kept for all layers at once, and no gradient of a parameter is ever formed.
+gradient at its input. So nothing is kept for all layers at once but what rules keep of their inputs (``Rule.kept``), and no
+gradient of a parameter is ever formed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
@@ -217,7 +219,9 @@ class CurvaturePass:
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
             out = plain_tensor(out)
-            arguments = [plain_tensor(a) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+            arguments = [
+                plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
+            ]
             x = arguments[0]
             self._called.add(rule)
             self.calls[rule] += 1

@@ -17,6 +17,7 @@ from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.probe import probe
 from ella_cuda.laplace.rules import Rule, rules_for
+from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
 from ella_cuda.modes import exclusively
@@ -228,7 +229,7 @@ class _Taps:
             if self._first_time:  # a checkpoint comes again; sums and copies save nothing, which it counts
                 if rule in self.tapped:
                     raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
-                arguments = (*args, *kwargs.values())
+                arguments = arguments_in_order(module, args, kwargs)
                 self.arguments[rule] = [plain_tensor(a).clone() if isinstance(a, Tensor) else a for a in arguments]
                 self.tapped[rule] = tapped
             tapped = tapped.clone()  # which the next layer may change in place

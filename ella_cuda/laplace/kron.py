@@ -378,7 +378,7 @@ class KronLaplace:
         ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place. Print it.
         """
         self.present_parameters()
-        return summary(self.model, rules_for(self.model, self.resolution))
+        return summary(self.model, rules_for(self.model, self.resolution), self.factors if self.n_data else {})
 
     # evidence --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ella_cuda.nn import SpatialBasis
 # Rows of a single block up to this size are multiplied in float64: products of float32 would lose the zero eigenvalue that the softmax
 # Hessian has, whose noise the evidence multiplies with the input side's largest eigenvalue. For blocks so small that takes little time.
 WHOLE = 128
+WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
 
 
 class SecondMoment:
@@ -58,6 +59,26 @@ class SecondMoment:
         total = ops.kron_accumulate_(torch.zeros_like(self.total[:1]), rows[:, None], 1.0)
         self.total += total * weights
         self.count(rows.shape[0])
+
+    def add_counts(self, counts: Tensor) -> None:
+        """Add one-hot rows of size G, ``counts`` ``(G,)`` of each, to G blocks of size 1: the diagonal of their sum of outer products."""
+        self.total = self.total + counts.to(self.total.dtype)[:, None, None]
+        self.count(int(counts.sum()))
+
+    def add_windows(
+        self, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], alpha: float = 1.0
+    ) -> None:
+        """As :meth:`add_patches`, of images of three axes, ``(N, G*C, D, H, W)``, that are padded already; :meth:`count` included. Patches
+        are written out, of some images or planes at a time.
+        """
+        for axis, (k, s, d) in enumerate(zip(kernel_size, stride, dilation, strict=True), start=2):
+            x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]  # (N, G*C, D', H', W', kd, kh, kw)
+        planes = x.shape[2]
+        each = max(x.numel() // max(x.shape[0] * planes, 1), 1)  # elements of an image's plane
+        for images in x.split(max(WINDOWS // (each * max(planes, 1)), 1)):
+            for part in images.split(max(WINDOWS // (each * max(images.shape[0], 1)), 1), 2):
+                rows = part.permute(0, 2, 3, 4, 1, 5, 6, 7).flatten(4).flatten(0, 3)
+                self.add(rows.unflatten(1, (self.total.shape[0], -1)), alpha)
 
     def add_patches(
         self,

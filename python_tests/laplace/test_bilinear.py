@@ -19,8 +19,8 @@ class Products(nn.Module):
             self.linear.weight.copy_(bilinear.weight.flatten(1))
             self.linear.bias.copy_(bilinear.bias)
 
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.linear((a[..., :, None] * b[..., None, :]).flatten(-2))
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        return self.linear((input1[..., :, None] * input2[..., None, :]).flatten(-2))
 
 
 class Network(nn.Module):
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.tanh()
-        inner = self.bilinear(x[..., :3], x[..., 3:])
+        inner = self.bilinear(input2=x[..., 3:], input1=x[..., :3])  # in the other order
         return self.head(inner.tanh().flatten(1))
 
 

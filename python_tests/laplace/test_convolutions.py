@@ -148,31 +148,41 @@ def test_output_padding_that_reaches_a_stride_is_refused():
         KronLaplace(nn.Sequential(layer))
 
 
-@pytest.mark.parametrize("layer", [nn.Conv1d(2, 3, 3), nn.Conv3d(2, 3, 2), nn.ConvTranspose2d(2, 3, 2)])
-def test_an_input_without_a_batch_axis_is_refused(layer):
-    axes = len(layer.kernel_size)
+class Sized(nn.Module):
+    """A transposed convolution that is told its output's size."""
 
-    class Unbatched(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
+    def __init__(self, layer: nn.ConvTranspose2d, size: list[int] | None) -> None:
+        super().__init__()
+        self.layer, self.size = layer, size
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([self.layer(x[0])] * len(x)).flatten(1)[:, :2]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, output_size=self.size)
 
-    with pytest.raises(ValueError, match="batch"):
-        KronLaplace(Unbatched()).fit([(torch.randn(3, 2, *[4] * axes), torch.randint(2, (3,)))])
+
+@pytest.mark.parametrize("size", [None, [6, 5], [5, 6]])
+def test_a_call_may_say_the_size(size):
+    layer = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1)
+    extra = (0, 0) if size is None else tuple(s - 5 for s in size)
+    plain = nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=extra)
+    x, y = torch.randn(4, 2, 3, 3).double(), torch.randint(CLASSES, (4,))
+    model = network(Sized(layer, size), 2, (3, 3))
+    other = network(plain, 2, (3, 3))
+    other.load_state_dict({k.replace("layer.", ""): v for k, v in model.state_dict().items()})
+    found, expected = KronLaplace(model).fit([(x, y)]), KronLaplace(other).fit([(x, y)])
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood())
+    torch.testing.assert_close(exact_log_marginal_likelihood(found, x, y), expected.log_marginal_likelihood())
 
 
 def test_patches_of_three_axes_in_parts(monkeypatch):
-    import ella_cuda.laplace.rules.conv_nd as module
+    from ella_cuda.laplace import second_moment
 
     model = network(nn.Conv3d(2, 3, 2, groups=1), 2, (3, 4, 3))
     batch = torch.randn(5, 2, 3, 4, 3).double(), torch.randint(CLASSES, (5,))
     whole = KronLaplace(model).fit([batch]).factors["1.weight"]
-    monkeypatch.setattr(module, "WINDOWS", 2 * 2 * 8 * 12)
-    parts = KronLaplace(model).fit([batch]).factors["1.weight"]
-    torch.testing.assert_close(parts.inputs, whole.inputs, rtol=1e-12, atol=0)
+    for at_a_time in (1, 16 * 6 * 2, 16 * 12 * 2):  # planes, one by one; two planes; two images
+        monkeypatch.setattr(second_moment, "WINDOWS", at_a_time)
+        parts = KronLaplace(model).fit([batch]).factors["1.weight"]
+        torch.testing.assert_close(parts.inputs, whole.inputs, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

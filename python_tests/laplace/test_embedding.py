@@ -67,9 +67,8 @@ def test_padding_has_no_part(dense_ggn):
     x, y = torch.tensor([[2, 5, 2]]), torch.tensor([1])
     blocks = KronLaplace(model).fit([(x, y)]).factors["0.weight"].to_dense()
     assert not blocks[2].any() and blocks[5].any()
-    # One position counts: the sum over positions is that of one, its mean a third.
     exact = dense_ggn(model, x, y)["0.weight"]
-    torch.testing.assert_close(3 * blocks[5], exact.view(WORDS, SIZE, WORDS, SIZE)[5, :, 5], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(blocks[5], exact.view(WORDS, SIZE, WORDS, SIZE)[5, :, 5], rtol=1e-9, atol=1e-12)
 
 
 def test_max_norm_is_refused():
@@ -84,3 +83,33 @@ def test_a_state_is_read_again():
     other = KronLaplace(model)
     other.load_state_dict(la.state_dict())
     assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+
+
+class Summed(nn.Module):
+    """Sequences of any length to logits; padding adds a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, SIZE, padding_idx=0), nn.Linear(SIZE, CLASSES)
+        self.double()
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.head(self.table(indices).tanh().sum(1))
+
+
+def test_it_does_not_matter_how_far_a_batch_is_padded():
+    model = Summed()
+    x, y = torch.tensor([[1, 2, 0, 0, 0, 0], [3, 4, 1, 2, 3, 4]]), torch.tensor([0, 1])
+    padded = KronLaplace(model).fit([(x, y)])
+    apart = KronLaplace(model).fit([(x[:1, :2], y[:1]), (x[1:], y[1:])])
+    for name, factor in padded.factors.items():
+        torch.testing.assert_close(factor.inputs, apart.factors[name].inputs, rtol=1e-12, atol=0)
+        torch.testing.assert_close(factor.outputs, apart.factors[name].outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_memory_is_estimated():
+    model = network(3)
+    estimate = KronLaplace(model).memory_estimate(data(4, 3)[0])
+    held = KronLaplace(model).fit([data(4, 3)]).factors
+    moments = {id(m): m for f in held.values() for m in (f.input_moment, f.output_moment) if m is not None}
+    assert estimate > sum(m.total.numel() * 8 for m in moments.values())

@@ -162,3 +162,39 @@ def test_the_evidence_learns_their_precisions():
     la, _, margliks, _ = marglik_training(model, loader, n_epochs=3, n_hypersteps=2, progress_bar=False)
     assert len(margliks) == 3 and all(map(torch.isfinite, map(torch.as_tensor, margliks)))
     assert la.prior_precision[[*dict(model.named_parameters())].index("1.weight")] != 1
+
+
+def test_a_slope_of_numbers(dense_ggn):
+    """PReLU on one number a data point."""
+
+    class Numbers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.slope, self.last = nn.Linear(4, 1), nn.PReLU(), nn.Linear(1, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.slope(self.first(x).squeeze(1))[:, None])
+
+    model = randomised(Numbers())
+    x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
+    found = KronLaplace(model).fit([(x, y)]).factors["slope.weight"].to_dense()[0]
+    torch.testing.assert_close(found, dense_ggn(model, x, y)["slope.weight"], rtol=1e-9, atol=1e-12)
+
+
+def test_what_is_kept_is_in_the_estimate():
+    x = torch.randn(64, 4).double()
+    model = around(nn.LayerNorm(600), (600,))
+    free = KronLaplace(model).memory_estimate(x)
+    model[3].weight.requires_grad_(False)
+    assert (
+        free - KronLaplace(model).memory_estimate(x) >= 64 * 600 * 8 + 600 * 600 * 8
+    )  # the normalised input, and the scale's block
+
+
+def test_a_layer_too_large_is_named():
+    layers = nn.Conv2d(1, 1, 1), nn.LayerNorm((1, 2048, 2048)), nn.Flatten(), nn.AdaptiveAvgPool1d(2)
+    batch = torch.randn(2, 1, 2048, 2048), torch.randint(2, (2,))
+    with pytest.raises(
+        MemoryError, match=r"layer '1' \(LayerNorm\): the system has no memory for its factors, [\d,]+ bytes"
+    ):
+        KronLaplace(nn.Sequential(*layers)).fit([batch])

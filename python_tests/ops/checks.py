@@ -94,9 +94,9 @@ def close_in_another_order(actual: Tensor, exact: Tensor) -> None:
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """What a call on at most two threads of the CPU needs at a time, scratch included; skips where the system does not tell."""
+    """What a call on two threads of the CPU needs at a time, scratch included; skips where the system does not tell."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, 2))
+    torch.set_num_threads(2)
     try:
         peak = load("memory").peak_bytes(call, torch.device("cpu"))
     finally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,22 @@ class Rule(ABC):
         return {}
 
     def allocate(self, moment_class: type[SecondMoment] = SecondMoment) -> None:
-        """Start from zero factors."""
+        """Start from zero factors.
+
+        Raises:
+            MemoryError: there is no room for them; the message names the layer and their bytes.
+        """
+        try:
+            self._allocate(moment_class)
+        except RuntimeError as error:
+            if "alloc" not in str(error) and "memory" not in str(error):
+                raise
+            raise MemoryError(
+                f"{self.label}: the system has no memory for its factors, {self.bytes():,} bytes in (blocks, rows) = {self.blocks()}. Freeze "
+                "parameters of the layer; KronLaplace.summary() lists what each takes."
+            ) from error
+
+    def _allocate(self, moment_class: type[SecondMoment]) -> None:
         shapes, shared = self.shapes(), self.shares_outputs()
         moments: dict[str, SecondMoment] = {}
         self.factors = {}
@@ -188,6 +204,17 @@ def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
         return rule
 
     return decorate
+
+
+def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call gave a module's forward, in the order of the parameters there, whichever were named."""
+    if not kwargs:
+        return list(args)
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a forward that has no signature, or hides it
+        return [*args, *kwargs.values()]
+    return [*bound.args, *bound.kwargs.values()]
 
 
 def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:

@@ -12,23 +12,10 @@ from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.laplace.rules.conv import add_output_sides, side_padding
 from ella_cuda.laplace.second_moment import SecondMoment
 
-WINDOWS = 1 << 22  # elements of the patches of three axes that are there at a time
-
-
-class _ConvRule(Rule):
-    def _checked(self, x: Tensor) -> Tensor:
-        axes = len(self.module.kernel_size)
-        if x.dim() != axes + 2:
-            shape = ", ".join(["N", str(self.module.in_channels), *"DHW"[3 - axes :]])
-            raise ValueError(
-                f"{self.label}: expected an input ({shape}), got shape {tuple(x.shape)}; add a batch axis."
-            )
-        return x
-
 
 @register(nn.Conv1d)
 @register(nn.Conv3d)
-class ConvNdRule(_ConvRule):
+class ConvNdRule(Rule):
     """:class:`torch.nn.Conv1d` and ``Conv3d`` with any padding mode, stride, dilation and groups (KFAC-expand).
 
     ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch, channels first; B = sum over data, mean over positions
@@ -47,7 +34,6 @@ class ConvNdRule(_ConvRule):
         }
 
     def inputs(self, x: Tensor) -> None:
-        self._checked(x)
         if "weight" not in self.factors:
             return
         m = self.module
@@ -63,7 +49,7 @@ class ConvNdRule(_ConvRule):
 @register(nn.ConvTranspose1d)
 @register(nn.ConvTranspose2d)
 @register(nn.ConvTranspose3d)
-class ConvTransposeRule(_ConvRule):
+class ConvTransposeRule(Rule):
     """:class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d`` with any stride, padding, dilation and groups (KFAC-expand over the T input
     positions).
 
@@ -92,8 +78,7 @@ class ConvTransposeRule(_ConvRule):
             "bias": FactorShape.bias(m.out_channels),
         }
 
-    def inputs(self, x: Tensor) -> None:
-        self._checked(x)
+    def inputs(self, x: Tensor, output_size: object = None) -> None:
         self.positions = math.prod(x.shape[2:])
         if "weight" in self.factors:
             rows = x.flatten(2).transpose(1, 2).unflatten(2, (self.module.groups, -1)).flatten(0, 1)
@@ -112,7 +97,8 @@ def _add_patches(moment: SecondMoment, x: Tensor, m: nn.Module, padding: tuple[i
     """Add the outer products of the patches of x, ``(R, G*C, ...)`` padded with zeros, that a convolution like the layer reads."""
     axes = len(m.kernel_size)
     if axes == 3:
-        _add_windows(moment, F.pad(x, [p for side in reversed(padding) for p in (side, side)]), m, alpha)
+        x = F.pad(x, [p for side in reversed(padding) for p in (side, side)])
+        moment.add_windows(x, m.kernel_size, m.stride, m.dilation, alpha)
         return
     lift = (0,) * (2 - axes)
     geometry = {
@@ -125,13 +111,3 @@ def _add_patches(moment: SecondMoment, x: Tensor, m: nn.Module, padding: tuple[i
     reach = [d * (k - 1) + 1 for d, k in zip(m.dilation, m.kernel_size, strict=True)]
     sides = zip(x.shape[2:], padding, reach, m.stride, strict=True)
     moment.count(x.shape[0] * math.prod((size + 2 * p - r) // s + 1 for size, p, r, s in sides))
-
-
-def _add_windows(moment: SecondMoment, x: Tensor, m: nn.Module, alpha: float) -> None:
-    """:func:`_add_patches` of three axes, whose patches are written out, of some images at a time."""
-    for axis, (k, s, d) in enumerate(zip(m.kernel_size, m.stride, m.dilation, strict=True), start=2):
-        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
-    each = max(math.prod(x.shape[1:]), 1)  # (R, C, D', H', W', kd, kh, kw)
-    for part in x.split(max(WINDOWS // each, 1)):
-        rows = part.permute(0, 2, 3, 4, 1, 5, 6, 7).flatten(4).flatten(0, 3)
-        moment.add(rows.unflatten(1, (m.groups, -1)), alpha)

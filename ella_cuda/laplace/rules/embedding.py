@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +14,9 @@ class EmbeddingRule(Rule):
     """:class:`torch.nn.Embedding` on ``(N, ...)`` indices, with T shared positions (KFAC-expand).
 
     ``weight``: A = mean over data of the sum over positions of the one-hot vectors' outer products, which is diagonal and stored so: one
-    block of size 1 for every row of the table, how often data points look it up. B = sum over data, mean over positions of g gᵀ, shared by
-    all blocks. Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` are left out of both.
+    block of size 1 for every row of the table, how often data points look it up. B = sum over data, mean over a data point's positions of
+    g gᵀ, shared by all blocks. Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` count for neither side, so
+    that it does not matter how far a batch is padded.
 
     Raises:
         ValueError: the layer has ``max_norm``, which changes its weight when it is called.
@@ -35,14 +34,15 @@ class EmbeddingRule(Rule):
         return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1)}
 
     def inputs(self, indices: Tensor) -> None:
-        padding = self.module.padding_idx
-        self.kept = None if padding is None else (indices != padding)[..., None]
-        seen = indices.flatten() if padding is None else indices[indices != padding]
-        moment = self.factors["weight"].input_moment
-        moment.total += torch.bincount(seen, minlength=self.module.num_embeddings).to(moment.total)[:, None, None]
-        moment.count(len(seen))
+        padding = -1 if self.module.padding_idx is None else self.module.padding_idx
+        counts = (indices != padding).double()
+        each = counts.flatten(1).sum(1).clamp(min=1) if indices.dim() > 1 else counts.new_ones(len(indices))
+        self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[
+            ..., None
+        ]  # squared: a data point's mean
+        seen = torch.bincount(indices[indices != padding], minlength=self.module.num_embeddings)
+        self.factors["weight"].input_moment.add_counts(seen)
 
     def outputs(self, gradient: Tensor) -> None:
-        positions = math.prod(gradient.shape[2:-1])
-        rows = gradient if self.kept is None else gradient * self.kept
-        self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]), 1 / max(positions, 1))
+        rows = gradient * self.kept.to(gradient.dtype)
+        self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]))

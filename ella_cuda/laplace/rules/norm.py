@@ -132,7 +132,11 @@ class PReLURule(ScaleRule):
         return {"weight": FactorShape.bias(self.module.num_parameters)}
 
     def _rows(self, values: Tensor) -> Tensor:
-        return super()._rows(values) if self.module.num_parameters > 1 else values.flatten(2).sum(2).reshape(-1, 1, 1)
+        return (
+            super()._rows(values)
+            if self.module.num_parameters > 1
+            else values.reshape(*values.shape[:2], -1).sum(2).reshape(-1, 1, 1)
+        )
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.clamp(max=0)

@@ -113,3 +113,49 @@ def test_memory_is_estimated():
     held = KronLaplace(model).fit([data(4, 3)]).factors
     moments = {id(m): m for f in held.values() for m in (f.input_moment, f.output_moment) if m is not None}
     assert estimate > sum(m.total.numel() * 8 for m in moments.values())
+
+
+class Bags(nn.Module):
+    """An embedding, and the sum or mean over the positions that are not padding."""
+
+    def __init__(self, bag: nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.padding, self.mean = bag.padding_idx, bag.mode == "mean"
+        self.table = nn.Embedding.from_pretrained(
+            bag.weight.detach().clone(), freeze=False, padding_idx=bag.padding_idx
+        )
+
+    def forward(self, indices: Tensor) -> Tensor:
+        counted = (indices != self.padding).double()[..., None]
+        total = (self.table(indices) * counted).sum(1)
+        return total / counted.sum(1) if self.mean else total
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_bag_is_an_embedding_with_a_sum_behind_it(mode, batches):
+    bag = nn.EmbeddingBag(WORDS, SIZE, mode=mode, padding_idx=0).double()
+    nn.init.normal_(bag.weight)
+    head = nn.Linear(SIZE, CLASSES).double()
+    x, y = torch.tensor([[1, 2, 0, 3], [3, 4, 5, 5], [6, 0, 0, 0], [1, 1, 2, 6]]), torch.randint(CLASSES, (4,))
+    model, other = nn.Sequential(bag, nn.Tanh(), head), nn.Sequential(Bags(bag), nn.Tanh(), head)
+    torch.testing.assert_close(model(x), other(x))
+    found = KronLaplace(model).fit(batches(x, y, 3)).factors["0.weight"]
+    expected = KronLaplace(other).fit([(x, y)]).factors["0.table.weight"]
+    torch.testing.assert_close(found.inputs, expected.inputs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.outputs, expected.outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_what_a_bag_is_not_served_with():
+    with pytest.raises(ValueError, match="mode must be 'sum' or 'mean', got 'max'"):
+        KronLaplace(nn.Sequential(nn.EmbeddingBag(3, 2, mode="max")))
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(WORDS, SIZE, mode="sum")
+
+        def forward(self, indices: Tensor) -> Tensor:
+            return self.bag(indices, per_sample_weights=torch.ones(indices.shape))
+
+    with pytest.raises(ValueError, match="without offsets and per_sample_weights"):
+        KronLaplace(Weighted()).fit([data(4, 2)])

@@ -3,7 +3,7 @@
 from ella_cuda.laplace.rules.base import Rule, register, rule_for, rules_for
 from ella_cuda.laplace.rules.conv import Conv2dRule, SparseConv2dRule, StridedCircularConv2dRule
 from ella_cuda.laplace.rules.conv_nd import ConvNdRule, ConvTransposeRule
-from ella_cuda.laplace.rules.embedding import EmbeddingRule
+from ella_cuda.laplace.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import BilinearRule, LinearRule
@@ -22,6 +22,7 @@ __all__ = [
     "Conv2dRule",
     "ConvNdRule",
     "ConvTransposeRule",
+    "EmbeddingBagRule",
     "EmbeddingRule",
     "FactoredLinear2dRule",
     "GroupFilter2dRule",

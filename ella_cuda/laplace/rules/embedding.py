@@ -46,3 +46,35 @@ class EmbeddingRule(Rule):
     def outputs(self, gradient: Tensor) -> None:
         rows = gradient * self.kept.to(gradient.dtype)
         self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]))
+
+
+@register(nn.EmbeddingBag)
+class EmbeddingBagRule(EmbeddingRule):
+    """:class:`torch.nn.EmbeddingBag` on bags of indices ``(N, L)``, mode "sum" or "mean": an embedding with L shared positions and their sum
+    or mean behind it (KFAC-expand over the look-ups).
+
+    ``weight``: A as that of :class:`EmbeddingRule`; B = sum over data of g gᵀ, with g the gradient at a look-up: in mode "mean" the bag's
+    divided by its length.
+
+    Raises:
+        ValueError: ``max_norm``, another mode, or a call with offsets or weights.
+    """
+
+    def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
+        super().__init__(module, name, resolution)
+        if module.mode not in ("sum", "mean"):
+            raise ValueError(
+                f"{self.label}: mode must be 'sum' or 'mean', got {module.mode!r}; freeze the layer, or use one of these."
+            )
+
+    def inputs(self, indices: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
+        if indices.dim() != 2 or offsets is not None or per_sample_weights is not None:
+            raise ValueError(
+                f"{self.label}: expected bags of one length as indices (N, L), without offsets and per_sample_weights; pad shorter ones with "
+                "padding_idx."
+            )
+        super().inputs(indices)
+        lengths = (
+            (self.kept != 0).sum(1).clamp(min=1) if self.module.mode == "mean" else self.kept.new_ones(len(indices), 1)
+        )
+        self.kept = 1 / lengths.double()

@@ -182,13 +182,13 @@ def test_a_slope_of_numbers(dense_ggn):
 
 
 def test_what_is_kept_is_in_the_estimate():
-    x = torch.randn(64, 4).double()
+    x = torch.randn(20_000, 4).double()  # the passes need more than the eigenvalues, whatever the number of threads
     model = around(nn.LayerNorm(600), (600,))
     free = KronLaplace(model).memory_estimate(x)
     model[3].weight.requires_grad_(False)
     assert (
-        free - KronLaplace(model).memory_estimate(x) >= 64 * 600 * 8 + 600 * 600 * 8
-    )  # the normalised input, and the scale's block
+        free - KronLaplace(model).memory_estimate(x) >= 20_000 * 600 * 8 + 600 * 600 * 8
+    )  # n(x), and the block of the scale
 
 
 def test_a_layer_too_large_is_named():

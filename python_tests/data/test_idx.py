@@ -17,7 +17,7 @@ LABELS = bytes([0, 0, 8, 1, 0, 0, 0, 4]) + bytes([3, 0, 9, 255])
 @pytest.mark.parametrize("compress", [False, True])
 def test_reads_what_the_bytes_say(tmp_path, compress):
     for name, raw in (("images", IMAGES), ("labels", LABELS)):
-        (tmp_path / name).write_bytes(gzip.compress(raw) if compress else raw)
+        (tmp_path / name).write_bytes(gzip.compress(raw, mtime=0) if compress else raw)
     images, labels = read_idx(tmp_path / "images"), read_idx(tmp_path / "labels")
     assert images.dtype == np.uint8
     assert images.tolist() == [[[100, 101, 102], [103, 104, 105]], [[106, 107, 108], [109, 110, 111]]]
@@ -38,8 +38,11 @@ def test_sizes_are_big_endian_and_of_four_bytes(tmp_path):
         (IMAGES[:10], "ends inside its header"),
         (IMAGES[:-1], "must hold 12 bytes"),
         (IMAGES + b"\0", "got 13"),
-        (gzip.compress(IMAGES)[:-6], "damaged or truncated gzip"),
-        (gzip.compress(IMAGES)[:15] + b"\xff\xff\xff" + gzip.compress(IMAGES)[18:], "damaged or truncated gzip"),
+        (gzip.compress(IMAGES, mtime=0)[:-6], "damaged or truncated gzip"),
+        (
+            gzip.compress(IMAGES, mtime=0)[:15] + b"\xff\xff\xff" + gzip.compress(IMAGES, mtime=0)[18:],
+            "damaged or truncated gzip",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, raw, message):
@@ -51,7 +54,7 @@ def test_a_damaged_file_is_named(tmp_path, raw, message):
 
 def test_a_compressed_file_of_more_than_is_uncompressed_is_refused(tmp_path, monkeypatch):
     """The same content is read where it lies uncompressed, and where it is as large as allowed."""
-    for name, raw in (("plain", IMAGES), ("compressed", gzip.compress(IMAGES))):
+    for name, raw in (("plain", IMAGES), ("compressed", gzip.compress(IMAGES, mtime=0))):
         (tmp_path / name).write_bytes(raw)
     monkeypatch.setattr("ella_cuda.data.idx.MAX_BYTES", 12)
     assert read_idx(tmp_path / "compressed").shape == (2, 2, 3)

@@ -84,7 +84,7 @@ def row(name: str, make: Callable[[], nn.Module], x: Tensor, y: Tensor, fisher: 
         started = time.perf_counter()
         peak = peak_bytes(lambda: la.fit([(x, y)]), x.device, once=True)
         seconds = time.perf_counter() - started
-    except (TypeError, ValueError) as refusal:
+    except (TypeError, ValueError, MemoryError) as refusal:
         return [name, count, "-", "-", "-", str(refusal).splitlines()[0][:120]]
     blocks = Counter(line.split()[-1] for line in la.summary().splitlines()[1:-1])
     return [

@@ -52,10 +52,10 @@ def _check_tolerance(name: str, value: float) -> None:
 
 
 def _check_holdout(name: str, value: float) -> None:
-    least, most = MIN_HOLDOUT, 1 - MIN_HOLDOUT
-    if not least <= value <= most:
+    minimum, maximum = MIN_HOLDOUT, 1 - MIN_HOLDOUT
+    if not minimum <= value <= maximum:
         raise ValueError(
-            f"{name} must lie between {least:g} and {most:g}, got {value}: images are needed on both sides."
+            f"{name} must lie between {minimum:g} and {maximum:g}, got {value}: images are needed on both sides."
         )
 
 

@@ -37,12 +37,7 @@ class Conv2dRule(Rule):
         self.differentiates = module.padding_mode in ("zeros", "circular")
 
     def shapes(self) -> dict[str, FactorShape]:
-        m = self.module
-        a = m.in_channels // m.groups * math.prod(m.kernel_size)
-        return {
-            "weight": FactorShape(m.groups, a, m.out_channels // m.groups, m.groups),
-            "bias": FactorShape.bias(m.out_channels),
-        }
+        return convolution_shapes(self.module)
 
     def _pads(self) -> tuple[int, int, int, int]:
         """Padding (left, right, top, bottom); "same" with an even kernel has different ones on the two sides."""
@@ -184,6 +179,13 @@ def add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
         moment.count(flat.shape[0] * positions)
     if "bias" in rule.factors:
         rule.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
+
+
+def convolution_shapes(m: nn.Module) -> dict[str, FactorShape]:
+    """Of a convolution's weight, one block per group, and of its bias."""
+    a = m.in_channels // m.groups * math.prod(m.kernel_size)
+    weight = FactorShape(m.groups, a, m.out_channels // m.groups, m.groups)
+    return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
 
 
 def side_padding(m: nn.Module) -> list[tuple[int, int]]:

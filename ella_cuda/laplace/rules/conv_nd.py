@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import add_output_sides, side_padding
+from ella_cuda.laplace.rules.conv import add_output_sides, convolution_shapes, side_padding
 from ella_cuda.laplace.second_moment import SecondMoment
 
 
@@ -26,12 +26,7 @@ class ConvNdRule(Rule):
     """
 
     def shapes(self) -> dict[str, FactorShape]:
-        m = self.module
-        a = m.in_channels // m.groups * math.prod(m.kernel_size)
-        return {
-            "weight": FactorShape(m.groups, a, m.out_channels // m.groups, m.groups),
-            "bias": FactorShape.bias(m.out_channels),
-        }
+        return convolution_shapes(self.module)
 
     def inputs(self, x: Tensor) -> None:
         if "weight" not in self.factors:

@@ -37,9 +37,8 @@ class EmbeddingRule(Rule):
         padding = -1 if self.module.padding_idx is None else self.module.padding_idx
         counts = (indices != padding).double()
         each = counts.flatten(1).sum(1).clamp(min=1) if indices.dim() > 1 else counts.new_ones(len(indices))
-        self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[
-            ..., None
-        ]  # squared: a data point's mean
+        # Squared, the weights of a data point's positions are those of a mean.
+        self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
         seen = torch.bincount(indices[indices != padding], minlength=self.module.num_embeddings)
         self.factors["weight"].input_moment.add_counts(seen)
 
@@ -74,7 +73,5 @@ class EmbeddingBagRule(EmbeddingRule):
                 "padding_idx."
             )
         super().inputs(indices)
-        lengths = (
-            (self.kept != 0).sum(1).clamp(min=1) if self.module.mode == "mean" else self.kept.new_ones(len(indices), 1)
-        )
-        self.kept = 1 / lengths.double()
+        counted = (self.kept != 0).sum(1).clamp(min=1).double()
+        self.kept = 1 / counted if self.module.mode == "mean" else torch.ones_like(counted)

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 from benchmarks.counting import count
 from ella_cuda import models
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.nn import CircularConv2d
+from ella_cuda.nn import CircularConv2d, PolyphasePool2d, StridedCircularConv2d
 from ella_cuda.testing import float32_convolutions
 
 IMAGES, BATCH, WIDTH, CLASSES = 1000, 125, 10, 10
@@ -36,14 +36,15 @@ class CircularPad(nn.Module):
 
 
 def explicit_padding(model: nn.Module) -> nn.Module:
-    """A copy in torch's own convolutions, each after a padding layer."""
+    """A copy in torch's own convolutions, each after a padding layer, and polyphase sampling where a stage halves the size."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, CircularConv2d):
+            if isinstance(child, (CircularConv2d, StridedCircularConv2d)):
                 conv = nn.Conv2d(child.in_channels, child.out_channels, child.kernel_size, device=child.weight.device)
                 conv.load_state_dict(child.state_dict())
-                setattr(parent, name, nn.Sequential(CircularPad(), conv))
+                pool = [PolyphasePool2d(child.norm)] if isinstance(child, StridedCircularConv2d) else []
+                setattr(parent, name, nn.Sequential(CircularPad(), conv, *pool))
     return model
 
 

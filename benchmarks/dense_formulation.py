@@ -36,7 +36,7 @@ def factored_linear_dense(
 def kron_accumulate_dense_(factor: Tensor, rows: Tensor) -> None:
     """``factor += sum_rows row row^T`` for the block-diagonal copies of ``rows`` ``(N, G, k)``; factor ``(G*k, G*k)``."""
     dense = block_diagonal(rows).flatten(0, 1)
-    torch.addmm(factor, dense.mT, dense, out=factor)
+    factor += dense.mT @ dense  # in the rows' precision, summed in the factor's
 
 
 class DenseFactoredLinear2d(FactoredLinear2d):

@@ -1,9 +1,9 @@
 """What a fit makes of the networks that people bring: time, peak memory, or why the network is refused.
 
-    python -m benchmarks.torchvision_networks [--images N] [--size N] [--fisher exact|mc] [NAME ...]
+    python -m benchmarks.torchvision_networks [--images N] [--size N] [--fisher exact|mc] [--unknown error|freeze|diagonal] [NAME ...]
 
 Networks of torchvision and of ``torch.nn`` with random weights, 10 classes, on random images. A line for each: parameters, seconds of a
-fit, MB at its peak above what was there before, parameters by exact blocks and by Kronecker products, or the first line of the refusal.
+fit, MB at its peak above what was there before, how many parameter tensors have which blocks, or the first line of the refusal.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from benchmarks.memory import peak_bytes
 from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.reports.text import columns
 
 CLASSES = 10
@@ -74,13 +75,13 @@ def networks(size: int) -> dict[str, Callable[[], nn.Module]]:
     return made
 
 
-def row(name: str, make: Callable[[], nn.Module], x: Tensor, y: Tensor, fisher: str) -> list[str]:
+def row(name: str, make: Callable[[], nn.Module], x: Tensor, y: Tensor, **settings: str) -> list[str]:
     """The cells of a network's line."""
     torch.manual_seed(0)
     model = make()
     count = f"{sum(p.numel() for p in model.parameters()):,}"
     try:
-        la = KronLaplace(model, fisher=fisher)
+        la = KronLaplace(model, **settings)
         started = time.perf_counter()
         peak = peak_bytes(lambda: la.fit([(x, y)]), x.device, once=True)
         seconds = time.perf_counter() - started
@@ -92,7 +93,7 @@ def row(name: str, make: Callable[[], nn.Module], x: Tensor, y: Tensor, fisher: 
         count,
         f"{seconds:.1f}",
         "-" if peak is None else f"{peak / 1e6:.0f}",
-        f"{blocks['exact']} exact, {blocks['Kronecker']} Kronecker",
+        ", ".join(f"{count} {kind}" for kind, count in blocks.most_common() if kind != "-"),
         "",
     ]
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--size", type=int, default=64, help="pixels a side, a multiple of 32")
     parser.add_argument("--fisher", choices=["exact", "mc"], default="mc")
+    parser.add_argument("--unknown", choices=UNKNOWN, default="diagonal")
     arguments = parser.parse_args()
     made = networks(arguments.size)
     for name in arguments.names:
@@ -111,7 +113,10 @@ def main() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(arguments.images, 3, arguments.size, arguments.size), torch.randint(CLASSES, (arguments.images,))
     rows = [["network", "parameters", "fit, s", "peak, MB", "blocks", "refused"]]
-    rows += [row(name, made[name], x, y, arguments.fisher) for name in tqdm(arguments.names or list(made))]
+    rows += [
+        row(name, made[name], x, y, fisher=arguments.fisher, unknown=arguments.unknown)
+        for name in tqdm(arguments.names or list(made))
+    ]
     print(columns(rows))
 
 

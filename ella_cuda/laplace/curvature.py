@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import plain_tensor
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
+from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.probe import Findings, probe
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
+from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.uses import Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
@@ -55,21 +59,19 @@ class _LayerNode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, rule: Rule | _BatchSecond, run: CurvaturePass
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, use: Use, run: CurvaturePass) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.rule, ctx.shape, ctx.run = rule, x.shape, run
+        ctx.use, ctx.shape, ctx.run = use, x.shape, run
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        rule, shape = ctx.rule, ctx.shape if ctx.needs_input_grad[0] else None
+        use, shape = ctx.use, ctx.shape if ctx.needs_input_grad[0] else None
         ctx.run.require_backward()
 
         def vjp(columns: Tensor) -> Tensor:
             # A network's own autocast reduces what is between its layers; rules have their parameters' precision.
-            found = rule.vjp(full(columns), shape)
+            found = use.vjp(full(columns), shape)
             return columns.new_zeros(columns.shape[0]) if found is None else found
 
         found = _OnColumns.apply(gradient, vjp)
@@ -82,35 +84,20 @@ class _OutputTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, rule: Rule | _BatchSecond, run: CurvaturePass) -> Tensor:
-        ctx.rule, ctx.run = rule, run
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, use: Use, run: CurvaturePass) -> Tensor:
+        ctx.use, ctx.run = use, run
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        rule = ctx.rule
+        use = ctx.use
         ctx.run.require_backward()
 
         def show(columns: Tensor) -> Tensor:
-            rule.outputs(full(columns))
+            use.outputs(full(columns))
             return columns
 
         return _OnColumns.apply(gradient, show), None, None, None
-
-
-class _BatchSecond:
-    """In the place of a rule whose layer has the batch along the second axis of its input and output."""
-
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-
-    def outputs(self, gradient: Tensor) -> None:
-        self.rule.outputs(gradient.transpose(1, 2))
-
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        shape = None if input_shape is None else torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
-        found = self.rule.vjp(gradient.transpose(1, 2), shape)
-        return None if found is None else found.transpose(1, 2)
 
 
 class CurvaturePass:
@@ -121,17 +108,21 @@ class CurvaturePass:
 
     Args:
         model: the network, ``(N, ...) -> (N, K)``.
-        rules: one per layer with trainable parameters, factors allocated.
+        rules: of its layers with trainable parameters, factors allocated.
         memory_budget: bytes that the gradients of one pass over some of the columns may take.
     """
 
     def __init__(self, model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> None:
-        self.model, self.rules, self.memory_budget = model, rules, memory_budget
-        self.calls = {rule: 0 for rule in rules}
+        self.model, self.memory_budget = model, memory_budget
+        self.rules = [rule for rule in rules if not isinstance(rule, PerExampleRule)]
+        others = [rule for rule in rules if isinstance(rule, PerExampleRule)]
+        self.per_example = PerExampleGradients(model, others) if others else None
+        self.calls = {rule: 0 for rule in self.rules}
+        self.uses = Uses()
         self._anchor = torch.zeros((), requires_grad=True)
         self._batch_size = 0
         self.column_bytes = 0
-        self._called: set[Rule] = set()
+        self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         self._differentiating = False  # whether columns are on their way back
         self.hyperparameters = list(hyperparameters(model).values())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -139,23 +130,43 @@ class CurvaturePass:
 
     def try_out(self, x: Tensor, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
-        with requiring_grad([*self.hyperparameters, *self.parameters], True), refusing_reentrant("fit"):
+        self._attention = _in_plain_products if several else nullcontext
+        with (
+            requiring_grad([*self.hyperparameters, *self.parameters], True),
+            refusing_reentrant("fit"),
+            self._attention(),
+        ):
             self.findings = probe(self.model, self.rules, x, several)
+        if self.per_example is not None:
+            with _in_plain_products():
+                self.per_example.try_out(x)
 
     def nodes(self) -> AbstractContextManager[None]:
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
-        return hooked({rule: self._hook(rule) for rule in self.rules})
+        inside = {rule: self._tap(rule) for rule in self.rules if isinstance(rule, MultiheadAttentionRule)}
+        return hooked({rule: self._hook(rule) for rule in self.rules if rule not in inside}, inside)
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
         self._batch_size, self.column_bytes = x.shape[0], 1
-        self._called.clear()
-        with torch.enable_grad():
-            return checked_outputs(self.model(x))
+        self.uses.clear()
+        with torch.enable_grad(), self._attention():
+            outputs = checked_outputs(self.model(x))
+        with torch.no_grad():
+            self.uses.close()
+        return outputs
+
+    def add_per_example(self, x: Tensor, columns: Columns) -> None:
+        """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`."""
+        if self.per_example is not None:
+            with _in_plain_products():
+                self.per_example.add(x, columns, max(self.column_bytes, columns.bytes_each), self.memory_budget)
 
     def backward(self, outputs: Tensor, columns: Columns) -> None:
         """Send the columns back from the outputs, as many at once as the budget allows; output sides accumulate."""
-        if not self._called:
+        if not self.rules:
+            return
+        if not len(self.uses):
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
         if not outputs.requires_grad:
             raise ValueError(
@@ -178,12 +189,14 @@ class CurvaturePass:
                     vjp(chunk[0])
                 else:
                     torch.func.vmap(vjp)(chunk)
+                self.uses.flush()
         finally:
             self._differentiating = False
             self.release()
 
     def release(self) -> None:
-        """Drop what rules kept of the last batch."""
+        """Drop what is kept of the last batch."""
+        self.uses.clear()
         for rule in self.rules:
             rule.release()
 
@@ -205,40 +218,44 @@ class CurvaturePass:
                 out = plain_tensor(out)
                 again = (out.detach() if rule.differentiates else out) + self._anchor
                 return again if kind is Tensor else again.as_subclass(kind)
-            if rule in self._called:
-                raise ValueError(
-                    f"{rule.label} was called twice in one forward pass: the curvature of weights used twice is no "
-                    "Kronecker product. Call it once on inputs stacked along a shared dimension, or give each use its "
-                    "own layer."
-                )
-            axis = self.findings.axes.get(rule, 0)
+            axes = self.findings.axes.get(rule, (0,))
+            axis = axes[min(self.uses.of(rule), len(axes) - 1)]
             if not isinstance(out, Tensor) or out.dim() <= axis or out.shape[axis] != self._batch_size:
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
                     "Positions that share weights must be dimensions of their own, not folded into the batch."
                 )
-            out = plain_tensor(out)
             arguments = [
                 plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
             ]
-            x = arguments[0]
-            self._called.add(rule)
-            self.calls[rule] += 1
-            with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-                seen = (a.detach() if isinstance(a, Tensor) else a for a in arguments)
-                if not rule.reads_reduced():
-                    seen = (full(a) if isinstance(a, Tensor) else a for a in seen)
-                rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in seen))
-            self._charge(x, out)
-            batch_first = _BatchSecond(rule) if axis else rule
-            if rule.differentiates:
-                out = _LayerNode.apply(x, out.detach(), self._anchor, batch_first, self)
-            else:
-                out = _OutputTap.apply(out, self._anchor, batch_first, self)
+            out = self._node(rule, arguments, plain_tensor(out), axis)
             return out if kind is Tensor else out.as_subclass(kind)
 
         return replace
+
+    def _tap(self, rule: MultiheadAttentionRule) -> Tap:
+        """What stands behind the projections inside of an attention."""
+
+        def tap(arguments: tuple[Any, ...], out: Tensor, axis: int) -> Tensor:
+            if self._differentiating:
+                return out + self._anchor
+            return self._node(rule, arguments, out, axis)
+
+        return tap
+
+    def _node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, axis: int) -> Tensor:
+        """The output of a call, behind our node; accumulates the call's input side."""
+        self.calls[rule] += 1
+        with torch.no_grad(), without_autocast(out.device.type):  # the network's own
+            seen = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+            if not rule.reads_reduced():
+                seen = [full(a) if isinstance(a, Tensor) else a for a in seen]
+            use = self.uses.call(rule, seen, axis)
+        self._charge(arguments[0], out)
+        if rule.differentiates:
+            return _LayerNode.apply(arguments[0], out.detach(), self._anchor, use, self)
+        return _OutputTap.apply(out, self._anchor, use, self)
 
     def _charge(self, *tensors: Tensor) -> None:
         """A column's gradients of these exist at once, and as much again for temporaries."""
@@ -257,28 +274,46 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
             run.release()
 
 
-_uncompiled_lock = threading.Lock()
-_uncompiled = ExitStack()  # what leaves the stance that was there before the first of the fits that run
-_uncompiled_fits = 0
+class _ProcessWide:
+    """A setting of the process for as long as one of several threads wants it: the first sets it, the last puts it back."""
+
+    def __init__(self, enter: Callable[[ExitStack], None]) -> None:
+        self._enter, self._lock, self._stack, self._wanted = enter, threading.Lock(), ExitStack(), 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._wanted:
+                self._enter(self._stack)
+            self._wanted += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanted -= 1
+                if not self._wanted:
+                    self._stack.close()
 
 
-@contextmanager
-def run_as_written() -> Iterator[None]:
-    """For the duration of the context, compiled modules run as they are written. The compiler's stance is the process': the first of
-    several threads sets it and the last puts it back.
-    """
-    global _uncompiled_fits
-    with _uncompiled_lock:
-        if not _uncompiled_fits:
-            _uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
-        _uncompiled_fits += 1
-    try:
-        yield
-    finally:
-        with _uncompiled_lock:
-            _uncompiled_fits -= 1
-            if not _uncompiled_fits:
-                _uncompiled.close()
+def _run_eagerly(stack: ExitStack) -> None:
+    stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+
+def _leave_fastpath(stack: ExitStack) -> None:
+    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+    torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _multiply_attention_out(stack: ExitStack) -> None:
+    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+
+
+run_as_written = _ProcessWide(_run_eagerly)
+"""For the duration of the context, compiled modules run as they are written."""
+_without_fastpath = _ProcessWide(_leave_fastpath)
+"""For the duration of the context, transformer layers call their parts, which they skip where nothing requires a gradient."""
+_in_plain_products = _ProcessWide(_multiply_attention_out)
+"""For the duration of the context, attention is products and a softmax, which vmap takes; it loops over the columns of a fused kernel."""
 
 
 @contextmanager
@@ -315,17 +350,25 @@ def at_test_time(model: nn.Module) -> Iterator[None]:
     trace the hooks, which add to views of factors: inductor forgets where such a view begins in dynamic shapes, and what aot_autograd
     compiled cannot be differentiated under vmap.
     """
-    with evaluation_mode(model), run_as_written():
+    with evaluation_mode(model), run_as_written(), _without_fastpath():
         yield
 
 
 @contextmanager
-def hooked(hooks: Mapping[Rule, Callable[..., Tensor]]) -> Iterator[None]:
-    """For the duration of the context, a forward hook on the layer of every rule. It comes first: a user's own then sees, and may change,
-    what comes after the layer."""
+def hooked(
+    hooks: Mapping[Rule, Callable[..., Tensor]], taps: Mapping[MultiheadAttentionRule, Tap] | None = None
+) -> Iterator[None]:
+    """For the duration of the context, a forward hook on the layers of these rules, and taps inside of those. A hook comes first: a user's
+    own then sees, and may change, what comes after the layer."""
     handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
+    tapped = []
     try:
+        for rule, tap in (taps or {}).items():
+            rule.module.forward = rule.tapped(rule.module.forward, tap)
+            tapped.append(rule.module)
         yield
     finally:
+        for module in tapped:
+            del module.forward
         for handle in handles:
             handle.remove()

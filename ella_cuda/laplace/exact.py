@@ -16,7 +16,7 @@ from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.probe import probe
-from ella_cuda.laplace.rules import Rule, rules_for
+from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.values import Value
@@ -99,8 +99,9 @@ def exact_log_marginal_likelihood(
             )
     device = next(iter(la.present_parameters().values())).device
     precision, sigma = (value.to(device) for value in la.resolve(prior_precision, sigma_noise))
-    rules = rules_for(la.model, la.resolution)
+    rules = la.present_rules()
     for rule in rules:
+        _require_served(rule)
         rule.allocate(_GraphMoment)
     if not x.dim() or not x.shape[0]:
         raise ValueError(
@@ -109,6 +110,22 @@ def exact_log_marginal_likelihood(
     x, y = (plain_tensor(t).to(precision.device) for t in (x, y))
     with exclusively(la.model), without_autocast(precision.device.type):
         return _evidence(la, rules, x, y, precision, sigma)
+
+
+def _require_served(rule: Rule) -> None:
+    """ValueError where only a fit serves the layer."""
+    reason = None
+    if rule.tied or rule.lent:
+        names = ", ".join(rule.full_name(name) for name in (*rule.tied, *sorted(rule.lent)))
+        reason = f"has weights of several layers ({names}: one tied parameter)"
+    elif isinstance(rule, MultiheadAttentionRule):
+        reason = "has its projections inside"
+    elif isinstance(rule, PerExampleRule):
+        reason = "has no rule of its own"
+    if reason:
+        raise ValueError(
+            f"exact_log_marginal_likelihood: {rule.label} {reason}; use KronLaplace.fit, or freeze its parameters."
+        )
 
 
 def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
@@ -136,9 +153,9 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
         precision, sigma = (t.detach().requires_grad_(t.requires_grad) for t in given)
     for rule, gradients in zip(run.tapped, zip(*columns, strict=True), strict=True):
         with torch.enable_grad(), _in_words(x, run.dtype):
-            arguments = run.arguments[rule]
-            rule.inputs(*(_batch_first(a, axes.get(rule)) if isinstance(a, Tensor) else a for a in arguments))
-        gradient = torch.stack([_batch_first(g, axes.get(rule)) for g in gradients])
+            arguments, axis = run.arguments[rule], axes.get(rule, (0,))[0]
+            rule.inputs(*(_batch_first(a, axis) if isinstance(a, Tensor) else a for a in arguments))
+        gradient = torch.stack([_batch_first(g, axis) for g in gradients])
         if rule.differentiates:
             rule.vjp(gradient, None)
         else:
@@ -156,7 +173,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
     return _Recomputing.apply(run, lambda: (total, (*buffers, precision, sigma)), *buffers, *given)
 
 
-def _batch_first(tensor: Tensor, axis: int | None) -> Tensor:
+def _batch_first(tensor: Tensor, axis: int) -> Tensor:
     return tensor.transpose(0, 1) if axis else tensor
 
 
@@ -228,7 +245,9 @@ class _Taps:
             tapped = out + self._anchor  # every output has a graph, the first layers' too
             if self._first_time:  # a checkpoint comes again; sums and copies save nothing, which it counts
                 if rule in self.tapped:
-                    raise ValueError(f"{rule.label} was called twice in one forward pass; see KronLaplace.fit.")
+                    raise ValueError(
+                        f"exact_log_marginal_likelihood: {rule.label} was called twice in one forward pass; KronLaplace.fit serves it."
+                    )
                 arguments = arguments_in_order(module, args, kwargs)
                 self.arguments[rule] = [plain_tensor(a).clone() if isinstance(a, Tensor) else a for a in arguments]
                 self.tapped[rule] = tapped

@@ -33,6 +33,15 @@ class FactorShape(NamedTuple):
         """Of a parameter that is added to the output: no input side, one dense block."""
         return cls(1, 1, size, 1, True)
 
+    def is_transpose_of(self, other: FactorShape) -> bool:
+        """Whether a matrix with this factor could be the transpose of one with the other: the block structure of the one's input side,
+        written as one block, is that of the other's output side.
+        """
+        if self.constant_input or other.constant_input or (self.input_basis or self.output_basis) is not None:
+            return False
+        sizes = [(s.groups * s.inputs, s.outputs) for s in (self, other) if s.output_groups == 1]
+        return len(sizes) == 2 and sizes[0] == sizes[1][::-1]
+
     @property
     def numel(self) -> int:
         """Elements of the parameter tensor."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import LIKELIHOODS
 from ella_cuda.laplace.memory import peak_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
-from ella_cuda.laplace.rules import rules_for
+from ella_cuda.laplace.rules import UNKNOWN, Rule, rules_for
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
+from ella_cuda.laplace.ties import by_parameter
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
@@ -70,8 +71,8 @@ class KronLaplace:
 
     Args:
         model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front, or second where a layer's rule
-            allows for it, as ``nn.Linear``'s does. Parameters that
-            do not require a gradient are constants. Layers are called at most once per forward pass.
+            allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient are constants. Layers may be called several
+            times in a forward pass, and share weights: see :mod:`ella_cuda.laplace.uses` and :func:`ella_cuda.laplace.ties.merged`.
         likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets
             ``(N, K)``).
         prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
@@ -84,6 +85,10 @@ class KronLaplace:
             depend on it beyond rounding.
         column_tolerance: with ``fisher="exact"``, the share of the softmax Hessian's trace (summed over a batch) that may be
             left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%.
+        unknown: what becomes of a module's parameters that no rule knows, such as class tokens and position embeddings: "error";
+            "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
+            their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
+            they get their exact blocks so, whatever is chosen; with "diagonal" those with one axis or none always do.
 
     Attributes:
         parameter_names: of the trainable tensors, in ``model.named_parameters()`` order; precisions and factors are in that order.
@@ -94,7 +99,7 @@ class KronLaplace:
     Raises:
         TypeError: model is no module, or one of its layers with trainable parameters has no rule; the message names it and
             ``ella_cuda.laplace.register``.
-        ValueError: an argument out of range, tied parameters, no trainable parameter.
+        ValueError: an argument out of range, a parameter of several layers whose factors do not fit, no trainable parameter.
         RuntimeError: a parameter was made in ``torch.inference_mode()``.
 
     Source: Immer et al., "Scalable marginal likelihood estimation for model selection in deep learning", ICML 2021; van
@@ -112,6 +117,7 @@ class KronLaplace:
         resolution: str = "shared",
         memory_budget: int | None = None,
         column_tolerance: float = 0.0,
+        unknown: str = "error",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -120,6 +126,7 @@ class KronLaplace:
             check_choice("fisher", fisher, FISHERS),
             check_choice("resolution", resolution, RESOLUTIONS),
         )
+        self.unknown = check_choice("unknown", unknown, UNKNOWN)
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if memory_budget is not None and memory_budget < 1:
@@ -128,15 +135,16 @@ class KronLaplace:
         self.column_tolerance = column_tolerance
         self.likelihood_function = LIKELIHOODS[likelihood]()
         with exclusively(model):
-            parameters = trainable(model)
+            trainable(model)  # refuses what no rule could serve
+            self._rules = self.present_rules()
+            parameters = self._served(self._rules)
             require_no_inference(parameters)
             self.parameter_names = list(parameters)
             self._describe(parameters)
-            self._rules = rules_for(model, resolution)
         self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
-        self._hold({})
+        self._hold([])
         self._forget()
 
     def __copy__(self) -> KronLaplace:
@@ -152,14 +160,32 @@ class KronLaplace:
             f"{state})"
         )
 
+    def present_rules(self) -> list[Rule]:
+        """New rules, without factors, of the model's layers as they are."""
+        return rules_for(self.model, self.resolution, self.unknown)
+
+    def _served(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
+        """The trainable parameters that these rules have, by name; ``unknown="freeze"`` leaves some out."""
+        served = {id(rule.parameters()[name]) for rule in rules for name in rule.trainable}
+        parameters = {name: p for name, p in trainable(self.model).items() if id(p) in served}
+        if not parameters:
+            raise ValueError(
+                "KronLaplace: no trainable parameter has a rule, and unknown='freeze' leaves out the others."
+            )
+        return parameters
+
     def present_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's trainable parameters as they are, by name, in the order of ``parameter_names``.
+        """The model's trainable parameters as they are, by name, in the order of ``parameter_names``; without those that
+        ``unknown="freeze"`` leaves out.
 
         Raises:
-            ValueError: others are trainable than when this object was made, which has a precision for each; or two modules share one.
+            ValueError: others are trainable than when this object was made, which has a precision for each.
             RuntimeError: one was made in ``torch.inference_mode()``.
         """
-        parameters = trainable(self.model)
+        return self._checked_parameters(self.present_rules())
+
+    def _checked_parameters(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
+        parameters = self._served(rules)
         if list(parameters) != self.parameter_names:
             gone = [name for name in self.parameter_names if name not in parameters]
             new = [name for name in parameters if name not in set(self.parameter_names)]
@@ -181,8 +207,9 @@ class KronLaplace:
         self.n_params = sum(self._numels)
         self._device = next(iter(parameters.values())).device
 
-    def _hold(self, factors: Mapping[str, KroneckerFactor]) -> None:
-        """Take these factors, in the parameters' order."""
+    def _hold(self, rules: Sequence[Rule]) -> None:
+        """Take the factors of these rules, in the parameters' order."""
+        factors = by_parameter(rules)
         self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
         self._spectra = Spectra(self._factors.values())
         self._modules = list(self.model.modules())  # an evidence step is shorter than a walk through them
@@ -239,7 +266,8 @@ class KronLaplace:
                 f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        parameters, rules = self.present_parameters(), rules_for(self.model, self.resolution)
+        rules = self.present_rules()
+        parameters = self._checked_parameters(rules)
         data_fit = DataFitGradient(self.model)
         fingerprint = fingerprint_of(self.model)
         norms = torch.stack([p.detach().double().square().sum() for p in parameters.values()])
@@ -289,10 +317,10 @@ class KronLaplace:
                     "if the model does not use it. If another module uses its parameters directly, register a rule for "
                     "that module."
                 )
-        self._hold({rule.full_name(n): f for rule in self._rules for n, f in rule.factors.items()})
         self._check_finite(statistic)
-        for factor in self._factors.values():
+        for factor in (f for rule in self._rules for f in rule.factors.values()):
             factor.n_data = n_data + seen
+        self._hold(self._rules)
         self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
@@ -322,6 +350,8 @@ class KronLaplace:
                 )
             if x.shape[0]:
                 run.backward(outputs, columns)
+        if x.shape[0]:
+            run.add_per_example(x, columns)
         if data_fit.buffers:
             with requiring_grad(run.hyperparameters, True):
                 data_fit.add(lambda: self.likelihood_function.statistic(self.model(x), y))
@@ -330,8 +360,9 @@ class KronLaplace:
 
     def _check_finite(self, statistic: Tensor) -> None:
         sides = [
-            (name, side, moment.total.sum())
-            for name, factor in self._factors.items()
+            (rule.full_name(name), side, moment.total.sum())
+            for rule in self._rules
+            for name, factor in rule.factors.items()
             for side, moment in (("input", factor.input_moment), ("output", factor.output_moment))
             if moment is not None
         ]
@@ -370,7 +401,7 @@ class KronLaplace:
                 leaves it out.
         """
         x = None if x is None else x.to(next(iter(self.present_parameters().values())).device)
-        return peak_bytes(self.model, rules_for(self.model, self.resolution), self.memory_budget, x)
+        return peak_bytes(self.model, self.present_rules(), self.memory_budget, x)
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
@@ -378,7 +409,7 @@ class KronLaplace:
         ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place. Print it.
         """
         self.present_parameters()
-        return summary(self.model, rules_for(self.model, self.resolution), self.factors if self.n_data else {})
+        return summary(self.model, self._rules if self.n_data else self.present_rules())
 
     # evidence --------------------------------------------------------------------------------------------------------
 
@@ -612,6 +643,7 @@ class KronLaplace:
             "likelihood": self.likelihood,
             "fisher": self.fisher,
             "resolution": self.resolution,
+            "unknown": self.unknown,
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
             "sigma_noise": self.sigma_noise.detach().clone(),
@@ -621,7 +653,7 @@ class KronLaplace:
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
             "statistic_gradients": {name: g.clone() for name, g in self._statistic_gradients.items()},
-            "factors": save_factors(self._factors) if self.n_data else {},
+            "factors": save_factors(self._rules) if self.n_data else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -639,7 +671,7 @@ class KronLaplace:
             raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
         if unknown := sorted(map(repr, state.keys() - own)):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        for key in ("likelihood", "fisher", "resolution", "parameter_names"):
+        for key in ("likelihood", "fisher", "resolution", "unknown", "parameter_names"):
             given, here = state[key], getattr(self, key)
             if type(given) is not type(here) or given != here:
                 raise ValueError(f"load_state_dict: {key} is {given!r} in the state, but {here!r} here.")
@@ -663,7 +695,7 @@ class KronLaplace:
         self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
         self._statistic_gradients = gradients
         self._bases = FittedBases(self.model)
-        self._hold(factors)
+        self._hold(self._rules if n_data else [])
         self.n_data, self.n_outputs = n_data, n_outputs
         self._statistic, self._square_norms, self._fingerprint = (
             tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)

@@ -43,7 +43,7 @@ class _NoMoment(SecondMoment):
 
     def add(self, *_: Any, **__: Any) -> None: ...
 
-    add_weighted = add_patches = add_windows = add_counts = add
+    add_weighted = add_patches = add_windows = add_diagonal = add_to = add
 
 
 def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int, int, int]:
@@ -64,7 +64,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int
         run.try_out(x, several=False)
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             outputs = run.forward(x[:1])
-            of_rules = sum(rule.kept.numel() * rule.kept.element_size() for rule in rules if rule.kept is not None)
+            of_rules = run.uses.kept_bytes()
     images, count = x.shape[0], outputs.shape[1]
     column = images * max(run.column_bytes, COLUMN * count)
     return images * (sum(kept.values()) + of_rules), column, count * column

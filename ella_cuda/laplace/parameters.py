@@ -11,26 +11,13 @@ from ella_cuda.nn import SpatialBasis
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, in ``model.named_parameters()`` order; those of a module with several names by the first.
+    """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first.
 
     Raises:
-        ValueError: there are none, two modules share one, or they are spread over devices.
+        ValueError: there are none, or they are spread over devices.
         TypeError: one is of a wrong dtype.
     """
-    parameters: dict[str, nn.Parameter] = {}
-    names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        for own, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            if not p.requires_grad:
-                continue
-            name = f"{prefix}.{own}" if prefix else own
-            if id(p) in names:
-                raise ValueError(
-                    f"KronLaplace: {name!r} and {names[id(p)]!r} are one tied parameter; its curvature is no Kronecker "
-                    "product. Untie them (give each layer its own copy), or freeze it."
-                )
-            names[id(p)] = name
-            parameters[name] = p
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise ValueError(
             "KronLaplace: the model has no trainable parameters (requires_grad is False for all of them, or there are "

@@ -22,17 +22,18 @@ class Findings:
     """What a network turned out to be.
 
     Attributes:
-        axes: the axis of a layer's input and output that the images are along, 0 or 1, of every rule whose layer was called.
+        axes: the axis of a layer's input and output that the images are along, 0 or 1, in each of its calls, of every rule whose layer was
+            called.
         batched: whether several columns may go back at once, by ``torch.func.vmap``.
     """
 
-    axes: dict[Rule, int]
+    axes: dict[Rule, tuple[int, ...]]
     batched: bool
 
 
 @dataclasses.dataclass
 class _Call:
-    """A module's call, as a forward hook saw it."""
+    """A module's call, as a forward hook saw it. Of an output of several parts, the first."""
 
     module: nn.Module
     inside: tuple[nn.Module, ...]  # the watched modules whose forward ran, the outermost first
@@ -42,6 +43,7 @@ class _Call:
     node: Node | None  # of the output
     shape: torch.Size | None
     parameters: dict[str, Tensor | None]  # what the module had under its parameters' names
+    axis: int | None = None  # of the images in the output, where it is known
 
 
 def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = True) -> Findings:
@@ -64,7 +66,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
         UserWarning: gradients of several columns at once are wrong or impossible; names the module.
     """
     known = {rule.module: rule for rule in rules}
-    parameters = {rule: dict(rule.module.named_parameters(recurse=False)) for rule in rules}
+    parameters = {rule: rule.parameters() for rule in rules}
     with torch.enable_grad():  # for both: a forward may put hooks on its tensors
         try:
             two, of_two = _run(model, known, _images(x, 2))
@@ -75,7 +77,8 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
                 f"fit: the model takes a batch of {x.shape[0]} but not of two or three images ({type(error).__name__}: {error}). Images "
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
-    of_two, outputs, axes = checked_outputs(of_two), checked_outputs(outputs), _axes(known, two, calls)
+    of_two, outputs = checked_outputs(of_two), checked_outputs(outputs)
+    axes = _axes(known, two, calls)
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
         _require_no_reentrant_checkpoint(model, x)
@@ -85,7 +88,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
     for image in (0, 1):  # the second alone stays where it is when images are put in reverse
-        _require_independence(known, axes, found, outputs, directions[0], image)
+        _require_independence(known, found, outputs, directions[0], image)
     if _differ_by_images(of_two, outputs) and not _differ_by_images(_run(model, known, _images(x, 2))[1], of_two):
         raise ValueError(
             "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. Take "
@@ -114,9 +117,11 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
     def end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         running.pop()
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if isinstance(out, tuple) and out and isinstance(module, nn.MultiheadAttention):
+            out = out[0]
         node, shape = (out.grad_fn, out.shape) if isinstance(out, Tensor) else (None, None)
         nodes = [a.grad_fn for a in inputs]
-        calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module._parameters)))
+        calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module.named_parameters())))
 
     handles = []
     try:
@@ -155,24 +160,29 @@ def _differ_by_images(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs() > bound).any())  # what is not finite is found in the factors
 
 
-def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, int]:
-    """Where the images are in the layers' outputs: the axis that is 2 in the one and 3 in the other."""
-    axes: dict[Rule, int] = {}
-    shapes = {call.module: call.shape for call in three}
+def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, tuple[int, ...]]:
+    """Where the images are in the outputs of the layers' calls: the axis that is 2 in the one and 3 in the other; set in the calls too."""
+    axes: dict[Rule, tuple[int, ...]] = {}
+    of_three = collections.defaultdict(list)
+    for call in three:
+        of_three[call.module].append(call)
     for call in two:
-        rule, shape, other = known[call.module], call.shape, shapes.get(call.module)
-        if shape is None or other is None or len(shape) != len(other):
+        others = of_three[call.module]
+        other = others.pop(0) if others else None
+        rule, shape = known[call.module], call.shape
+        if shape is None or other is None or other.shape is None or len(shape) != len(other.shape):
             continue  # what is no tensor is refused when the layer is called
-        along = [axis for axis, sizes in enumerate(zip(shape, other, strict=True)) if sizes == (2, 3)]
+        along = [axis for axis, sizes in enumerate(zip(shape, other.shape, strict=True)) if sizes == (2, 3)]
         allowed = (0, 1) if rule.batch_second and len(shape) > 2 else (0,)
         axis = next((a for a in along if a in allowed), None)
         if axis is None:
             raise ValueError(
-                f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other)} for "
-                "N = 3. Positions that share weights must be dimensions of their own, not folded into the batch"
+                f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other.shape)} "
+                "for N = 3. Positions that share weights must be dimensions of their own, not folded into the batch"
                 + (", and the batch the first or the second axis." if rule.batch_second else ".")
             )
-        axes[rule] = axis
+        other.axis = axis
+        axes[rule] = (*axes.get(rule, ()), axis)
     return axes
 
 
@@ -183,25 +193,27 @@ def _require_own_parameters(
     outputs: Tensor,
 ) -> None:
     """ValueError where a layer was called with something else in its parameter's place, or the graph reaches the parameter by another way
-    than through the layer's call."""
+    than through the calls of layers that have it."""
     everywhere = _uses(outputs.grad_fn, ())
-    times = collections.Counter(call.module for call in calls)
+    own: collections.Counter[int] = collections.Counter()
     for call in calls:
-        if times[call.module] > 1:  # which the fit refuses
-            continue
-        own = _uses(call.node, call.nodes)
-        for name, parameter in parameters[known[call.module]].items():
+        rule = known[call.module]
+        for name, parameter in parameters[rule].items():
             if call.parameters.get(name) is not parameter:
                 raise ValueError(
-                    f"{known[call.module].label}: its parameter {name!r} is replaced by another tensor while the network runs, as "
+                    f"{rule.label}: its parameter {name!r} is replaced by another tensor while the network runs, as "
                     "torch.func.functional_call does: the curvature of what the parameter goes through first is no Kronecker product. "
                     "Call the layer with its own parameter, or freeze it."
                 )
+        mine = {id(parameter) for parameter in parameters[rule].values()}
+        own.update({leaf: count for leaf, count in _uses(call.node, call.nodes).items() if leaf in mine})
+    for module in {call.module: None for call in calls}:
+        for name, parameter in parameters[known[module]].items():
             if everywhere[id(parameter)] > own[id(parameter)]:
                 raise ValueError(
-                    f"{known[call.module].label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
-                    "torch.nn.functional.linear: the curvature of weights used twice is no Kronecker product. Give the other use a "
-                    "parameter of its own in a layer of its own, or freeze this one."
+                    f"{known[module].label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
+                    "torch.nn.functional.linear, where no rule sees it. Call a layer that has the parameter too, such as nn.Linear with its "
+                    "weight set to this one, or freeze it."
                 )
 
 
@@ -250,14 +262,13 @@ def _require_no_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
 
 def _require_independence(
     known: dict[nn.Module, Rule],
-    axes: dict[Rule, int],
     calls: Sequence[_Call],
     outputs: Tensor,
     direction: Tensor,
     image: int,
 ) -> None:
     """ValueError where the outputs of one of three images depend on a layer's output for the others."""
-    calls = [call for call in calls if known[call.module] in axes]
+    calls = [call for call in calls if call.axis is not None]
     if not calls:
         return
     of_image = torch.zeros_like(outputs)
@@ -270,7 +281,7 @@ def _require_independence(
         rule = known[call.module]
         if gradient is not None and gradient.shape == call.shape:
             rest = torch.tensor([i for i in range(3) if i != image], device=gradient.device)
-            others = gradient.index_select(axes[rule], rest)
+            others = gradient.index_select(call.axis, rest)
             # What is not finite is found in the factors.
             parts.append((rule.label, (others.isfinite() & (others != 0)).any()))
     mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device

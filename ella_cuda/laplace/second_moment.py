@@ -48,8 +48,16 @@ class SecondMoment:
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the outer products of ``rows``, ``(R, G, d)``, any strides."""
-        narrow = rows.shape[1] == 1 and rows.shape[2] <= WHOLE
-        ops.kron_accumulate_(self.total, rows.double() if narrow else rows, alpha)
+        _accumulate(self.total, rows, alpha)
+        self.count(rows.shape[0])
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        """As :meth:`add`, to these of the blocks; rows ``(R, 1, d)`` are those of every block."""
+        total = self.total[blocks.start : blocks.stop]
+        if rows.shape[1] == 1 and total.shape[0] > 1:
+            total += _accumulate(torch.zeros_like(total[:1]), rows, alpha)
+        else:
+            _accumulate(total, rows, alpha)
         self.count(rows.shape[0])
 
     def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
@@ -62,8 +70,12 @@ class SecondMoment:
 
     def add_counts(self, counts: Tensor) -> None:
         """Add one-hot rows of size G, ``counts`` ``(G,)`` of each, to G blocks of size 1: the diagonal of their sum of outer products."""
-        self.total = self.total + counts.to(self.total.dtype)[:, None, None]
-        self.count(int(counts.sum()))
+        self.add_diagonal(counts, int(counts.sum()))
+
+    def add_diagonal(self, values: Tensor, rows: int) -> None:
+        """Add ``values`` ``(G,)``, which are sums of squares of so many rows, to G blocks of size 1."""
+        self.total = self.total + values.to(self.total.dtype)[:, None, None]
+        self.count(rows)
 
     def add_windows(
         self, x: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], alpha: float = 1.0
@@ -201,6 +213,11 @@ class SecondMoment:
             "cannot. If a rule of your own filled it, check that only positive multiples of outer products are "
             "added."
         )
+
+
+def _accumulate(total: Tensor, rows: Tensor, alpha: float) -> Tensor:
+    narrow = rows.shape[1] == 1 and rows.shape[2] <= WHOLE
+    return ops.kron_accumulate_(total, rows.double() if narrow else rows, alpha)
 
 
 def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:

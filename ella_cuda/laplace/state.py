@@ -12,10 +12,16 @@ from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
 
 
-def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, Any]]:
+def factors_of(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
+    """The factors that rules have, by the parameters' names in the rules' layers; that of several layers once."""
+    return {r.full_name(name): factor for r in rules for name, factor in r.factors.items() if name not in r.tied}
+
+
+def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
     """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if
     its own.
     """
+    factors = factors_of(rules)
     owners: dict[int, str] = {}
     saved = {}
     for name, factor in factors.items():
@@ -34,12 +40,12 @@ def save_factors(factors: Mapping[str, KroneckerFactor]) -> dict[str, dict[str, 
 def read_factors(
     rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int
 ) -> dict[str, KroneckerFactor]:
-    """The factors that :func:`save_factors` saved, by the parameters' names; they are copies.
+    """The factors that :func:`save_factors` saved, by the names of all parameters of the rules' layers; they are copies.
 
     Raises:
         ValueError: an entry is missing, unknown or does not fit the rules' shapes, or its values are no sum of outer products.
     """
-    names = {rule.full_name(parameter) for rule in rules for parameter in rule.trainable}
+    names = {rule.full_name(parameter) for rule in rules for parameter in rule.trainable if parameter not in rule.tied}
     if not isinstance(saved, Mapping) or saved.keys() != names:
         given = set(saved) if isinstance(saved, Mapping) else set()
         lacking, unknown = sorted(names - given), sorted(map(repr, given - names))
@@ -49,9 +55,13 @@ def read_factors(
         )
     loaded: dict[str, KroneckerFactor] = {}
     for rule in rules:
-        shapes, shared = rule.shapes(), rule.shares_outputs()
+        shapes, shared = rule.shapes(), rule.output_owners()
         for parameter in rule.trainable:
-            name, like = rule.full_name(parameter), getattr(rule.module, parameter)
+            name, like = rule.full_name(parameter), rule.module.get_parameter(parameter)
+            if parameter in rule.tied:
+                owner_rule, its_name = rule.tied[parameter]
+                loaded[name] = loaded[owner_rule.full_name(its_name)]
+                continue
             owner = rule.full_name(shared[parameter]) if parameter in shared else ""
             loaded[name] = _read(name, shapes[parameter], like, saved[name], loaded, owner)
             loaded[name].n_data = n_data

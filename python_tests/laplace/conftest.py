@@ -29,7 +29,7 @@ def _dense_ggn(model: nn.Module, x: Tensor, y: Tensor, likelihood: str = "classi
         curvature = hessian(lambda f, y_n=y_n: _negative_log_likelihood(f, y_n, likelihood))(f)
         jacobian = jacrev(outputs)(parameters)
         for name, j in jacobian.items():
-            j = j.detach().flatten(1)
+            j = j.detach().reshape(len(j), -1)
             blocks[name] += j.T @ curvature @ j
     return blocks
 

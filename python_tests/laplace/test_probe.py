@@ -387,11 +387,6 @@ def test_a_hook_that_uses_the_layers_parameter_is_refused():
         KronLaplace(model).fit([labelled(3)])
 
 
-def test_a_layer_called_twice_has_the_fits_words():
-    with pytest.raises(ValueError, match="was called twice"):
-        KronLaplace(Free(lambda model, x: model.last(model.layer(model.layer(x).tanh()))).double()).fit([labelled(3)])
-
-
 def test_what_is_not_finite_is_no_dependence():
     """A gradient of nan is everywhere; the factors tell which layer has it."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()

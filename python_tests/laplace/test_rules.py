@@ -20,7 +20,7 @@ class Mystery(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.secret = nn.Parameter(torch.ones(size))
+        self.secret = nn.Parameter(torch.ones(1, size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.secret.sin()
@@ -111,15 +111,9 @@ def test_a_subclass_that_changes_only_construction_is_served():
     assert KronLaplace(Initialised(2).double()).fit([(x, y)]).n_data == 4
 
 
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [
-        (Mystery(2), "Mystery"),
-        (Scale(2), "Scale"),
-    ],
-)
-def test_layers_without_a_rule_are_named(layer, name):
-    with pytest.raises(TypeError, match=rf"layer '1' \({name}\).*ella_cuda.laplace.register"):
+def test_layers_without_a_rule_are_named():
+    layer = Mystery(2)
+    with pytest.raises(TypeError, match=r"layer '1' \(Mystery\).*ella_cuda.laplace.register"):
         KronLaplace(nn.Sequential(nn.Linear(2, 2), layer))
     layer.requires_grad_(False)
     KronLaplace(nn.Sequential(nn.Linear(2, 2), layer))  # frozen, it is a constant
@@ -169,31 +163,6 @@ def test_register_refuses_what_is_no_layer_or_no_rule():
         register(Scale)(object)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.linear(torch.tanh(self.linear(x)))
-
-
-def test_a_layer_called_twice_is_refused():
-    with pytest.raises(ValueError, match=r"layer 'linear' \(Linear\) was called twice"):
-        KronLaplace(Twice().double()).fit([labelled(3)])
-
-
-def test_tied_parameters_are_refused():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are one tied parameter"):
-        KronLaplace(model)
-    model = nn.Linear(3, 3)
-    model.again = model.weight
-    with pytest.raises(ValueError, match=r"'again' and 'weight' are one tied parameter"):
-        KronLaplace(model)
-
-
 def test_a_module_of_two_names_is_one_layer():
     parts = nn.ModuleList([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)])
     model = nn.ModuleDict({"parts": parts, "network": nn.Sequential(*parts), "last": parts[2]}).double()
@@ -204,8 +173,8 @@ def test_a_module_of_two_names_is_one_layer():
     assert la.parameter_names == [name for name, _ in model.named_parameters()]
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=0, atol=0)
     module = nn.Linear(3, 3).double()
-    with pytest.raises(ValueError, match="called twice"):
-        KronLaplace(nn.Sequential(module, module)).fit([batch])
+    module.again = module.weight
+    assert KronLaplace(module).parameter_names == ["weight", "bias"]
 
 
 def test_a_layer_that_is_never_called_is_refused():
@@ -291,7 +260,7 @@ def test_a_layer_called_by_keyword(dense_ggn):
 @pytest.mark.parametrize(
     ("layers", "error", "names"),
     [
-        ([Mystery(2), Scale(2), Mystery(3)], TypeError, ["Mystery", "Scale", "Mystery"]),
+        ([Mystery(2), nn.GRUCell(2, 2), Mystery(3)], TypeError, ["Mystery", "GRUCell", "Mystery"]),
         (
             [
                 nn.BatchNorm1d(2, track_running_stats=False),
@@ -312,9 +281,9 @@ def test_all_layers_that_cannot_be_served_are_named_at_once(layers, error, names
     with pytest.raises(error) as refused:
         KronLaplace(model)
     head, *lines = str(refused.value).splitlines()
-    served = [line for line in lines if line.startswith("Layers with rules: ")]
+    served = [line for line in lines if line.startswith(("Layers with rules: ", "KronLaplace(unknown='freeze') "))]
     assert head == f"{len(layers)} layers have no curvature rule that serves them:"
-    assert len(served) == ("Mystery" in names) and len(lines) == len(layers) + len(served)
+    assert len(served) == 2 * ("Mystery" in names) and len(lines) == len(layers) + len(served)
     for number, (line, name) in enumerate(zip(lines, names, strict=False), start=1):
         assert line.startswith(f"- layer '{number}' (") and name in line
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,13 +25,20 @@ class Rule(ABC):
     second; the rule's methods get it in front. With ``takes_reduced = True`` the class that defines :meth:`inputs` accepts
     bfloat16 and float16, as a network with an autocast of its own has them; otherwise it gets a float32 copy of these.
 
+    A layer may be called several times in a forward pass. What :meth:`inputs` leaves on the rule is there again when the gradient of
+    the same call comes back; what the calls' rows mean together is the business of :mod:`ella_cuda.laplace.uses`.
+
     Attributes:
         module: the layer.
         name: its name in the model.
         resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
             so.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
-        kept: what :meth:`inputs` leaves of a batch for :meth:`outputs` or :meth:`vjp`.
+        approximation: "expand" or "reduce".
+        positions: with "reduce", the shared positions of a data point in the last call, which :meth:`inputs` sets.
+        kept: what :meth:`inputs` leaves of a call for :meth:`outputs` or :meth:`vjp`.
+        tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
+        lent: parameters of the layer that others have in their ``tied``.
 
     Args:
         module: the layer.
@@ -46,21 +53,25 @@ class Rule(ABC):
     differentiates: bool = False
     batch_second: bool = False
     takes_reduced: ClassVar[bool] = False
+    approximation: str = "expand"
+    positions: int = 1
+    knows_all: ClassVar[bool] = (
+        True  # whether a trainable parameter that :meth:`shapes` lacks is refused, or left to others
+    )
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         self.module, self.name, self.resolution = module, name, resolution
         self.factors: dict[str, KroneckerFactor] = {}
         self.kept: Tensor | None = None
-        self.trainable = tuple(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+        self.tied: dict[str, tuple[Rule, str]] = {}
+        self.lent: set[str] = set()
+        self.trainable = tuple(n for n, p in self.parameters().items() if p.requires_grad)
         known = self.shapes()
+        if self.knows_all and any(parameter not in known for parameter in self.trainable):
+            raise self.unknown_to_it([parameter for parameter in self.trainable if parameter not in known])
+        self.trainable = tuple(parameter for parameter in self.trainable if parameter in known)
         for parameter in self.trainable:
-            if parameter not in known:
-                raise TypeError(
-                    f"{self.label} has the trainable parameter {parameter!r}, which {type(self).__name__} does not "
-                    f"know (it knows {', '.join(known)}). Write a rule for this layer with ella_cuda.laplace.register, "
-                    "or freeze the parameter."
-                )
-            size = getattr(module, parameter).numel()
+            size = module.get_parameter(parameter).numel()
             if known[parameter].numel != size:
                 raise ValueError(
                     f"{type(self).__name__}.shapes gives {parameter!r} of {self.label} {known[parameter].numel} "
@@ -71,6 +82,21 @@ class Rule(ABC):
     def label(self) -> str:
         """The layer's name and type, for messages."""
         return f"layer {self.name or '(the model itself)'!r} ({type(self.module).__name__})"
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that are the layer's own, by their names inside it."""
+        return dict(self.module.named_parameters(recurse=False))
+
+    def inner_modules(self) -> list[nn.Module]:
+        """Modules inside the layer whose parameters are among :meth:`parameters`."""
+        return []
+
+    def unknown_to_it(self, names: Iterable[str]) -> TypeError:
+        """The error for trainable parameters of these names."""
+        return TypeError(
+            f"{self.label} has the trainable parameter {', '.join(map(repr, names))}, which {type(self).__name__} does not know (it knows "
+            f"{', '.join(self.shapes())}). Write a rule for this layer with ella_cuda.laplace.register, or freeze the parameter."
+        )
 
     @abstractmethod
     def shapes(self) -> dict[str, FactorShape]:
@@ -106,9 +132,20 @@ class Rule(ABC):
         owner = next(c for c in type(self).__mro__ if "inputs" in vars(c))
         return bool(vars(owner).get("takes_reduced", False))
 
+    def touched(self) -> dict[str, Any]:
+        """Of the last call: the parameters that took part in it, each with the blocks of its factor that did; None is all of them."""
+        return dict.fromkeys(self.factors)
+
     def shares_outputs(self) -> dict[str, str]:
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""
         return {}
+
+    def separate_outputs(self) -> None:
+        """Give every parameter an output side of its own, which starts at what the shared one is."""
+        for parameter, owner in self.shares_outputs().items():
+            factor = self.factors[parameter]
+            if factor.output_moment is self.factors[owner].output_moment:
+                factor.output_moment = factor.output_moment.clone(f"{self.full_name(parameter)} (output side)")
 
     def allocate(self, moment_class: type[SecondMoment] = SecondMoment) -> None:
         """Start from zero factors.
@@ -127,11 +164,16 @@ class Rule(ABC):
             ) from error
 
     def _allocate(self, moment_class: type[SecondMoment]) -> None:
-        shapes, shared = self.shapes(), self.shares_outputs()
+        shapes, shared = self.shapes(), self.output_owners()
         moments: dict[str, SecondMoment] = {}
         self.factors = {}
         for parameter in self.trainable:
-            shape, tensor, label = shapes[parameter], getattr(self.module, parameter), self.full_name(parameter)
+            if parameter in self.tied:
+                owner, name = self.tied[parameter]
+                self.factors[parameter] = owner.factors[name]
+                continue
+            shape, tensor = shapes[parameter], self.module.get_parameter(parameter)
+            label = self.full_name(parameter)
             if parameter not in shared:
                 moments[parameter] = moment_class(
                     shape.output_groups, shape.row_outputs, tensor, f"{label} (output side)", shape.output_basis
@@ -143,11 +185,17 @@ class Rule(ABC):
                 )
             self.factors[parameter] = KroneckerFactor(shape, inputs, moments[shared.get(parameter, parameter)])
 
+    def output_owners(self) -> dict[str, str]:
+        """:meth:`shares_outputs` without what parameters of several layers would share."""
+        of_several = self.tied.keys() | self.lent
+        return {p: owner for p, owner in self.shares_outputs().items() if not {p, owner} & of_several}
+
     def blocks(self) -> list[tuple[int, int]]:
         """Blocks and rows of each of the sums that the factors will be made of; a side that two parameters share is there once."""
-        shapes, shared = self.shapes(), self.shares_outputs()
-        inputs = [(s.groups, s.row_inputs) for s in map(shapes.__getitem__, self.trainable) if not s.constant_input]
-        outputs = [(shapes[p].output_groups, shapes[p].row_outputs) for p in self.trainable if p not in shared]
+        shapes, shared = self.shapes(), self.output_owners()
+        own = [p for p in self.trainable if p not in self.tied]
+        inputs = [(s.groups, s.row_inputs) for s in map(shapes.__getitem__, own) if not s.constant_input]
+        outputs = [(shapes[p].output_groups, shapes[p].row_outputs) for p in own if p not in shared]
         return inputs + outputs
 
     def bytes(self) -> int:
@@ -243,41 +291,24 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
             f"{kind.__name__} with @ella_cuda.laplace.register({kind.__name__})."
         )
     parameters = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        remedy = (
+            "Write the recurrence as a loop over nn.Linear layers, which may be called once a step, or freeze the parameters with "
+            "requires_grad_(False)."
+        )
+    else:
+        remedy = (
+            f"Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the parameters with "
+            "requires_grad_(False)."
+        )
     raise TypeError(
-        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no "
-        f"curvature rule. Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the "
-        f"parameters with requires_grad_(False).{_served()}"
+        f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {remedy}"
+        f"{served()}"
     )
 
 
-def rules_for(model: nn.Module, resolution: str) -> list[Rule]:
-    """One rule per module that itself holds trainable parameters.
-
-    Raises:
-        TypeError, ValueError: as :func:`rule_for`, of all layers in one message; ValueError where every layer has a rule and none of
-            these can handle its layer.
-    """
-    rules: list[Rule] = []
-    refusals: list[TypeError | ValueError] = []
-    for name, module in model.named_modules():
-        if any(p.requires_grad for p in module.parameters(recurse=False)):
-            try:
-                rules.append(rule_for(module, name, resolution))
-            except (TypeError, ValueError) as refusal:
-                refusals.append(refusal)
-    if len(refusals) == 1:
-        raise refusals[0]
-    if refusals:
-        kind = ValueError if all(isinstance(refusal, ValueError) for refusal in refusals) else TypeError
-        words = [str(refusal) for refusal in refusals]
-        served = _served() if any(word.endswith(_served()) for word in words) else ""
-        lines = [f"- {word.removesuffix(served)}" for word in words]
-        head = f"{len(lines)} layers have no curvature rule that serves them:"
-        raise kind("\n".join([head, *lines, *([served.strip()] if served else [])]))
-    return rules
-
-
-def _served() -> str:
+def served() -> str:
+    """Words on the layers that have rules."""
     return f" Layers with rules: {', '.join(sorted(c.__name__ for c in _RULES))}."
 
 

@@ -1,0 +1,128 @@
+"""Gradients of single data points, for parameters that no rule knows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.likelihoods import Columns, checked_outputs
+from ella_cuda.laplace.rules import PerExampleRule
+
+
+class PerExampleGradients:
+    """The gradients that :class:`PerExampleRule` takes, of some columns and data points at a time.
+
+    A data point is a batch of one, so that whatever the forward does with the parameter is differentiated by autograd. Data points and
+    columns go together by :func:`torch.func.vmap`, or one after the other where that cannot take the model.
+
+    Args:
+        model: in evaluation mode, without hooks of a fit; its parameters and buffers are constants.
+        rules: of the modules whose parameters are wanted.
+    """
+
+    def __init__(self, model: nn.Module, rules: Sequence[PerExampleRule]) -> None:
+        self.model, self.rules = model, rules
+        self._together = True
+
+    def _values(self) -> dict[str, Tensor]:
+        return {
+            rule.full_name(n): p.detach()
+            for rule in self.rules
+            for n, p in rule.parameters().items()
+            if n in rule.trainable
+        }
+
+    def try_out(self, x: Tensor) -> None:
+        """Compare both ways on two data points.
+
+        Warns:
+            UserWarning: vmap cannot take the model, or takes wrong gradients.
+        """
+        few = x[:2]
+        with torch.enable_grad():
+            outputs = checked_outputs(self.model(few)).detach()
+        columns = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+            outputs
+        )
+        apart = self._one_by_one(few, columns)
+        try:
+            together = self._by_vmap(few, columns)
+            reason = "torch.func.vmap takes wrong gradients" if _differ(together, apart) else ""
+        except Exception as error:  # whatever the model's functions raise under vmap
+            reason = f"torch.func.vmap cannot take the model ({' '.join(str(error).split())[:300]})"
+        self._together = not reason
+        if reason:
+            names = ", ".join(list(apart)[:3]) + (", ..." if len(apart) > 3 else "")
+            warnings.warn(
+                f"fit: {reason}; the gradients of parameters without a rule ({names}) are taken for one data point after the other, which "
+                "takes longer.",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def add(self, x: Tensor, columns: Columns, column_bytes: int, memory_budget: int) -> None:
+        """Add the batch to the rules' factors.
+
+        Args:
+            x: ``(N, ...)``.
+            columns: of the batch.
+            column_bytes: of the gradients of a column of the whole batch.
+            memory_budget: bytes that gradients may take at a time.
+        """
+        count, own = len(x), sum(v.numel() * v.element_size() for v in self._values().values())
+        each = max(-(-column_bytes // count), 2 * own)
+        pairs = max(memory_budget // each, 1)
+        wide = min(len(columns), pairs)
+        step = max(pairs // wide, 1) if self._together else 1
+        for begin in range(0, len(columns), wide):
+            part = columns[begin : begin + wide]
+            for first in range(0, count, step):
+                some = slice(first, first + step)
+                take = self._by_vmap if self._together else self._one_by_one
+                found = take(x[some], part[:, some])
+                last_columns = begin + wide >= len(columns)
+                for rule in self.rules:
+                    for name in rule.trainable:
+                        rule.add(name, found[rule.full_name(name)], data_too=last_columns)
+
+    def _by_vmap(self, x: Tensor, columns: Tensor) -> dict[str, Tensor]:
+        """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, outputs)``."""
+
+        def of_one(one: Tensor, its_columns: Tensor) -> dict[str, Tensor]:
+            def outputs(values: Mapping[str, Tensor]) -> Tensor:
+                return checked_outputs(torch.func.functional_call(self.model, dict(values), (one[None],)))[0]
+
+            _, vjp = torch.func.vjp(outputs, self._values())
+            return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
+
+        return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(x, columns)
+
+    def _one_by_one(self, x: Tensor, columns: Tensor) -> dict[str, Tensor]:
+        """:meth:`_by_vmap` by plain autograd."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self._values()}
+        for one, its_columns in zip(x, columns.unbind(1), strict=True):
+            values = {name: value.clone().requires_grad_() for name, value in self._values().items()}
+            with torch.enable_grad():
+                outputs = checked_outputs(torch.func.functional_call(self.model, values, (one[None],)))[0]
+            for column in its_columns:
+                gradients = (
+                    torch.autograd.grad(outputs, list(values.values()), column, retain_graph=True, allow_unused=True)
+                    if outputs.requires_grad
+                    else [None] * len(values)
+                )
+                for (name, value), gradient in zip(values.items(), gradients, strict=True):
+                    found[name].append(torch.zeros_like(value) if gradient is None else gradient)
+        shape = columns.shape[1], columns.shape[0]
+        return {name: torch.stack(parts).unflatten(0, shape).transpose(0, 1).detach() for name, parts in found.items()}
+
+
+def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Beyond rounding, in what is finite."""
+    for name, b in other.items():
+        size = b.abs().amax()
+        if size.isfinite() and (one[name] - b).abs().amax() > torch.finfo(b.dtype).eps ** 0.5 * size:
+            return True
+    return False

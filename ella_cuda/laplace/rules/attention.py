@@ -1,0 +1,156 @@
+"""Multi-head attention: linear layers inside of one module."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rules.base import Rule, register
+
+# (arguments of inputs, output, axis of the batch) -> the output, of which the rule gets the gradient
+Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
+
+
+@register(nn.MultiheadAttention)
+class MultiheadAttentionRule(Rule):
+    """:class:`torch.nn.MultiheadAttention` on ``(N, L, E)``, or ``(L, N, E)``: its projections are linear layers with L shared positions,
+    and are differentiated as such; autograd does the rest.
+
+    ``in_proj_weight``: three blocks, those of query, key and value, each that of a linear layer: block index (input, output).
+        ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight``, of inputs of other sizes: likewise, one block each.
+    ``in_proj_bias``: the exact GGN block of all three together.
+    ``out_proj.weight``, ``out_proj.bias``: as those of a linear layer.
+    ``bias_k`` and ``bias_v`` are left to whoever serves parameters without a rule.
+
+    The rule finds the projections by their weights while the module's own forward runs, whatever that does between them.
+    """
+
+    batch_second = True
+    knows_all = False
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    def inner_modules(self) -> list[nn.Module]:
+        return [self.module.out_proj]
+
+    def shapes(self) -> dict[str, FactorShape]:
+        m = self.module
+        e = m.embed_dim
+        if m.in_proj_weight is not None:
+            known = {"in_proj_weight": FactorShape(3, e, e, 3)}
+        else:
+            known = {
+                f"{p}_proj_weight": FactorShape(1, size, e, 1)
+                for p, size in zip("qkv", (e, m.kdim, m.vdim), strict=True)
+            }
+        known["in_proj_bias"] = FactorShape.bias(3 * e)
+        return known | {"out_proj.weight": FactorShape(1, e, e, 1), "out_proj.bias": FactorShape.bias(e)}
+
+    def projection(self, weight: Tensor) -> tuple[str, range] | None:
+        """Which of the layer's projections a weight is: its name, and the rows of ``in_proj_weight`` in units of E; None if none."""
+        m, e = self.module, self.module.embed_dim
+        if weight is m.out_proj.weight:
+            return "out_proj.weight", range(1)
+        for name, at in (("q_proj_weight", 0), ("k_proj_weight", 1), ("v_proj_weight", 2)):
+            if weight is getattr(m, name):
+                return name, range(at, at + 1)
+        packed = m.in_proj_weight
+        of_it = packed is not None and weight.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+        if not of_it or weight.dim() != 2 or weight.shape[1] != e:
+            return None
+        first = (weight.storage_offset() - packed.storage_offset()) // (e * e)
+        return "in_proj_weight", range(first, first + weight.shape[0] // e)
+
+    def tapped(self, forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
+        """The module's forward with a tap behind every projection."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            query = args[0] if args else kwargs["query"]
+            if query.dim() != 3:
+                raise ValueError(
+                    f"{self.label}: expected queries (N, L, {self.module.embed_dim}) or (L, N, {self.module.embed_dim}), got shape "
+                    f"{tuple(query.shape)}; add a batch axis."
+                )
+            images = query.shape[0 if self.module.batch_first else 1]
+            with _Projections(self, tap, images):
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    def inputs(self, x: Tensor, name: str, blocks: range) -> None:
+        self.name_of_call, self.blocks_of_call, self.positions = name, blocks, x.shape[1]
+        if name not in self.factors:
+            return
+        rows = (x.mean(1) if self.approximation == "reduce" else x.reshape(-1, x.shape[-1]))[:, None]
+        moment = self.factors[name].input_moment
+        if name == "in_proj_weight":
+            moment.add_to(blocks, rows)
+        else:
+            moment.add(rows)
+
+    def touched(self) -> dict[str, range | None]:
+        weight = self.name_of_call
+        bias = "out_proj.bias" if weight == "out_proj.weight" else "in_proj_bias"
+        blocks = {weight: self.blocks_of_call if weight == "in_proj_weight" else None, bias: None}
+        return {name: part for name, part in blocks.items() if name in self.factors}
+
+    def outputs(self, gradient: Tensor) -> None:
+        name, blocks = self.name_of_call, self.blocks_of_call
+        summed = gradient.sum(2)  # over positions
+        if name in self.factors:
+            moment = self.factors[name].output_moment
+            rows, alpha = (summed, 1.0) if self.approximation == "reduce" else (gradient, 1 / max(gradient.shape[2], 1))
+            rows = rows.reshape(-1, len(blocks), self.module.embed_dim)
+            if name == "in_proj_weight":
+                moment.add_to(blocks, rows, alpha)
+            else:
+                moment.add(rows, alpha)
+        bias = "out_proj.bias" if name == "out_proj.weight" else "in_proj_bias"
+        if bias in self.factors:
+            e = self.module.embed_dim
+            around = (blocks.start * e, (3 - blocks.stop) * e) if bias == "in_proj_bias" else (0, 0)
+            self.factors[bias].output_moment.add(F.pad(summed.flatten(0, 1), around)[:, None])
+
+
+class _Projections(TorchFunctionMode):
+    """While an attention's forward runs, its linear projections go through the tap. They are on ``(L, N, E)``, or ``(L * N, E)``.
+
+    Torch computes them in a function that a mode sees as a whole. The function's code runs with another ``linear`` among its globals.
+    """
+
+    def __init__(self, rule: MultiheadAttentionRule, tap: Tap, images: int) -> None:
+        self.rule, self.tap, self.images = rule, tap, images
+
+    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            func = _with_globals(func, {"linear": self._linear})
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = F.linear(x, weight, bias)
+        found = self.rule.projection(weight)
+        if found is None:
+            return out
+        apart = (-1, self.images) if x.dim() == 2 else x.shape[:2]
+        tapped = self.tap((x.reshape(*apart, x.shape[-1]), *found), out.reshape(*apart, out.shape[-1]), 1)
+        return tapped.reshape(out.shape)
+
+
+def _with_globals(function: Any, names: dict[str, Any]) -> Any:
+    """A copy of the function, and of the functions of its module that it calls, with other objects under these global names."""
+    own = {**function.__globals__, **names}
+    for name in function.__code__.co_names:
+        inner = own.get(name)
+        if isinstance(inner, types.FunctionType) and inner.__globals__ is function.__globals__:
+            own[name] = types.FunctionType(inner.__code__, own, name, inner.__defaults__, inner.__closure__)
+            own[name].__kwdefaults__ = inner.__kwdefaults__
+    found = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found

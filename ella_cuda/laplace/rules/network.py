@@ -1,0 +1,104 @@
+"""The rules of a whole network: which layer gets which, what happens to parameters that none knows, who shares a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ella_cuda.laplace.rules.base import Rule, rule_for, served
+from ella_cuda.laplace.rules.per_example import PerExampleRule
+
+UNKNOWN = ("error", "freeze", "diagonal")
+
+
+def rules_for(model: nn.Module, resolution: str, unknown: str = "error") -> list[Rule]:
+    """One rule per module that itself holds trainable parameters.
+
+    Where all parameters of a module that no rule knows have one axis or none, they get their exact blocks, see :class:`PerExampleRule`.
+
+    Args:
+        model: the network.
+        resolution: see :class:`Rule`.
+        unknown: what becomes of a module's parameters that no rule knows where one has more axes. "error" refuses them; "freeze" leaves
+            them out, and layers too that a rule refuses; "diagonal" gives those with more axes the exact diagonal of their blocks.
+
+    Raises:
+        TypeError, ValueError: as :func:`rule_for`, of all layers in one message; ValueError where every layer has a rule and none of
+            these can handle its layer, or two layers share a parameter and their factors do not fit.
+    """
+    rules: list[Rule] = []
+    refusals: list[TypeError | ValueError] = []
+    inside: set[nn.Module] = set()  # of layers whose rule has the parameters of these modules too
+    for name, module in model.named_modules():
+        own = {n: p for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+        deep = isinstance(module, nn.MultiheadAttention) and any(p.requires_grad for p in module.parameters())
+        if module in inside or not (own or deep):
+            continue
+        try:
+            rule = rule_for(module, name, resolution)
+        except (TypeError, ValueError) as refusal:
+            left, refused = own, refusal
+        else:
+            inside.update(rule.inner_modules())
+            left = {n: p for n, p in own.items() if n not in rule.trainable}
+            refused = rule.unknown_to_it(left)
+            rules.append(rule)
+        exact = all(PerExampleRule.is_exact(p) for p in left.values())
+        if left and isinstance(refused, TypeError) and (exact or unknown == "diagonal"):
+            rules.append(PerExampleRule(module, name, resolution, list(left)))
+        elif left and unknown != "freeze":
+            refusals.append(refused)
+    if refusals:
+        raise _together(refusals, unknown)
+    _tie(rules)
+    return rules
+
+
+def _together(refusals: Sequence[TypeError | ValueError], unknown: str) -> TypeError | ValueError:
+    """One error of all."""
+    of_types = any(isinstance(refusal, TypeError) for refusal in refusals)
+    words = [str(refusal).removesuffix(served()) for refusal in refusals]
+    if len(words) > 1:
+        words = [f"{len(words)} layers have no curvature rule that serves them:", *(f"- {word}" for word in words)]
+    text = "\n".join(words)
+    if of_types and unknown == "error":
+        text += (
+            ("\n" if len(refusals) > 1 else " ")
+            + "KronLaplace(unknown='freeze') leaves parameters without a rule out of the posterior, unknown='diagonal' gives them the exact "
+            "diagonal."
+        )
+    if any(str(refusal).endswith(served()) for refusal in refusals):
+        text += "\n" + served().strip() if len(refusals) > 1 else served()
+    return (TypeError if of_types else ValueError)(text)
+
+
+def _tie(rules: Sequence[Rule]) -> None:
+    """Have layers that share a parameter share its factor, or say that their factors are to be merged. Gradients of single data points
+    are of all uses already: the second module's rule leaves such a parameter to the first's.
+
+    Raises:
+        ValueError: the two factors are neither of one shape nor each other's transposes.
+    """
+    owners: dict[int, tuple[Rule, str]] = {}
+    for rule in rules:
+        parameters = rule.parameters()
+        for name in rule.trainable:
+            owner, its_name = owners.setdefault(id(parameters[name]), (rule, name))
+            if owner is rule:
+                continue
+            here, there = rule.shapes()[name], owner.shapes()[its_name]
+            per_example = [isinstance(r, PerExampleRule) for r in (rule, owner)]
+            if all(per_example):
+                rule.trainable = tuple(n for n in rule.trainable if n != name)
+            elif here == there and not any(per_example):
+                rule.tied[name] = owner, its_name
+                owner.lent.add(its_name)
+            elif any(per_example) or not there.is_transpose_of(here):
+                raise ValueError(
+                    f"KronLaplace: {rule.full_name(name)!r} and {owner.full_name(its_name)!r} are one tied parameter, and the curvature of "
+                    f"the two uses has different blocks ({here} and {there}). Give each layer its own copy, or freeze it."
+                )
+            else:
+                rule.lent.add(name)
+                owner.lent.add(its_name)

@@ -1,0 +1,267 @@
+"""The calls of one batch: what several calls of a layer, or of layers that share a weight, add to the weight's factor.
+
+All positions of all calls are shared positions of one layer. KFAC-expand: A is the sum over them, B the mean. KFAC-reduce: A is the outer
+product of the inputs' mean over them, B that of the gradients' sum. Blocks without an input side are exact: their gradients are summed
+over the calls before the outer product.
+
+Source: Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural network architectures", NeurIPS 2023.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.second_moment import SecondMoment
+
+# What a rule has from the start; the rest is what a call left there.
+_OF_THE_RULE = {"module", "name", "resolution", "factors", "trainable", "tied", "lent", "approximation"}
+
+
+@dataclasses.dataclass(eq=False)
+class Use:
+    """One call of a rule's layer.
+
+    Attributes:
+        rule: the layer's.
+        axis: of the batch in the layer's input and output, 0 or 1.
+        state: what the call left on the rule.
+        blocks: by parameter that took part, the range of its factor's blocks that did; None is all.
+        rows: by parameter, the rows that the call added to the input side.
+    """
+
+    uses: Uses
+    rule: Rule
+    axis: int
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    blocks: dict[str, range | None] = dataclasses.field(default_factory=dict)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def outputs(self, gradient: Tensor) -> None:
+        """:meth:`Rule.outputs` of this call, ``(K, *output.shape)``."""
+        with self.uses.ready(self):
+            self.rule.outputs(self._batch_first(gradient))
+
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        """:meth:`Rule.vjp` of this call."""
+        if self.axis and input_shape is not None:
+            input_shape = torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
+        with self.uses.ready(self):
+            found = self.rule.vjp(self._batch_first(gradient), input_shape)
+        return found if found is None else self._batch_first(found)
+
+    def _batch_first(self, columns: Tensor) -> Tensor:
+        """Swaps the first two axes behind that of the columns where the batch is the second."""
+        return columns.transpose(1, 2) if self.axis else columns
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """What took part, by parameter."""
+        for name, blocks in self.blocks.items():
+            yield name, (self.rule.factors[name], blocks)
+
+
+Part = tuple[KroneckerFactor, range | None]  # of a factor: the blocks that a call can take part in together
+
+
+class Uses:
+    """The calls of one batch, in their order."""
+
+    def __init__(self) -> None:
+        self._all: list[Use] = []
+        self._counts: collections.Counter[Rule] = collections.Counter()
+        self._of: dict[Part, list[tuple[Use, str]]] = {}
+        self._inputs: dict[
+            Part, list[tuple[int, _Summed]]
+        ] = {}  # of KFAC-reduce: positions, and rows that are means over these
+        self._sums: dict[Part, _Summed] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def of(self, rule: Rule) -> int:
+        """How many calls there are of this rule."""
+        return self._counts[rule]
+
+    def kept_bytes(self) -> int:
+        """What rules keep of the calls."""
+        kept = [use.state.get("kept") for use in self._all]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept if isinstance(tensor, Tensor))
+
+    def call(self, rule: Rule, arguments: Sequence[Any], axis: int) -> Use:
+        """A call with these arguments, the batch along ``axis``; accumulates its input side."""
+        use = Use(self, rule, axis)
+        before = {name: _rows(factor) for name, factor in rule.factors.items()}
+        reduced = rule.factors if rule.approximation == "reduce" else {}
+        collected = {n: _Summed(f.input_moment) for n, f in reduced.items() if f.input_moment is not None}
+        with _exchanged(rule, "input_moment", collected):
+            rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in arguments))
+        use.state = {key: value for key, value in vars(rule).items() if key not in _OF_THE_RULE}
+        use.blocks = rule.touched()
+        for name, part in use.parts():
+            self._of.setdefault(part, []).append((use, name))
+            use.rows[name] = _rows(part[0]) - before[name]
+            if name in collected:
+                self._inputs.setdefault(part, []).append((rule.positions, collected[name]))
+        self._all.append(use)
+        self._counts[rule] += 1
+        return use
+
+    def close(self) -> None:
+        """All calls of the forward pass are there.
+
+        Raises:
+            ValueError: two calls took part in different sets of a factor's blocks that have some in common.
+        """
+        for (factor, _), calls in self._inputs.items():
+            total, mean = max(sum(positions for positions, _ in calls), 1), _Summed(factor.input_moment)
+            for positions, rows in calls:
+                mean.begin()
+                mean.take(rows, positions / total)
+            mean.flush()
+        self._inputs.clear()
+        for part, calls in self._of.items():
+            _require_blocks_apart(part, calls[0], self._of)
+            factor = part[0]
+            if len(calls) > 1:
+                for use, _ in calls:
+                    use.rule.separate_outputs()
+                if factor.shape.constant_input or calls[0][0].rule.approximation == "reduce":
+                    self._sums[part] = _Summed(factor.output_moment)
+
+    @contextmanager
+    def ready(self, use: Use) -> Iterator[None]:
+        """For the duration of the context, the rule is as the call left it, and adds output sides with the call's part in them."""
+        vars(use.rule).update(use.state)
+        moments: dict[str, Any] = {}
+        for name, part in use.parts():
+            if part in self._sums:
+                self._sums[part].begin()
+                moments[name] = self._sums[part]
+            elif len(self._of[part]) > 1:
+                rows = [of.rows[its_name] for of, its_name in self._of[part]]
+                share = use.rows[name] / sum(rows) if sum(rows) else 1 / len(rows)
+                moments[name] = _Scaled(part[0].output_moment, share)
+        with _exchanged(use.rule, "output_moment", moments):
+            yield
+
+    def flush(self) -> None:
+        """All gradients of these columns are there."""
+        for sums in self._sums.values():
+            sums.flush()
+
+    def clear(self) -> None:
+        """Forget the batch."""
+        for each in (self._all, self._counts, self._of, self._inputs, self._sums):
+            each.clear()
+
+
+def _rows(factor: KroneckerFactor) -> int:
+    return 0 if factor.input_moment is None else factor.input_moment.rows
+
+
+def _require_blocks_apart(part: Part, call: tuple[Use, str], others: Iterable[Part]) -> None:
+    factor, blocks = part
+    for other, its_blocks in others:
+        if (
+            other is factor
+            and its_blocks != blocks
+            and (blocks is None or its_blocks is None or {*blocks} & {*its_blocks})
+        ):
+            use, name = call
+            raise ValueError(
+                f"fit: {use.rule.label} was called in one forward pass in ways that have a part of {name!r} in common, as an attention is "
+                "whose query is its key once, and another time is not. Give each use its own layer, or freeze it."
+            )
+
+
+@contextmanager
+def _exchanged(rule: Rule, side: str, moments: dict[str, Any]) -> Iterator[None]:
+    """For the duration of the context, the rule adds a side of these parameters' factors to these."""
+    before = {name: getattr(rule.factors[name], side) for name in moments}
+    try:
+        for name, moment in moments.items():
+            setattr(rule.factors[name], side, moment)
+        yield
+    finally:
+        for name, moment in before.items():
+            setattr(rule.factors[name], side, moment)
+
+
+class _Scaled:
+    """Adds to a moment, times a number."""
+
+    def __init__(self, moment: SecondMoment, scale: float) -> None:
+        self._moment, self._scale = moment, scale
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self._moment.add(rows, alpha * self._scale)
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        self._moment.add_to(blocks, rows, alpha * self._scale)
+
+    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        self._moment.add_weighted(rows, weights * self._scale)
+
+    def add_patches(
+        self, x: Tensor, kernel_size: Any, padding_mode: str = "circular", alpha: float = 1.0, **geometry: Any
+    ) -> None:
+        self._moment.add_patches(x, kernel_size, padding_mode, alpha * self._scale, **geometry)
+
+    def add_windows(self, x: Tensor, kernel_size: Any, stride: Any, dilation: Any, alpha: float = 1.0) -> None:
+        self._moment.add_windows(x, kernel_size, stride, dilation, alpha * self._scale)
+
+    def add_diagonal(self, values: Tensor, rows: int) -> None:
+        self._moment.add_diagonal(values * self._scale, rows)
+
+    def count(self, rows: int) -> None:
+        self._moment.count(rows)
+
+
+class _Summed:
+    """Rows that are summed over calls; those of a call may come in pieces, of the same sizes in every call."""
+
+    def __init__(self, moment: SecondMoment) -> None:
+        self._moment = moment
+        self._pieces: list[tuple[range | None, Tensor]] = []
+        self._next = 0
+
+    def begin(self) -> None:
+        """The next rows are a call's first."""
+        self._next = 0
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self._collect(None, rows, alpha)
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        self._collect(blocks, rows, alpha)
+
+    def _collect(self, blocks: range | None, rows: Tensor, alpha: float) -> None:
+        rows = rows if alpha == 1 else rows * alpha**0.5
+        if self._next == len(self._pieces):
+            self._pieces.append((blocks, rows))
+        else:
+            self._pieces[self._next] = blocks, self._pieces[self._next][1] + rows
+        self._next += 1
+
+    def take(self, other: _Summed, weight: float) -> None:
+        """Add another's rows, times a number."""
+        for blocks, rows in other._pieces:
+            self._collect(blocks, rows, weight**2)
+
+    def flush(self) -> None:
+        """Add the outer products of the sums, and forget them."""
+        for blocks, rows in self._pieces:
+            if blocks is None:
+                self._moment.add(rows)
+            else:
+                self._moment.add_to(blocks, rows)
+        self._pieces.clear()
+        self._next = 0

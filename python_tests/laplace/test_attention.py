@@ -1,0 +1,305 @@
+"""MultiheadAttention and transformers: against the dense matrix, and against attention written with linear layers."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+
+IMAGES, CLASSES, WIDTH = 4, 3, 4
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(IMAGES, 5, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (IMAGES,), generator=generator)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5, generator=generator)
+    return model.double().eval()
+
+
+class Attention(nn.Module):
+    """A head on an attention of torch's.
+
+    ``mode``: "self"; "cross", where the keys are the values; "apart", where query, key and value are three tensors.
+    """
+
+    def __init__(self, mode: str = "self", times: int = 1, **kwargs: object) -> None:
+        super().__init__()
+        self.mode, self.times, self.batch_first = mode, times, bool(kwargs.get("batch_first", True))
+        self.call: dict[str, object] = {}
+        self.attention = nn.MultiheadAttention(WIDTH, 2, **{"batch_first": True, **kwargs})
+        self.keys, self.values = (nn.Linear(WIDTH, size) for size in (self.attention.kdim, self.attention.vdim))
+        self.head, self.checkpointed = nn.Linear(WIDTH, CLASSES), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if self.batch_first else x.transpose(0, 1)
+        for _ in range(self.times):
+            if self.mode == "self":
+                args = (h, h, h)
+            else:
+                k = self.keys(h).sin()
+                args = (h, k, k if self.mode == "cross" else self.values(h).sin())
+            attend = partial(self.attention, **self.call)
+            h = (checkpoint(attend, *args, use_reentrant=False) if self.checkpointed else attend(*args))[0]
+        return self.head(h.sin().mean(1 if self.batch_first else 0))
+
+    def unused(self) -> Attention:
+        """Without what the mode does not use."""
+        if self.mode == "self":
+            del self.keys, self.values
+        elif self.mode == "cross":
+            del self.values
+        return self
+
+
+MODES = {
+    "self": lambda: Attention(),
+    "self, sequence first": lambda: Attention(batch_first=False),
+    "without biases": lambda: Attention(bias=False),
+    "cross": lambda: Attention("cross"),
+    "cross, sequence first": lambda: Attention("cross", batch_first=False),
+    "three inputs": lambda: Attention("apart"),
+    "other sizes": lambda: Attention("apart", kdim=3, vdim=2),
+    "other sizes, sequence first": lambda: Attention("apart", kdim=3, vdim=2, batch_first=False),
+    "extra row of zeros": lambda: Attention(add_zero_attn=True),
+}
+
+
+@pytest.fixture(params=MODES)
+def model(request) -> Attention:
+    return randomised(MODES[request.param]().unused())
+
+
+def exact_blocks(la: KronLaplace) -> list[str]:
+    return [name for name, factor in la.factors.items() if factor.shape.constant_input]
+
+
+def assert_exact(la: KronLaplace, dense: dict[str, Tensor]) -> None:
+    for name in exact_blocks(la):
+        torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name], rtol=1e-8, atol=1e-11)
+
+
+def test_biases_are_exact(model, data, dense_ggn):
+    la = KronLaplace(model).fit([data])
+    assert "attention.in_proj_bias" in exact_blocks(la) or model.attention.in_proj_bias is None
+    assert_exact(la, dense_ggn(model, *data))
+
+
+class ByHand(nn.Module):
+    """The same function of linear layers, a softmax and products."""
+
+    def __init__(self, model: Attention) -> None:
+        super().__init__()
+        m = model.attention
+        self.model = model
+        packed = m.in_proj_weight
+        weights = packed.chunk(3) if packed is not None else (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+        biases = [None] * 3 if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
+        self.q, self.k, self.v = (self._layer(w, b) for w, b in zip(weights, biases, strict=True))
+        self.out = self._layer(m.out_proj.weight, m.out_proj.bias)
+        self.zeros = m.add_zero_attn
+
+    @staticmethod
+    def _layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None).double()
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            if bias is not None:
+                layer.bias.copy_(bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        model, h = self.model, x
+        k = h if model.mode == "self" else model.keys(h).sin()
+        v = h if model.mode == "self" else k if model.mode == "cross" else model.values(h).sin()
+        q, k, v = (
+            layer(t).unflatten(2, (2, -1)).transpose(1, 2) for layer, t in ((self.q, h), (self.k, k), (self.v, v))
+        )
+        if self.zeros:
+            k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        h = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return model.head(self.out(h.transpose(1, 2).flatten(2)).sin().mean(1))
+
+
+def test_weights_have_the_factors_of_linear_layers(model, data):
+    apart = copy.deepcopy(model)
+    by_hand = ByHand(apart)
+    torch.testing.assert_close(by_hand(data[0]), model(data[0]))
+    for p in apart.attention.parameters():
+        p.requires_grad_(False)
+    la, expected = KronLaplace(model).fit([data]), KronLaplace(by_hand).fit([data])
+    for i, name in enumerate("qkv"):
+        wanted = expected.factors[f"{name}.weight"]
+        if model.attention.in_proj_weight is not None:
+            found = la.factors["attention.in_proj_weight"]
+            sides = found.inputs[i], found.outputs[i]
+        else:
+            found = la.factors[f"attention.{name}_proj_weight"]
+            sides = found.inputs[0], found.outputs[0]
+        torch.testing.assert_close(sides, (wanted.inputs[0], wanted.outputs[0]), rtol=1e-9, atol=1e-12)
+    found, wanted = la.factors["attention.out_proj.weight"], expected.factors["out.weight"]
+    torch.testing.assert_close((found.inputs, found.outputs), (wanted.inputs, wanted.outputs), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(la.factors["head.weight"].outputs, expected.factors["model.head.weight"].outputs)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"need_weights": False},
+        {"average_attn_weights": False},
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)},
+        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True, "need_weights": False},
+        {"attn_mask": torch.linspace(-1, 1, 25, dtype=torch.float64).view(5, 5)},
+    ],
+    ids=["no weights", "weights of heads", "mask", "causal", "additive mask"],
+)
+def test_whatever_the_call_asks_for(call, data, dense_ggn):
+    model = randomised(Attention().unused())
+    model.call = call
+    assert_exact(KronLaplace(model).fit([data]), dense_ggn(model, *data))
+
+
+@pytest.mark.parametrize("mode", ["self", "cross"])
+def test_called_twice(mode, data, dense_ggn):
+    model = randomised(Attention(mode, times=2).unused())
+    la = KronLaplace(model).fit([data])
+    assert_exact(la, dense_ggn(model, *data))
+    # The input side of a projection adds over calls, its output side is their mean: both calls have five positions.
+    rows = data[0].flatten(0, 1)
+    first = rows.T @ rows / IMAGES
+    second = la.factors["attention.in_proj_weight"].inputs[0] - first
+    with torch.no_grad():
+        k = model.keys(data[0]).sin() if mode == "cross" else data[0]
+        again = model.attention(data[0], k, k)[0].flatten(0, 1)
+    torch.testing.assert_close(second, again.T @ again / IMAGES)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(WIDTH, 2, batch_first=True), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.attention(x, x, x)[0]
+        return self.head(self.attention(h, x, x)[0].mean(1))
+
+
+def test_calls_with_one_input_and_with_several_are_refused(data):
+    with pytest.raises(
+        ValueError, match=r"'attention' \(MultiheadAttention\).*have a part of 'in_proj_weight' in common"
+    ):
+        KronLaplace(Mixed().double()).fit([data])
+
+
+def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(model, data):
+    x, y = data
+    whole = KronLaplace(model).fit([data])
+    model.checkpointed = True
+    parts = KronLaplace(model, memory_budget=1).fit([(x[:1], y[:1]), (x[1:], y[1:])])
+    for name, factor in whole.factors.items():
+        torch.testing.assert_close(parts.factors[name].inputs, factor.inputs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(parts.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_parts(data, dense_ggn):
+    for frozen in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
+        model = randomised(Attention().unused())
+        model.attention.get_parameter(frozen).requires_grad_(False)
+        la = KronLaplace(model).fit([data])
+        assert f"attention.{frozen}" not in la.factors and len(la.factors) == 5
+        assert_exact(la, dense_ggn(model, *data))
+    model.attention.requires_grad_(False)
+    assert list(KronLaplace(model).fit([data]).factors) == ["head.weight", "head.bias"]
+    model.attention.out_proj.weight.requires_grad_(True)
+    la = KronLaplace(model).fit([data])
+    assert list(la.factors) == ["attention.out_proj.weight", "head.weight", "head.bias"]
+
+
+def test_biases_of_keys_and_values_are_unknown(data, dense_ggn):
+    model = randomised(Attention(add_bias_kv=True).unused())
+    with pytest.raises(TypeError, match=r"'bias_k', 'bias_v'.*unknown='freeze'"):
+        KronLaplace(model)
+    la = KronLaplace(model, unknown="diagonal").fit([data])
+    dense = dense_ggn(model, *data)
+    assert_exact(la, dense)
+    for name in ("attention.bias_k", "attention.bias_v"):
+        found = la.factors[name].to_dense().flatten()
+        torch.testing.assert_close(found, dense[name].diagonal(), rtol=1e-9, atol=1e-12)
+
+
+class Encoder(nn.Module):
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 6, batch_first=True, **kwargs)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).mean(1))
+
+
+class WithDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer = nn.Transformer(WIDTH, 2, 1, 1, 6, batch_first=True, activation="gelu")
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.transformer(x, x[:, :3].sin()).mean(1))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Encoder, lambda: Encoder(norm_first=True, activation="gelu"), WithDecoder],
+    ids=["encoder", "norm first", "encoder and decoder"],
+)
+def test_transformers(build, data, dense_ggn):
+    model = randomised(build())
+    fastpath, before = torch.backends.mha.get_fastpath_enabled(), copy.deepcopy(model.state_dict())
+    la = KronLaplace(model).fit([data])
+    assert la.parameter_names == [name for name, _ in model.named_parameters()]
+    assert_exact(la, dense_ggn(model, *data))
+    assert len(exact_blocks(la)) > 8 and la.log_marginal_likelihood().isfinite()
+    assert torch.backends.mha.get_fastpath_enabled() is fastpath
+    assert all("forward" not in vars(module) for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_failing_forward_leaves_the_model_as_it_was(data):
+    model = randomised(Attention().unused())
+    model.call = {"attn_mask": torch.zeros(2, 2)}
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        KronLaplace(model).fit([data])
+    assert "forward" not in vars(model.attention) and not model.attention._forward_hooks
+
+
+def test_sequences_without_a_batch_are_refused():
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(WIDTH, 2), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:  # images attend to each other
+            return self.head(self.attention(x, x, x)[0])
+
+    with pytest.raises(ValueError, match="a third is in the batch"):
+        KronLaplace(Alone()).fit([(torch.randn(4, WIDTH), torch.tensor([0, 1, 2, 0]))])
+
+
+def test_the_exact_evidence_refuses_attention(data):
+    with pytest.raises(ValueError, match=r"'attention' \(MultiheadAttention\) has its projections inside"):
+        exact_log_marginal_likelihood(KronLaplace(randomised(Attention().unused())), *data)

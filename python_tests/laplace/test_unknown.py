@@ -1,0 +1,222 @@
+"""Parameters that no rule knows."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+
+IMAGES, CLASSES = 6, 3
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(IMAGES, 5, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (IMAGES,), generator=generator)
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5, generator=generator)
+    return model.double().eval()
+
+
+class Tokens(nn.Module):
+    """A class token, a position embedding, a layer scale and FixUp's numbers."""
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.token, self.position = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 6, 4))
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(1))
+        self.gains = nn.Parameter(torch.ones(4))
+        self.inner, self.head, self.looks = nn.Linear(4, 4), nn.Linear(4, CLASSES), looks
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        if self.looks and h.sum().item() == 0:  # which torch.func.vmap cannot take
+            return x.new_zeros(len(x), CLASSES)
+        h = self.gains * self.inner(h).tanh() * self.scale + self.shift
+        return self.head(h.sin().mean(1) + self.scale.cos())
+
+
+NAMED = ["token", "position"]
+OF_THE_MODULE = [*NAMED, "scale", "shift", "gains"]
+EXACT = ["scale", "shift", "gains", "inner.bias", "head.bias"]
+
+
+def test_they_are_refused_in_one_message_that_names_them():
+    model = nn.Sequential(Tokens(), Tokens())
+    with pytest.raises(TypeError) as refusal:
+        KronLaplace(model)
+    text = str(refusal.value)
+    for word in (
+        "layer '0' (Tokens)",
+        "layer '1' (Tokens)",
+        "token",
+        "position",
+        "unknown='freeze'",
+        "unknown='diagonal'",
+    ):
+        assert word in text
+    with pytest.raises(ValueError, match="unknown must be one of 'error', 'freeze', 'diagonal', got 'none'"):
+        KronLaplace(model, unknown="none")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("budget", [None, 1, 5000])
+def test_diagonals_and_blocks_are_those_of_the_dense_matrix(likelihood, budget, data, dense_ggn):
+    model, (x, y) = randomised(Tokens()), data
+    if likelihood == "regression":
+        y = torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    la = KronLaplace(model, likelihood, unknown="diagonal", memory_budget=budget)
+    la.fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    assert la.parameter_names == [name for name, _ in model.named_parameters()]
+    dense = dense_ggn(model, x, y, likelihood)
+    for name in NAMED:
+        diagonal = la.factors[name].to_dense().flatten()
+        torch.testing.assert_close(diagonal, dense[name].diagonal(), rtol=1e-10, atol=1e-13)
+    for name in EXACT:
+        torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name], rtol=1e-10, atol=1e-13)
+    expected = sum(torch.log1p(dense[name].diagonal()).sum() for name in NAMED)
+    found = sum(la.factors[name].logdet(torch.ones((), dtype=torch.float64)) for name in NAMED)
+    torch.testing.assert_close(found, expected)
+    assert 0 < la.effective_parameters()["position"] < 24
+
+
+def test_frozen_ones_are_constants(data):
+    model = randomised(Tokens())
+    la = KronLaplace(model, unknown="freeze").fit([data])
+    assert all(p.requires_grad for p in model.parameters())
+    same = copy.deepcopy(model)
+    for name in OF_THE_MODULE:
+        same.get_parameter(name).requires_grad_(False)
+    expected = KronLaplace(same).fit([data])
+    assert (
+        la.parameter_names
+        == expected.parameter_names
+        == [n for n, _ in model.named_parameters() if n not in OF_THE_MODULE]
+    )
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=0, atol=0)
+    assert la.n_params == sum(p.numel() for n, p in model.named_parameters() if n not in OF_THE_MODULE)
+    (line,) = (line for line in la.summary().splitlines() if line.startswith("token"))
+    assert "left out" in line
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_model_of_which_freezing_leaves_nothing_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameter has a rule"):
+        KronLaplace(Square(), unknown="freeze")
+
+
+def test_layers_that_a_rule_refuses_are_frozen_but_not_given_a_diagonal():
+    model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+    for unknown in ("error", "diagonal"):
+        with pytest.raises(ValueError, match="max_norm"):
+            KronLaplace(model, unknown=unknown)
+    x, y = torch.tensor([[0, 1], [2, 3]]), torch.tensor([0, 2])
+    assert KronLaplace(model, unknown="freeze").fit([(x, y)]).parameter_names == ["2.weight", "2.bias"]
+
+
+def test_a_model_that_vmap_cannot_take_goes_one_data_point_at_a_time(data, dense_ggn):
+    model = randomised(Tokens(looks=True))
+    with pytest.warns(UserWarning, match=r"vmap cannot take the model.*\(token, position, scale, ...\)"):
+        la = KronLaplace(model, unknown="diagonal").fit([data])
+    dense = dense_ggn(randomised(Tokens()), *data)
+    torch.testing.assert_close(la.factors["token"].to_dense().flatten(), dense["token"].diagonal())
+    torch.testing.assert_close(la.factors["gains"].to_dense()[0], dense["gains"])
+
+
+def test_there_is_no_warning_where_vmap_takes_it(data):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        KronLaplace(randomised(Tokens()), unknown="diagonal").fit([data])
+
+
+class ChannelNorm(nn.LayerNorm):
+    """A normalisation over the channels of images, as torchvision's networks have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 2, 3, 1)
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+
+def test_a_subclass_with_a_forward_of_its_own_has_exact_blocks(dense_ggn):
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), ChannelNorm(4), nn.GELU(), nn.Flatten(), nn.Linear(16, CLASSES))
+    model = randomised(net)
+    x, y = torch.randn(3, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 2, 1])
+    la, dense = KronLaplace(model).fit([(x, y)]), dense_ggn(model, x, y)
+    for name in ("1.weight", "1.bias", "0.bias"):
+        torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name])
+
+
+class Shared(nn.Module):
+    """A number that two modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = (nn.Module() for _ in range(3))
+        self.one.scale = nn.Parameter(torch.ones(4))
+        self.other.scale = self.one.scale
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.mean(1) * self.one.scale).sin() * self.other.scale)
+
+
+def test_a_number_of_two_modules(data, dense_ggn):
+    model = randomised(Shared())
+    la = KronLaplace(model).fit([data])
+    assert list(la.factors) == ["one.scale", "head.weight", "head.bias"]
+    torch.testing.assert_close(la.factors["one.scale"].to_dense()[0], dense_ggn(model, *data)["one.scale"])
+
+
+@pytest.mark.parametrize("unknown", ["freeze", "diagonal"])
+def test_they_are_saved_added_to_and_listed(unknown, data):
+    model, (x, y) = randomised(Tokens()), data
+    whole = KronLaplace(model, unknown=unknown).fit([data])
+    half = KronLaplace(model, unknown=unknown).fit([(x[:2], y[:2])])
+    other = KronLaplace(model, unknown=unknown)
+    other.load_state_dict(half.state_dict())
+    torch.testing.assert_close(other.log_marginal_likelihood(), half.log_marginal_likelihood(), rtol=0, atol=0)
+    other.fit([(x[2:], y[2:])], override=False)
+    torch.testing.assert_close(other.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    with pytest.raises(ValueError, match="unknown is"):
+        KronLaplace(nn.Sequential(nn.Linear(2, 2))).load_state_dict(half.state_dict())
+    blocks = {line.split()[0]: line.split()[-1] for line in whole.summary().splitlines()[1:-1]}
+    assert blocks["gains"] == blocks["scale"] == ("exact" if unknown == "diagonal" else "-")
+    assert blocks["token"] == ("diagonal" if unknown == "diagonal" else "-")
+    assert whole.memory_estimate(x) > 0
+
+
+def test_one_sampled_column_is_right_on_average(data, dense_ggn):
+    model = randomised(Tokens())
+    dense = dense_ggn(model, *data)
+    la = KronLaplace(model, unknown="diagonal", fisher="mc")
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(400):
+        la.fit([data], generator=generator)
+        draws.append(la.factors["position"].to_dense().flatten())
+    draws = torch.stack(draws)
+    error = (draws.mean(0) - dense["position"].diagonal()).abs() / (draws.std(0) / 20 + 1e-12)
+    assert error.max() < 4.5
+
+
+def test_the_exact_evidence_refuses_them(data):
+    with pytest.raises(ValueError, match=r"layer '\(the model itself\)' \(Tokens\) has no rule of its own"):
+        exact_log_marginal_likelihood(KronLaplace(randomised(Tokens()), unknown="diagonal"), *data)

@@ -1,0 +1,308 @@
+"""Layers that are called several times, and weights of several layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.nn import FactoredLinear2d
+
+IMAGES, CLASSES = 5, 3
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.6)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_var"):
+            nn.init.uniform_(buffer, 0.3, 2.0)
+    return model.double().eval()
+
+
+class Repeated(nn.Module):
+    """A layer called ``times`` times in a row, or ``times`` layers that are its copies."""
+
+    def __init__(self, layer: nn.Module, times: int, shape: tuple[int, ...], checkpointed: bool = False) -> None:
+        super().__init__()
+        size = int(torch.Size(shape).numel())
+        self.first, self.last, self.shape = nn.Linear(4, size), nn.Linear(size, CLASSES), shape
+        self.layer, self.times, self.checkpointed = layer, times, checkpointed
+        self.copies: nn.ModuleList | None = None
+
+    def apart(self) -> Repeated:
+        """The same function with a copy of the layer for each call."""
+        other = copy.deepcopy(self)
+        other.copies = nn.ModuleList(copy.deepcopy(self.layer) for _ in range(self.times))
+        del other.layer
+        return other
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh().unflatten(1, self.shape)
+        for i in range(self.times):
+            layer = self.layer if self.copies is None else self.copies[i]
+            h = (checkpoint(layer, h, use_reentrant=False) if self.checkpointed else layer(h)).sin()
+        return self.last(h.flatten(1))
+
+
+LAYERS = {
+    "Linear": (lambda: nn.Linear(6, 6), (6,)),
+    "Linear without bias": (lambda: nn.Linear(6, 6, bias=False), (6,)),
+    "Linear, sequences": (lambda: nn.Linear(3, 3), (4, 3)),
+    "Conv1d": (lambda: nn.Conv1d(2, 2, 3, padding=1), (2, 5)),
+    "Conv2d": (lambda: nn.Conv2d(2, 2, 3, padding=1), (2, 3, 4)),
+    "Conv2d, groups": (lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2), (4, 3, 3)),
+    "Conv3d": (lambda: nn.Conv3d(2, 2, 3, padding=1), (2, 2, 2, 3)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 2, 3, padding=1), (2, 3, 4)),
+    "F-FC": (lambda: FactoredLinear2d(2, 2, 3, 3), (2, 3, 3)),
+    "LayerNorm": (lambda: nn.LayerNorm(6), (6,)),
+    "LayerNorm, sequences": (lambda: nn.LayerNorm(3), (4, 3)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(2), (2, 3, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 3)),
+    "PReLU": (lambda: nn.PReLU(), (5,)),
+}
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(IMAGES, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (IMAGES,), generator=generator)
+
+
+@pytest.fixture(params=LAYERS)
+def network(request) -> Repeated:
+    torch.manual_seed(0)
+    build, shape = LAYERS[request.param]
+    return randomised(Repeated(build(), 3, shape))
+
+
+def test_exact_blocks_are_those_of_the_dense_matrix(network, data, dense_ggn):
+    la = KronLaplace(network).fit([data])
+    dense = dense_ggn(network, *data)
+    exact = [name for name, factor in la.factors.items() if factor.shape.constant_input and name.startswith("layer")]
+    assert exact or isinstance(network.layer, nn.Linear)
+    for name in exact:
+        torch.testing.assert_close(la.factors[name].to_dense()[0], dense[name], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(la.factors["last.bias"].outputs[0], dense["last.bias"], rtol=1e-9, atol=1e-12)
+
+
+def test_input_sides_add_and_output_sides_are_means_over_calls(network, data):
+    """Against the network with a layer of its own for each call. All calls have as many positions."""
+    la, apart = KronLaplace(network).fit([data]), KronLaplace(network.apart()).fit([data])
+    for name, factor in la.factors.items():
+        if factor.shape.constant_input or not name.startswith("layer"):
+            continue
+        parts = [apart.factors[f"copies.{i}.{name.removeprefix('layer.')}"] for i in range(3)]
+        torch.testing.assert_close(factor.inputs, sum(p.inputs for p in parts), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(factor.outputs, sum(p.outputs for p in parts) / 3, rtol=1e-10, atol=1e-12)
+    for name in ("first.weight", "last.weight"):
+        torch.testing.assert_close(la.factors[name].outputs, apart.factors[name].outputs, rtol=1e-10, atol=1e-12)
+
+
+def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(network, data):
+    x, y = data
+    whole = KronLaplace(network).fit([data])
+    network.checkpointed = True
+    parts = KronLaplace(network, memory_budget=1).fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    added = KronLaplace(network).fit([(x[:4], y[:4])]).fit([(x[4:], y[4:])], override=False)
+    for other in (parts, added):
+        for name, factor in whole.factors.items():
+            torch.testing.assert_close(other.factors[name].inputs, factor.inputs, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(other.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-12)
+
+
+class Pyramid(nn.Module):
+    """A head on positions of two scales, as detectors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, CLASSES, 1)
+        self.other: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x.view(-1, 1, 2, 2).repeat_interleave(2, 3)).tanh()
+        small = nn.functional.avg_pool2d(h, 2)
+        return self.head(h).sum((2, 3)) + (self.other or self.head)(small.sin()).sum((2, 3))
+
+
+def test_calls_with_more_positions_have_more_weight(data, dense_ggn):
+    """The output side is the mean over all positions: 8 of the first call and 2 of the second."""
+    torch.manual_seed(0)
+    model = randomised(Pyramid())
+    apart = copy.deepcopy(model)
+    apart.other = copy.deepcopy(apart.head)
+    la, two = KronLaplace(model).fit([data]), KronLaplace(apart).fit([data])
+    one, other = two.factors["head.weight"], two.factors["other.weight"]
+    torch.testing.assert_close(la.factors["head.weight"].inputs, one.inputs + other.inputs)
+    torch.testing.assert_close(la.factors["head.weight"].outputs, (8 * one.outputs + 2 * other.outputs) / 10)
+    torch.testing.assert_close(la.factors["head.bias"].outputs[0], dense_ggn(model, *data)["head.bias"])
+
+
+class Recurrent(nn.Module):
+    """A network whose number of steps is that of its input, with a cell of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.head = nn.Linear(3, 4), nn.Linear(2, 4, bias=False), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 3)
+        for step in x.unflatten(1, (2, 2)).unbind(1):
+            h = torch.cat([(self.inner(h) + self.outer(step)).tanh()[:, :3]], 1)
+        return self.head(torch.cat([h, h[:, :1]], 1))
+
+
+def test_a_recurrence_by_hand(data, dense_ggn):
+    torch.manual_seed(1)
+    model = randomised(Recurrent())
+    la, dense = KronLaplace(model).fit([data]), dense_ggn(model, *data)
+    for name in ("inner.bias", "head.bias"):
+        torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
+    assert la.log_marginal_likelihood().isfinite()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell])
+def test_recurrent_modules_are_refused_with_what_to_do(kind):
+    with pytest.raises(TypeError, match=rf"\({kind.__name__}\).*weight_ih.*loop over nn.Linear.*unknown='freeze'"):
+        KronLaplace(kind(3, 4))
+
+
+class Unequal(nn.Module):
+    """Whose number of calls is that of the data points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(part) for part in x.split(1)])
+
+
+def test_positions_folded_into_calls_are_refused(data):
+    with pytest.raises(ValueError, match="batch in front"):
+        KronLaplace(Unequal().double()).fit([data])
+
+
+# weights of several layers -------------------------------------------------------------------------------------------
+
+
+def tied_network(tied: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = randomised(
+        nn.Sequential(
+            nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)
+        )
+    )
+    with torch.no_grad():
+        model[4].weight.copy_(model[2].weight)
+    if tied:
+        model[4].weight = model[2].weight
+    return model
+
+
+def test_a_weight_of_two_layers_has_the_factor_of_two_calls(data, dense_ggn):
+    model = tied_network()
+    la, apart = KronLaplace(model).fit([data]), KronLaplace(tied_network(False)).fit([data])
+    assert la.parameter_names == [name for name, _ in model.named_parameters()]
+    assert "4.weight" not in la.factors and la.n_params == apart.n_params - 16
+    one, other = apart.factors["2.weight"], apart.factors["4.weight"]
+    torch.testing.assert_close(la.factors["2.weight"].inputs, one.inputs + other.inputs)
+    torch.testing.assert_close(la.factors["2.weight"].outputs, (one.outputs + other.outputs) / 2)
+    dense = dense_ggn(model, *data)
+    for name in ("0.bias", "2.bias", "4.bias", "6.bias"):
+        torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
+
+
+class LanguageModel(nn.Module):
+    """An embedding whose table is the output layer's weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 3), nn.Linear(3, 6)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.table(tokens).mean(1)).tanh())
+
+
+@pytest.fixture
+def sentences() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(6, (IMAGES, 4), generator=generator), torch.randint(6, (IMAGES,), generator=generator)
+
+
+def language_models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(2)
+    tied = randomised(LanguageModel(True))
+    apart = LanguageModel(False).double()
+    apart.load_state_dict(tied.state_dict())
+    return tied, apart
+
+
+def test_an_embedding_tied_to_the_output_layer(sentences, dense_ggn):
+    """The factor's partial traces are those of the sum of the two layers' blocks, with the rows of the table in front."""
+    tied, apart = language_models()
+    la, two = KronLaplace(tied).fit([sentences]), KronLaplace(apart).fit([sentences])
+    table, head = two.factors["table.weight"], two.factors["head.weight"]
+    in_table = torch.kron(table.inputs.flatten().diag(), table.outputs[0])
+    in_head = torch.kron(head.outputs[0], head.inputs[0])  # (V, 3) as the table is
+    total = (in_table + in_head).view(6, 3, 6, 3)
+    found = la.factors["table.weight"].to_dense()[0].view(6, 3, 6, 3)
+    for axes in ("abcb->ac", "abad->bd"):
+        torch.testing.assert_close(torch.einsum(axes, found), torch.einsum(axes, total))
+    dense = dense_ggn(tied, *sentences)
+    for name in ("head.bias", "mix.bias"):
+        torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
+
+
+def test_a_transposed_weight_whose_other_use_does_nothing_has_the_layers_own_factor(sentences):
+    tied, apart = language_models()
+    for model in (tied, apart):
+        nn.init.zeros_(model.mix.weight)  # no gradient comes to the table
+        nn.init.normal_(model.mix.bias, generator=torch.Generator().manual_seed(0))
+    la, two = KronLaplace(tied).fit([sentences]), KronLaplace(apart).fit([sentences])
+    head = two.factors["head.weight"]
+    torch.testing.assert_close(la.factors["table.weight"].to_dense()[0], torch.kron(head.outputs[0], head.inputs[0]))
+
+
+@pytest.mark.parametrize("which", ["Linear", "Embedding"])
+def test_tied_weights_are_saved_added_to_and_listed(which, data, sentences, tmp_path):
+    model, (x, y) = (tied_network(), data) if which == "Linear" else (language_models()[0], sentences)
+    whole = KronLaplace(model).fit([(x, y)])
+    half = KronLaplace(model).fit([(x[:2], y[:2])])
+    torch.save(half.state_dict(), tmp_path / "half.pt")
+    other = KronLaplace(copy.deepcopy(model))
+    other.load_state_dict(torch.load(tmp_path / "half.pt", weights_only=True))
+    torch.testing.assert_close(other.log_marginal_likelihood(), half.log_marginal_likelihood(), rtol=0, atol=0)
+    other.fit([(x[2:], y[2:])], override=False)
+    torch.testing.assert_close(other.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    lines = whole.summary().splitlines()
+    second = "4.weight" if which == "Linear" else "head.weight"
+    assert any(line.startswith(second) for line in lines)
+    assert f"{whole.n_params:,} parameters" in lines[-1]
+    grown = copy.copy(half).fit([(x[2:], y[2:])], override=False)
+    torch.testing.assert_close(grown.log_marginal_likelihood(), whole.log_marginal_likelihood())
+    assert half.n_data == 2
+
+
+def test_layers_whose_shared_parameter_has_other_blocks_are_refused():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(2, 4, 1))
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are one tied parameter.*different blocks"):
+        KronLaplace(model)
+
+
+def test_the_exact_evidence_refuses_what_is_used_twice(data):
+    torch.manual_seed(0)
+    build, shape = LAYERS["Linear"]
+    repeated = randomised(Repeated(build(), 2, shape))
+    with pytest.raises(ValueError, match="called twice in one forward pass"):
+        exact_log_marginal_likelihood(KronLaplace(repeated), *data)
+    with pytest.raises(ValueError, match=r"weights of several layers .2.weight: one tied parameter"):
+        exact_log_marginal_likelihood(KronLaplace(tied_network()), *data)

@@ -247,9 +247,15 @@ ADDED = {
     "SecondMoment": {name: Case(lambda name=name: factor_of(name).output_moment, read_moment) for name in FACTORS},
     "FactorShape": {"of a basis": Case(lambda: factor_of("0.s_fc.weight_out").shape, lambda shape: (shape.row_outputs, shape[:5]))},
     "Rule": rule_cases(),
-    "likelihoods": {
-        name: Case(made, lambda likelihood: likelihood.statistic(torch.ones(3, 3), torch.zeros(3, 3).long()[:, 0]))
-        for name, made in likelihoods.LIKELIHOODS.items()
+    "Likelihood": {
+        "that ignores a label": Case(
+            lambda: likelihoods.Classification(1),
+            lambda likelihood: (repr(likelihood), likelihood.statistic(torch.ones(3, 3), torch.arange(3))),
+        )
+    },
+    "IndependentLikelihood": {
+        name: Case(likelihoods.LIKELIHOODS[name], lambda likelihood: likelihood.statistic(torch.ones(3, 3), torch.ones(3, 3)))
+        for name in ("regression", "binary", "poisson")
     },
     "TensorLoader": {"after an epoch": Case(moved_loader, batches)},
     "FlipsShifts": {"of two channels": Case(lambda: data.FlipsShifts(torch.ones(2), 1), lambda change: change(X, torch.ones(9, 3).long()))},

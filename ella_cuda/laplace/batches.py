@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
+
+Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+
+
+class DictKeys(NamedTuple):
+    """Under which keys a batch that is a mapping has the model's only input and the targets."""
+
+    x: str = "input_ids"
+    y: str = "labels"
+
+
+DEFAULT_KEYS = DictKeys()
 
 
 def require_loader(loader: Any, where: str) -> None:
@@ -29,40 +41,151 @@ def require_loader(loader: Any, where: str) -> None:
         )
 
 
-def pair_of(batch: Any, where: str) -> tuple[Tensor, Tensor]:
-    """The batch as plain tensors ``(x, y)``. Subclasses of tensors that hold their numbers themselves, as image libraries have, are
-    viewed as what they hold.
+def dict_keys(x: Any, y: Any, where: str = "") -> DictKeys:
+    """The arguments ``dict_key_x`` and ``dict_key_y``; TypeError where one is no string, ValueError where they are equal."""
+    for name, key in (("dict_key_x", x), ("dict_key_y", y)):
+        if not isinstance(key, str):
+            raise TypeError(f"{where}{name} must be a string, got {key!r}.")
+    if x == y:
+        raise ValueError(f"{where}dict_key_x and dict_key_y must be different keys, got {x!r} for both.")
+    return DictKeys(x, y)
+
+
+def pair_of(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> tuple[Inputs, Tensor]:
+    """The batch as inputs for :func:`run_model` and targets, plain tensors all: subclasses of tensors that hold their numbers themselves,
+    as image libraries have, are viewed as what they hold.
 
     Args:
-        batch: what a loader yielded.
+        batch: what a loader yielded: a pair, or a mapping with the targets under ``keys.y``.
         where: who took it, for the message.
+        keys: of a mapping.
 
     Raises:
-        TypeError: it is no pair of tensors, or one of a subclass that computes by itself, such as a distributed tensor, or one that is
-            sparse or nested.
-        ValueError: x or y has no axis for the batch.
+        TypeError: it is no pair of inputs and a tensor, or has tensors of a subclass that computes by itself, such as a distributed tensor,
+            or ones that are sparse or nested.
+        ValueError: x or y has no axis for the batch, or x has tensors of other sizes along it.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-        got = type(batch).__name__
-        if isinstance(batch, (tuple, list)):
-            got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
-        raise TypeError(
-            f"{where}: the loader must yield pairs of tensors (x, y), got {got}; make pairs in the DataLoader's collate_fn, or pass a loader "
-            "of your own that yields (x, y)."
-        )
-    x, y = (_plain(tensor, where) for tensor in batch)
-    if not (x.dim() and y.dim()):
+    if isinstance(batch, Mapping):
+        parts: Any = _parts(batch, where, keys)
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        parts = batch
+    else:
+        raise _no_pair(batch, where)
+    if not (tensors_of(parts[0]) and isinstance(parts[1], Tensor)):
+        raise _no_pair(batch, where, keys)
+    x, y = map_tensors(parts[0], lambda t: _plain(t, where)), _plain(parts[1], where)
+    if not (y.dim() and all(t.dim() for t in tensors_of(x))):
         raise ValueError(
-            f"{where}: the loader must yield batches x (N, ...) and y (N, ...), got shapes {tuple(x.shape)} and {tuple(y.shape)}: single "
+            f"{where}: the loader must yield batches x (N, ...) and y (N, ...), got shapes {shapes_of(x)} and {tuple(y.shape)}: single "
             "examples? Give the DataLoader a batch_size."
         )
+    _require_batch_axis(x, where)
     return x, y
 
 
-def pair_on(batch: Any, device: torch.device, where: str) -> tuple[Tensor, Tensor]:
+def _parts(batch: Mapping[Any, Any], where: str, keys: DictKeys) -> tuple[Any, Any]:
+    """A mapping's inputs and targets."""
+    rest = {key: value for key, value in batch.items() if key != keys.y}
+    if len(rest) == len(batch) or not rest or not all(isinstance(key, str) for key in rest):
+        raise _no_pair(batch, where, keys)
+    return (rest[keys.x] if rest.keys() == {keys.x} else rest), batch[keys.y]
+
+
+def _no_pair(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> TypeError:
+    got, how = type(batch).__name__, ""
+    if isinstance(batch, (tuple, list)):
+        got += f" of {', '.join(type(part).__name__ for part in batch) or 'nothing'}"
+    elif isinstance(batch, Mapping):
+        held = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in batch.items()) or "none"
+        how = (
+            f" Of a {got} the targets are the tensor under dict_key_y={keys.y!r}, and the model gets what is under the other keys by their "
+            f"names, or what is under dict_key_x={keys.x!r} where that is alone; its keys are {held}: pass dict_key_y and dict_key_x."
+        )
+    return TypeError(
+        f"{where}: the loader must yield pairs of tensors (x, y), got {got}; make pairs in the DataLoader's collate_fn, or pass a loader "
+        f"of your own that yields (x, y).{how}"
+    )
+
+
+def inputs_on(x: Any, device: torch.device, where: str) -> Inputs:
+    """A batch's inputs on a device, see :func:`pair_of`.
+
+    Raises:
+        TypeError: x is no tensor, nor a tuple, list or mapping that has one.
+        ValueError: a tensor has no axis for the batch, or another size along it than the others.
+    """
+    if not tensors_of(x):
+        raise TypeError(
+            f"{where}: x must be a tensor with all data along its first axis, or a tuple, list or mapping of the model's arguments with such "
+            f"tensors, got {type(x).__name__}; concatenate a loader's batches with torch.cat."
+        )
+    if not all(t.dim() for t in tensors_of(x)):
+        raise ValueError(f"{where}: x has no data points; it must have shape (N, ...), got {shapes_of(x)}.")
+    _require_batch_axis(x, where)
+    return map_tensors(x, lambda t: plain_tensor(t).to(device))
+
+
+def _require_batch_axis(x: Inputs, where: str) -> None:
+    if len({len(tensor) for tensor in tensors_of(x)}) > 1:
+        raise ValueError(
+            f"{where}: the tensors of x must all have the batch along their first axis, (N, ...), got shapes {shapes_of(x)}; expand what "
+            "all data points share, or make it a part of the model."
+        )
+
+
+def pair_on(batch: Any, device: torch.device, where: str, keys: DictKeys = DEFAULT_KEYS) -> tuple[Inputs, Tensor]:
     """:func:`pair_of` the batch on a device, as tensors that autograd may save."""
-    x, y = (t.to(device) for t in pair_of(batch, where))
-    return x.clone() if x.is_inference() else x, y.clone() if y.is_inference() else y
+    x, y = pair_of(batch, where, keys)
+
+    def there(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device)
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    return map_tensors(x, there), there(y)
+
+
+# a model's inputs -----------------------------------------------------------------------------------------------------
+
+
+def run_model(model: Callable[..., Any], x: Inputs) -> Any:
+    """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name."""
+    if isinstance(x, Tensor):
+        return model(x)
+    return model(**x) if isinstance(x, Mapping) else model(*x)
+
+
+def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Inputs with every tensor changed; other arguments stay as they are."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, Mapping):
+        return {key: change(value) if isinstance(value, Tensor) else value for key, value in x.items()}
+    return tuple(change(value) if isinstance(value, Tensor) else value for value in x)
+
+
+def tensors_of(x: Any) -> list[Tensor]:
+    """The tensors of inputs, in order; none where x can be no inputs."""
+    if isinstance(x, Tensor):
+        return [x]
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def data_points(x: Inputs) -> int:
+    """How many data points inputs have."""
+    return len(tensors_of(x)[0])
+
+
+def take(x: Inputs, which: slice | Tensor) -> Inputs:
+    """Some of the data points."""
+    return map_tensors(x, lambda tensor: tensor[which])
+
+
+def shapes_of(x: Inputs) -> str:
+    """The tensors' shapes, for messages."""
+    if isinstance(x, Mapping):
+        return ", ".join(f"{key} {tuple(value.shape)}" for key, value in x.items() if isinstance(value, Tensor))
+    return ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(x))
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

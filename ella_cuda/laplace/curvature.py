@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ella_cuda.laplace.batches import plain_tensor
+from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
@@ -128,7 +128,7 @@ class CurvaturePass:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.findings = Findings({}, True)
 
-    def try_out(self, x: Tensor, several: bool) -> None:
+    def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
         self._attention = _in_plain_products if several else nullcontext
         with (
@@ -146,23 +146,23 @@ class CurvaturePass:
         inside = {rule: self._tap(rule) for rule in self.rules if isinstance(rule, MultiheadAttentionRule)}
         return hooked({rule: self._hook(rule) for rule in self.rules if rule not in inside}, inside)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The outputs ``(N, K)``, with the graph of our nodes; the input sides are accumulated on the way."""
-        self._batch_size, self.column_bytes = x.shape[0], 1
+    def forward(self, x: Inputs) -> Tensor:
+        """The outputs ``(N, ...)``, with the graph of our nodes; the input sides are accumulated on the way."""
+        self._batch_size, self.column_bytes = data_points(x), 1
         self.uses.clear()
         with torch.enable_grad(), self._attention():
-            outputs = checked_outputs(self.model(x))
+            outputs = checked_outputs(run_model(self.model, x), self._batch_size)
         with torch.no_grad():
             self.uses.close()
         return outputs
 
-    def add_per_example(self, x: Tensor, columns: Columns) -> None:
+    def add_per_example(self, x: Inputs, columns: Columns) -> None:
         """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`."""
         if self.per_example is not None:
             with _in_plain_products():
                 self.per_example.add(x, columns, max(self.column_bytes, columns.bytes_each), self.memory_budget)
 
-    def backward(self, outputs: Tensor, columns: Columns) -> None:
+    def backward(self, outputs: Tensor, columns: Columns | Tensor) -> None:
         """Send the columns back from the outputs, as many at once as the budget allows; output sides accumulate."""
         if not self.rules:
             return
@@ -173,7 +173,7 @@ class CurvaturePass:
                 "fit: the model's output does not depend on its layers through autograd (is it computed under "
                 "no_grad?)."
             )
-        count, each = len(columns), max(self.column_bytes, columns.bytes_each)
+        count, each = len(columns), max(self.column_bytes, getattr(columns, "bytes_each", 0))
         passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
         self._differentiating = True
         try:

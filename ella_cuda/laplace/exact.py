@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
-from ella_cuda.laplace.batches import plain_tensor
+from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, run_model, shapes_of, tensors_of
 from ella_cuda.laplace.curvature import at_test_time, hooked, refusing_reentrant, requiring_grad
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
@@ -58,7 +58,7 @@ class _GraphMoment(SecondMoment):
 
 
 def exact_log_marginal_likelihood(
-    la: KronLaplace, x: Tensor, y: Tensor, prior_precision: Value | None = None, sigma_noise: Value | None = None
+    la: KronLaplace, x: Inputs, y: Tensor, prior_precision: Value | None = None, sigma_noise: Value | None = None
 ) -> Tensor:
     """The evidence of :meth:`KronLaplace.log_marginal_likelihood` on one batch, with everything that depends on the network inside
     the graph.
@@ -70,7 +70,7 @@ def exact_log_marginal_likelihood(
 
     Args:
         la: of the model; neither needs a fit nor changes. Its column tolerance and ``fisher`` are not used: all columns are.
-        x: ``(N, ...)``, all data; moved to the model's device, as ``la.fit`` does.
+        x: ``(N, ...)``, all data; moved to the model's device, as ``la.fit`` does. A tuple, list or mapping has the model's arguments.
         y: targets, as for ``la.fit``, moved likewise.
         prior_precision: a number, or one value per parameter tensor; None is la's.
         sigma_noise: None is la's.
@@ -91,23 +91,23 @@ def exact_log_marginal_likelihood(
         raise TypeError(
             f"exact_log_marginal_likelihood: la must be a KronLaplace, got {type(la).__name__}; pass KronLaplace(model), fitted or not."
         )
-    for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"exact_log_marginal_likelihood: {name} must be a tensor with all data along its first axis, got "
-                f"{type(value).__name__}; concatenate a loader's batches with torch.cat."
-            )
     device = next(iter(la.present_parameters().values())).device
+    x = inputs_on(x, device, "exact_log_marginal_likelihood")
+    if not isinstance(y, Tensor):
+        raise TypeError(
+            f"exact_log_marginal_likelihood: y must be a tensor with all data along its first axis, got {type(y).__name__}; concatenate a "
+            "loader's batches with torch.cat."
+        )
     precision, sigma = (value.to(device) for value in la.resolve(prior_precision, sigma_noise))
     rules = la.present_rules()
     for rule in rules:
         _require_served(rule)
         rule.allocate(_GraphMoment)
-    if not x.dim() or not x.shape[0]:
+    if not data_points(x):
         raise ValueError(
-            f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {tuple(x.shape)}."
+            f"exact_log_marginal_likelihood: x has no data points; it must have shape (N, ...), got {shapes_of(x)}."
         )
-    x, y = (plain_tensor(t).to(precision.device) for t in (x, y))
+    y = plain_tensor(y).to(device)
     with exclusively(la.model), without_autocast(precision.device.type):
         return _evidence(la, rules, x, y, precision, sigma)
 
@@ -128,7 +128,7 @@ def _require_served(rule: Rule) -> None:
         )
 
 
-def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
+def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precision: Tensor, sigma: Tensor) -> Tensor:
     """Of checked arguments."""
     likelihood, run = la.likelihood_function, _Taps(la.model, rules)
     with at_test_time(la.model), _in_words(x, run.dtype):
@@ -146,7 +146,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
             likelihood.check(outputs, y)
         columns = [
             torch.autograd.grad(outputs, list(run.tapped.values()), column, create_graph=True)
-            for column in likelihood.columns(outputs)[:]
+            for column in likelihood.columns(outputs, y)[:]
         ]
     given = (precision, sigma)
     if run.recomputes:  # what these were made from is not to be reached inside of _Recomputing
@@ -161,10 +161,10 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Tensor, y: Tensor, precisio
         else:
             rule.outputs(gradient)
     factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
-    total = likelihood.log_likelihood(likelihood.statistic(outputs, y), outputs.numel(), sigma)
+    total = likelihood.log_likelihood(likelihood.statistic(outputs, y), y.numel(), sigma)
     for name, delta in zip(la.parameter_names, precision.unbind(), strict=True):
         factor, parameter = factors[name], la.model.get_parameter(name).detach().double()
-        factor.n_data = x.shape[0]
+        factor.n_data = data_points(x)
         log_det_ratio = factor.logdet(delta, sigma**-2) - parameter.numel() * delta.log()
         total = total - 0.5 * (log_det_ratio + delta * parameter.square().sum())
     if not (run.recomputes and total.requires_grad):
@@ -178,7 +178,7 @@ def _batch_first(tensor: Tensor, axis: int) -> Tensor:
 
 
 @contextmanager
-def _in_words(x: Tensor, dtype: torch.dtype) -> Iterator[None]:
+def _in_words(x: Inputs, dtype: torch.dtype) -> Iterator[None]:
     """Have torch's own errors, which name no argument, say what was done."""
     try:
         with refusing_reentrant("exact_log_marginal_likelihood"):
@@ -186,8 +186,9 @@ def _in_words(x: Tensor, dtype: torch.dtype) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError) as error:
+        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors_of(x))
         raise ValueError(
-            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {tuple(x.shape)}, {x.dtype}; pass what the "
+            f"exact_log_marginal_likelihood: the model cannot be evaluated at x of shape {shapes_of(x)}, {dtypes}; pass what the "
             f"model takes, all data along the first axis (the parameters are {dtype}). It failed with: {error}"
         ) from error
 
@@ -224,13 +225,13 @@ class _Taps:
         with at_test_time(self.model), requiring_grad(parameters, False), hooked(taps):
             yield
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Inputs) -> Tensor:
         """The outputs."""
         handles = [module.register_forward_pre_hook(self._look) for module in self.model.modules()]
         self._first_time = True
         try:
             with torch.enable_grad():
-                return checked_outputs(self.model(x))
+                return checked_outputs(run_model(self.model, x), data_points(x))
         finally:
             self._first_time = False
             for handle in handles:

@@ -13,12 +13,22 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ella_cuda import ops
-from ella_cuda.laplace.batches import pair_on, require_loader
+from ella_cuda.laplace.batches import (
+    DEFAULT_KEYS,
+    Inputs,
+    data_points,
+    dict_keys,
+    inputs_on,
+    map_tensors,
+    pair_on,
+    require_loader,
+    run_model,
+)
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
-from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
 from ella_cuda.laplace.memory import peak_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
 from ella_cuda.laplace.rules import UNKNOWN, Rule, rules_for
@@ -70,21 +80,27 @@ class KronLaplace:
     which are held as they were fitted. :func:`ella_cuda.laplace.exact_log_marginal_likelihood` holds nothing.
 
     Args:
-        model: ``(N, ...) -> (N, K)``, float32 or float64; its layers' outputs have the batch in front, or second where a layer's rule
-            allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient are constants. Layers may be called several
-            times in a forward pass, and share weights: see :mod:`ella_cuda.laplace.uses` and :func:`ella_cuda.laplace.ties.merged`.
-        likelihood: "classification" (softmax over logits, integer labels ``(N,)``) or "regression" (Gaussian, targets
-            ``(N, K)``).
+        model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
+            batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
+            are constants. Layers may be called several times in a forward pass, and share weights: see :mod:`ella_cuda.laplace.uses` and
+            :func:`ella_cuda.laplace.ties.merged`.
+        likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
+            "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
+            (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object
+            of a class with such a name. The log probability of a data point is the sum over its targets.
         prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
-        sigma_noise: standard deviation of the Gaussian likelihood; must be 1 for classification.
+        sigma_noise: standard deviation of the Gaussian likelihood of a regression; must be 1 for others.
         fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
             per channel, with which each channel's own part of the block is exact for a single data point.
         memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
             accordingly. None chooses: 48 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding.
-        column_tolerance: with ``fisher="exact"``, the share of the softmax Hessian's trace (summed over a batch) that may be
-            left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%.
+        column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over a batch) that may be
+            left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%. A regression's
+            columns are all of one size, so that none is left out.
+        dict_key_x, dict_key_y: keys of batches that are mappings, see :meth:`fit`.
+        ignore_index: the label of positions that have no part in a classification.
         unknown: what becomes of a module's parameters that no rule knows, such as class tokens and position embeddings: "error";
             "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
             their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,
@@ -94,7 +110,8 @@ class KronLaplace:
         parameter_names: of the trainable tensors, in ``model.named_parameters()`` order; precisions and factors are in that order.
         n_params: entries of these tensors together.
         n_data: data points that ``fit`` saw; 0 before.
-        n_outputs: K; 0 before ``fit``.
+        n_outputs: entries of a data point's outputs, of the last batch; 0 before ``fit``.
+        likelihood_function: the :class:`Likelihood`. likelihood: its name.
 
     Raises:
         TypeError: model is no module, or one of its layers with trainable parameters has no rule; the message names it and
@@ -109,7 +126,7 @@ class KronLaplace:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: str = "classification",
+        likelihood: str | Likelihood = "classification",
         *,
         prior_precision: Value = 1.0,
         sigma_noise: Value = 1.0,
@@ -118,10 +135,14 @@ class KronLaplace:
         memory_budget: int | None = None,
         column_tolerance: float = 0.0,
         unknown: str = "error",
+        dict_key_x: str = DEFAULT_KEYS.x,
+        dict_key_y: str = DEFAULT_KEYS.y,
+        ignore_index: int = IGNORED,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
-        likelihood = check_choice("likelihood", likelihood, tuple(LIKELIHOODS))
+        self.likelihood_function = likelihood_of(likelihood, ignore_index)
+        self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
         fisher, resolution = (
             check_choice("fisher", fisher, FISHERS),
             check_choice("resolution", resolution, RESOLUTIONS),
@@ -131,9 +152,8 @@ class KronLaplace:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         if memory_budget is not None and memory_budget < 1:
             raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
-        self.model, self.likelihood, self.fisher, self.resolution = model, likelihood, fisher, resolution
+        self.model, self.fisher, self.resolution = model, fisher, resolution
         self.column_tolerance = column_tolerance
-        self.likelihood_function = LIKELIHOODS[likelihood]()
         with exclusively(model):
             trainable(model)  # refuses what no rule could serve
             self._rules = self.present_rules()
@@ -153,12 +173,19 @@ class KronLaplace:
         return copy.deepcopy(self, {id(one): one for one in kept})
 
     def __repr__(self) -> str:
-        settings = f"likelihood={self.likelihood!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
+        settings = (
+            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
+        )
         state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
         return (
             f"KronLaplace({type(self.model).__name__}, {settings}: {len(self.parameter_names)} parameter tensors of {self.n_params} entries, "
             f"{state})"
         )
+
+    @property
+    def likelihood(self) -> str:
+        """The likelihood's registered name."""
+        return self.likelihood_function.name
 
     def present_rules(self) -> list[Rule]:
         """New rules, without factors, of the model's layers as they are."""
@@ -218,6 +245,7 @@ class KronLaplace:
     def _forget(self) -> None:
         self.n_data = 0
         self.n_outputs = 0
+        self._n_targets = 0
         self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
         self._statistic_gradients: dict[str, Tensor] = {}
         self._bases = FittedBases(self.model)
@@ -229,7 +257,7 @@ class KronLaplace:
     @_running_the_model
     def fit(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]],
+        loader: Iterable[Any],
         override: bool = True,
         progress_bar: bool = False,
         generator: torch.Generator | None = None,
@@ -245,7 +273,10 @@ class KronLaplace:
 
         Args:
             loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants large batches, of a thousand images say:
-                a batch is some 300 kernels, however many images it has.
+                a batch is some 300 kernels, however many images it has. x is a tensor, a tuple or list (the model is called with
+                ``*x``) or a mapping (``**x``). A batch may also be a mapping: y is what it has under ``dict_key_y``, and the model gets what
+                it has under ``dict_key_x`` if that is all the rest, else the rest by name. What is no tensor is passed on as it is; the
+                tensors have the data points along their first axis.
             override: start anew; False adds to what was fitted before at the same parameters.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
@@ -254,7 +285,7 @@ class KronLaplace:
             self.
 
         Raises:
-            TypeError: the loader is a data set or a tensor, or yields something else than pairs of tensors; override is no bool.
+            TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool.
             RuntimeError: a parameter was made in ``torch.inference_mode()``.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
@@ -294,17 +325,17 @@ class KronLaplace:
             raise ValueError(
                 "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
             )
-        n_data, statistic = self.n_data, self._statistic
+        n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
         self.n_data = 0  # until the pass is complete
         seen = 0
         with curvature_pass(self.model, self._rules, self.memory_budget) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):
-                    if x.shape[0] and not seen:
+                    if data_points(x) and not seen:
                         run.try_out(x, several=self.fisher == "exact")
                     statistic = statistic + self._add(run, data_fit, x, y, generator)
-                seen += x.shape[0]
+                seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:
             raise ValueError(
                 "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
@@ -321,20 +352,20 @@ class KronLaplace:
         for factor in (f for rule in self._rules for f in rule.factors.values()):
             factor.n_data = n_data + seen
         self._hold(self._rules)
-        self.n_data, self._statistic, self._square_norms = n_data + seen, statistic, norms
+        self.n_data, self._n_targets, self._statistic, self._square_norms = n_data + seen, n_targets, statistic, norms
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
         self._fingerprint = fingerprint
         return self
 
-    def _taken(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def _taken(self, batch: Any) -> tuple[Inputs, Tensor]:
         """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
-        x, y = pair_on(batch, self._device, "fit")
-        return widened(x, self.model) if autocast_is_on(self._device.type) else x, y
+        x, y = pair_on(batch, self._device, "fit", dict_keys(self.dict_key_x, self.dict_key_y))
+        return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x, y
 
     def _add(
-        self, run: CurvaturePass, data_fit: DataFitGradient, x: Tensor, y: Tensor, generator: torch.Generator | None
+        self, run: CurvaturePass, data_fit: DataFitGradient, x: Inputs, y: Tensor, generator: torch.Generator | None
     ) -> Tensor:
         """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
         with run.nodes():
@@ -344,18 +375,18 @@ class KronLaplace:
                 self.likelihood_function.check(f, y)
                 statistic = self.likelihood_function.statistic(f, y)
                 columns = (
-                    self.likelihood_function.columns(f, self.column_tolerance)
+                    self.likelihood_function.columns(f, y, self.column_tolerance)
                     if self.fisher == "exact"
-                    else self.likelihood_function.sampled_column(f, generator)
+                    else self.likelihood_function.sampled_column(f, y, generator)
                 )
-            if x.shape[0]:
+            if data_points(x):
                 run.backward(outputs, columns)
-        if x.shape[0]:
+        if data_points(x):
             run.add_per_example(x, columns)
         if data_fit.buffers:
             with requiring_grad(run.hyperparameters, True):
-                data_fit.add(lambda: self.likelihood_function.statistic(self.model(x), y))
-        self.n_outputs = f.shape[1]
+                data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+        self.n_outputs = math.prod(f.shape[1:])
         return statistic
 
     def _check_finite(self, statistic: Tensor) -> None:
@@ -391,16 +422,17 @@ class KronLaplace:
         return dict(self._factors)
 
     @_running_the_model
-    def memory_estimate(self, x: Tensor | None = None) -> int:
+    def memory_estimate(self, x: Inputs | None = None) -> int:
         """Bytes that a fit and its evidence take at their peak, beside what is there before: the factors, which stay, and the larger of
         two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps) and that of the
         eigenvalues.
 
         Args:
-            x: a batch ``(N, ...)`` as the loader yields it; what its forward pass keeps is added, from a run of its first image. None
-                leaves it out.
+            x: the inputs of a batch as the loader yields it, without the targets: a tensor ``(N, ...)``, or several in a tuple, list or
+                mapping; what its forward pass keeps is added, from a run of its first image. None leaves it out.
         """
-        x = None if x is None else x.to(next(iter(self.present_parameters().values())).device)
+        device = next(iter(self.present_parameters().values())).device
+        x = None if x is None else inputs_on(x, device, "memory_estimate")
         return peak_bytes(self.model, self.present_rules(), self.memory_budget, x)
 
     def summary(self) -> str:
@@ -426,7 +458,7 @@ class KronLaplace:
 
     @property
     def sigma_noise(self) -> Tensor:
-        """Standard deviation of the Gaussian likelihood, 0-dim; 1 for classification."""
+        """Standard deviation of a regression's Gaussian likelihood, 0-dim; 1 for others."""
         return self._sigma_noise
 
     @sigma_noise.setter
@@ -449,9 +481,9 @@ class KronLaplace:
         if value.numel() != 1:
             raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
         check_positive("sigma_noise", value)
-        if self.likelihood == "classification" and value.item() != 1:
+        if not self.likelihood_function.has_noise and value.item() != 1:
             raise ValueError(
-                f"sigma_noise belongs to likelihood='regression'; it must be 1 for classification, got {value.item()}."
+                f"sigma_noise belongs to likelihood='regression'; it must be 1 for {self.likelihood}, got {value.item()}."
             )
         return value.reshape(())
 
@@ -474,7 +506,7 @@ class KronLaplace:
                     )
                 # Adds nothing but the gradient.
                 statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
-        return self.likelihood_function.log_likelihood(statistic, self.n_data * self.n_outputs, sigma)
+        return self.likelihood_function.log_likelihood(statistic, self._n_targets, sigma)
 
     def _sizes(self) -> Tensor:
         return torch.tensor(self._numels, dtype=torch.float64, device=self._device)
@@ -519,7 +551,7 @@ class KronLaplace:
 
     def _log_scale(self, log_sigma: Tensor | None) -> Tensor:
         """Logarithm of the curvature's factor, which is kept at sigma = 1; None: at ``self.sigma_noise``."""
-        if log_sigma is None and self.likelihood == "classification":
+        if log_sigma is None and not self.likelihood_function.has_noise:
             return self._no_scale
         return -2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
 
@@ -640,7 +672,7 @@ class KronLaplace:
         ``weights_only=True``.
         """
         return {
-            "likelihood": self.likelihood,
+            "likelihood": repr(self.likelihood_function),
             "fisher": self.fisher,
             "resolution": self.resolution,
             "unknown": self.unknown,
@@ -649,6 +681,7 @@ class KronLaplace:
             "sigma_noise": self.sigma_noise.detach().clone(),
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
+            "n_targets": self._n_targets,
             "statistic": self._statistic.clone(),
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
@@ -671,11 +704,12 @@ class KronLaplace:
             raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
         if unknown := sorted(map(repr, state.keys() - own)):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        for key in ("likelihood", "fisher", "resolution", "unknown", "parameter_names"):
-            given, here = state[key], getattr(self, key)
+        settings = {key: getattr(self, key) for key in ("fisher", "resolution", "unknown", "parameter_names")}
+        for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
+            given = state[key]
             if type(given) is not type(here) or given != here:
                 raise ValueError(f"load_state_dict: {key} is {given!r} in the state, but {here!r} here.")
-        n_data, n_outputs = (checked_count(key, state[key]) for key in ("n_data", "n_outputs"))
+        n_data, n_outputs, n_targets = (checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets"))
         if n_data and not n_outputs:
             raise ValueError(f"load_state_dict: n_outputs must be positive with n_data = {n_data}, got 0.")
         count = len(self.parameter_names)
@@ -696,7 +730,7 @@ class KronLaplace:
         self._statistic_gradients = gradients
         self._bases = FittedBases(self.model)
         self._hold(self._rules if n_data else [])
-        self.n_data, self.n_outputs = n_data, n_outputs
+        self.n_data, self.n_outputs, self._n_targets = n_data, n_outputs, n_targets
         self._statistic, self._square_norms, self._fingerprint = (
             tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
         )

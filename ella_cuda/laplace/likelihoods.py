@@ -1,23 +1,30 @@
-"""Likelihoods: log probability of the labels, and square roots of their Hessian in the network's outputs."""
+"""Likelihoods: log probability of the targets, and square roots of their Hessian in the network's outputs."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.nn._autocast import full
+
+IGNORED = -100  # torch's own default
+SIGNED_BYTES = 16 << 20  # of columns that are built at once where they are summed with random signs
+
 
 class Columns:
-    """S, ``(columns, N, K)``, as slices that are computed when they are asked for: all of it has ``N K^2`` numbers.
+    """S, ``(columns, *outputs.shape)``, as slices that are computed when they are asked for: of K outputs all of it has ``N K^2`` numbers.
 
     Args:
         count: how many columns.
-        build: ``(begin, end) -> (end - begin, N, K)``.
+        build: ``(begin, end) -> (end - begin, *outputs.shape)``.
         bytes_each: what building one takes at the most, temporaries included.
     """
 
@@ -35,108 +42,288 @@ class Columns:
 
 
 class Likelihood(ABC):
-    """What the curvature pass needs to know about p(y | f), f the outputs ``(N, K)``."""
+    """p(y | f) of targets y given a network's outputs f, ``(N, ...)``: what fits and training need to know.
+
+    Subclass it, decorate it with :func:`register_likelihood`, and define :meth:`check`, :meth:`log_prob` and :meth:`columns`. Where the
+    outputs' entries are independent of each other, subclass :class:`IndependentLikelihood`, which needs a second derivative instead of
+    columns. Keep a constructor's arguments under their names: they say whether a saved approximation is of the same likelihood.
+
+    Attributes:
+        name: that it is registered under.
+        has_noise: whether ``sigma_noise`` scales it: :meth:`log_prob` is then at sigma = 1 without normaliser, :meth:`log_likelihood` is
+            complete, and the Hessian at sigma is that of :meth:`columns` over sigma^2.
+        has_classes: whether :meth:`hits` counts predictions that are right.
+    """
+
+    name: ClassVar[str] = ""
+    has_noise: ClassVar[bool] = False
+    has_classes: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise TypeError or ValueError where outputs and targets do not fit the likelihood."""
 
     @abstractmethod
-    def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the batch that :meth:`log_likelihood` is a function of, 0-dim float64."""
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log p(y | f)`` in parts: a tensor of any shape whose sum is that of the batch."""
 
     @abstractmethod
-    def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
-        """``sum_n log p(y_n | f_n)`` from the sum of the statistics; ``count`` is the number of targets' entries."""
-
-    @abstractmethod
-    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Columns:
-        """S with ``sum_k S[k,n,:] S[k,n,:]^T`` the Hessian of ``-log p`` in ``f_n`` (at sigma =
-        1), up to columns whose share of the batch's total trace is at most ``tolerance``.
+    def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns | Tensor:
+        """S, ``(columns, *outputs.shape)``, with ``sum_k S[k,n] S[k,n]^T`` the Hessian of ``-log p`` in ``f_n``, up to columns whose share
+        of the batch's total trace is at most ``tolerance``.
         """
 
-    @abstractmethod
-    def sampled_column(self, outputs: Tensor, generator: torch.Generator | None) -> Columns:
-        """One random column, whose outer product is the Hessian on average."""
+    def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Columns | Tensor:
+        """One random column, ``(1, *outputs.shape)``, whose outer product is the Hessian on average: here the sum of all columns with
+        random signs."""
+        columns, total = self.columns(outputs, targets), torch.zeros_like(outputs)
+        step = max(1, SIGNED_BYTES // max(1, getattr(columns, "bytes_each", 1)))
+        for begin in range(0, len(columns), step):
+            part = columns[begin : begin + step]
+            device = outputs.device if generator is None else generator.device
+            signs = 2 * torch.randint(2, part.shape[:2], device=device, generator=generator) - 1
+            total += (part * signs.to(part).view(*signs.shape, *[1] * (part.dim() - 2))).sum(0)
+        return total[None]
+
+    def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum over the batch that :meth:`log_likelihood` is a function of, 0-dim float64."""
+        return self.log_prob(outputs.double(), targets).sum()
+
+    def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
+        """``sum_n log p(y_n | f_n)`` from the sum of the statistics; ``count`` is the number of targets' entries."""
+        return statistic
+
+    def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
+        """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
+        the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
+        total = -self.log_prob(full(outputs), targets).sum()
+        return total / torch.full_like(total, len(targets))
+
+    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets of a right shape with values that :meth:`loss` takes in the place of those that it does not, and whether there were none
+        of these, 0-dim bool. Work for the device alone, as a CUDA graph needs it: nothing is raised or read back."""
+        return targets, torch.ones((), dtype=torch.bool, device=targets.device)
+
+    def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """How many targets are predicted right, and of how many, 0-dim each."""
+        raise NotImplementedError(f"{type(self).__name__} has has_classes = True and must define hits.")
+
+    def __repr__(self) -> str:
+        """The name, with what the constructor got where that is not its default."""
+        defaults = {name: repr(p.default) for name, p in inspect.signature(type(self)).parameters.items()}
+        public = {name: repr(value) for name, value in sorted(vars(self).items()) if not name.startswith("_")}
+        own = [f"{name}={word}" for name, word in public.items() if defaults.get(name) != word]
+        return f"{self.name}({', '.join(own)})" if own else self.name
 
 
+LikelihoodType = TypeVar("LikelihoodType", bound=type[Likelihood])
+LIKELIHOODS: dict[str, type[Likelihood]] = {}
+
+
+def register_likelihood(name: str) -> Callable[[LikelihoodType], LikelihoodType]:
+    """Class decorator: a name for the decorated :class:`Likelihood`, by which ``KronLaplace(likelihood=...)`` and saved states know it.
+
+    The same class, defined anew, replaces what was registered.
+
+    Example::
+
+        @ella_cuda.laplace.register_likelihood("exponential")
+        class Exponential(ella_cuda.laplace.IndependentLikelihood):
+            \"\"\"Waiting times; outputs are log rates.\"\"\"
+
+            def log_prob(self, outputs, targets):
+                return outputs - outputs.exp() * targets
+
+            def second_derivative(self, outputs, targets):
+                return outputs.exp() * targets
+
+    Raises:
+        TypeError: ``name`` is no string, or the decorated class no Likelihood.
+        ValueError: ``name`` is empty, or the name of another class.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f'register_likelihood: expected a name, got {name!r}; write @register_likelihood("name").')
+    if not name:
+        raise ValueError("register_likelihood: the name must not be empty.")
+
+    def decorate(likelihood: LikelihoodType) -> LikelihoodType:
+        if not (isinstance(likelihood, type) and issubclass(likelihood, Likelihood)):
+            raise TypeError(
+                f"register_likelihood({name!r}): expected a subclass of ella_cuda.laplace.Likelihood, got {likelihood!r}."
+            )
+        taken = LIKELIHOODS.get(name, likelihood)
+        if (taken.__module__, taken.__qualname__) != (likelihood.__module__, likelihood.__qualname__):
+            raise ValueError(
+                f"register_likelihood: {name!r} is the name of {taken.__module__}.{taken.__qualname__}; choose another."
+            )
+        likelihood.name = name
+        LIKELIHOODS[name] = likelihood
+        return likelihood
+
+    return decorate
+
+
+def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: str = "") -> Likelihood:
+    """The likelihood of a registered name, or the given object of a registered class.
+
+    Args:
+        given: a name or an object.
+        ignore_index: the label that a classification by name leaves out.
+        where: begins messages.
+
+    Raises:
+        TypeError: an object of a class that is not registered, or a class; ``ignore_index`` is no integer.
+        ValueError: no such name; an ``ignore_index`` for something else than a classification.
+    """
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{where}ignore_index must be an integer, got {ignore_index!r}.")
+    if isinstance(given, Likelihood):
+        kind = type(given)
+        if LIKELIHOODS.get(kind.name) is not kind:
+            raise TypeError(
+                f"{where}likelihood: the class {kind.__name__} is not registered; decorate it with "
+                '@ella_cuda.laplace.register_likelihood("name").'
+            )
+        made = given
+    elif isinstance(given, type) and issubclass(given, Likelihood):
+        raise TypeError(f"{where}likelihood must be a name or an object, got the class; pass {given.__name__}(...).")
+    else:
+        kind = LIKELIHOODS[check_choice(f"{where}likelihood", given, tuple(LIKELIHOODS))]
+        made = kind(ignore_index) if issubclass(kind, Classification) else kind()
+    if ignore_index not in (IGNORED, getattr(made, "ignore_index", IGNORED)):
+        raise ValueError(
+            f"{where}ignore_index belongs to likelihood='classification', got {ignore_index} for {made!r}; leave it out."
+        )
+    return made
+
+
+@register_likelihood("classification")
 class Classification(Likelihood):
-    """Softmax over K classes; targets ``(N,)``, integers in 0..K-1."""
+    """Softmax over K classes, the outputs' last axis: outputs ``(N, ..., K)``, targets ``(N, ...)`` integers in 0..K-1. Every position has a
+    label of its own; those with the label ``ignore_index`` have no part in anything."""
+
+    has_classes = True
+
+    def __init__(self, ignore_index: int = IGNORED) -> None:
+        self.ignore_index = ignore_index
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        if outputs.shape[1] < 2:
-            raise ValueError("likelihood='classification' needs a model with at least 2 outputs (logits), got 1.")
-        if targets.dim() != 1 or targets.shape[0] != outputs.shape[0]:
-            if targets.shape == (len(outputs), 1):
-                remedy = "; pass y.squeeze(1)"
-            else:  # one column for each class
-                remedy = "; of one-hot labels pass y.argmax(1)" if targets.shape == outputs.shape else ""
+        expected, classes = outputs.shape[:-1], outputs.shape[-1]
+        if outputs.dim() > 2 and targets.shape == (len(outputs), *outputs.shape[2:]) != expected:
             raise ValueError(
-                f"targets: expected class indices of shape ({outputs.shape[0]},), got shape {tuple(targets.shape)}{remedy}."
+                f"likelihood='classification' takes outputs with the classes last, (N, ..., K), got {tuple(outputs.shape)} for targets "
+                f"{tuple(targets.shape)}: return outputs.movedim(1, -1)."
+            )
+        if classes < 2:
+            raise ValueError(
+                f"likelihood='classification' needs a model with at least 2 outputs (logits), got {classes}; of one logit use "
+                "likelihood='binary'."
+            )
+        if targets.shape != expected:
+            if targets.shape == (*expected, 1):
+                remedy = f"; pass y.squeeze({len(expected)})"
+            else:  # one column for each class
+                remedy = f"; of one-hot labels pass y.argmax({len(expected)})" if targets.shape == outputs.shape else ""
+            raise ValueError(
+                f"targets: expected class indices of shape {tuple(expected)}, got shape {tuple(targets.shape)}{remedy}."
             )
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
                 f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
                 "likelihood='regression'."
             )
-        low, high = (
-            torch.stack(torch.aminmax(targets)).tolist() if targets.numel() else (0, 0)
-        )  # one wait for the device
-        if low < 0 or high >= outputs.shape[1]:
+        labels = targets.long().masked_fill(~self._counted(targets), 0)
+        low, high = torch.stack(torch.aminmax(labels)).tolist() if labels.numel() else (0, 0)  # one wait for the device
+        if low < 0 or high >= classes:
             raise ValueError(
-                f"targets: labels must lie in 0..{outputs.shape[1] - 1} (the model has {outputs.shape[1]} outputs), "
+                f"targets: labels must lie in 0..{classes - 1} (the model has {classes} outputs), or be ignore_index = {self.ignore_index}, "
                 f"got {low}..{high}."
             )
 
-    def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return -F.cross_entropy(outputs.double(), targets.long(), reduction="sum")
+    def _counted(self, targets: Tensor) -> Tensor:
+        """Where the label is not to be ignored."""
+        return targets.long() != self.ignore_index
 
-    def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
-        return statistic
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        rows, labels = outputs.flatten(0, -2), targets.long().flatten()
+        return -F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
 
-    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Columns:
-        """The K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, each image's classes sorted from
-        likely to unlikely.
+    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        labels, counted = targets.long(), self._counted(targets)
+        inside = torch.where(counted, labels.clamp(0, outputs.shape[-1] - 1), labels)
+        return inside, (inside == labels).all()
+
+    def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        counted = self._counted(targets)
+        return ((outputs.argmax(-1) == targets) & counted).sum(), counted.sum()
+
+    def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
+        """Of each position the K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
+        unlikely.
 
         With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
         (s_j s_{j+1}))`` below. In logarithms nothing underflows to 0/0, however certain the prediction. After j columns
-        a trace below s_j is left, so that a network which is sure among a few classes needs a few columns.
+        a trace below s_j is left, so that a network which is sure among a few classes needs a few columns. With several positions
+        each data point's columns come from large to small, so that one with few labels has few.
         """
-        log_p = F.log_softmax(outputs.double(), 1)  # (N, K)
-        in_order, order = log_p.sort(1, descending=True)
-        rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-        )
-        tails, square_tails = (x.flip(1).logcumsumexp(1).flip(1)[:, 1:] for x in (in_order, 2 * in_order))
-        here, p_j = torch.cat([in_order.logsumexp(1, keepdim=True), tails[:, :-1]], 1), in_order[:, :-1]
+        n, k = len(outputs), outputs.shape[-1]
+        # (N, T, K), T positions
+        log_p = F.log_softmax((outputs[:, None] if outputs.dim() == 2 else outputs.flatten(1, -2)).double(), -1)
+        positions = log_p.shape[1]
+        in_order, order = log_p.sort(-1, descending=True)
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(k, device=order.device).expand_as(order))
+        tails, square_tails = (x.flip(-1).logcumsumexp(-1).flip(-1)[..., 1:] for x in (in_order, 2 * in_order))
+        here = torch.cat([in_order.logsumexp(-1, keepdim=True), tails[..., :-1]], -1)
+        p_j = in_order[..., :-1]
         # Where only classes of probability exactly 0 are left (logits of -inf), the formulas are inf - inf; the column is 0.
-        nothing = tails.isneginf()
-        below = (0.5 * (p_j - here - tails)).masked_fill(nothing, -torch.inf)  # log of L[i,j] / -p_i, (N, K-1)
+        nothing = tails.isneginf() | ~self._counted(targets).view(n, positions, 1)
+        below = (0.5 * (p_j - here - tails)).masked_fill(nothing, -torch.inf)  # log of L[i,j] / -p_i, (N, T, K-1)
         diagonal = (0.5 * (p_j + tails - here)).masked_fill(nothing, -torch.inf).exp()
         traces = diagonal.square() + (square_tails + 2 * below).masked_fill(nothing, -torch.inf).exp()
-        left = traces.sum(0).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
-        count = max(1, int((~(left <= tolerance * left[:1])).sum()))  # nan is kept, to be found in the factors
+        traces = traces.flatten(1)  # (N, T (K-1))
+        if positions == 1:
+            chosen, count = None, _needed(traces, tolerance)
+        else:
+            chosen = _largest_first(traces, tolerance)
+            count = chosen.shape[1]
 
         def build(begin: int, end: int) -> Tensor:
-            columns = -(log_p + below.T[begin:end, :, None]).exp()  # (columns, N, K)
-            places = torch.arange(begin, end, device=rank.device)[:, None, None]
-            columns = columns.masked_fill(rank <= places, 0.0)
-            return columns.scatter(2, order.T[begin:end, :, None], diagonal.T[begin:end, :, None]).to(outputs.dtype)
+            if chosen is None:
+                columns, place = log_p[:, 0], torch.arange(begin, end, device=rank.device)[:, None]
+                ranks, (factor, top, likely) = rank[:, 0], (t[:, 0, begin:end].T for t in (below, diagonal, order))
+            else:
+                picks, images = chosen[:, begin:end].T, torch.arange(n, device=rank.device)
+                position, place = picks // (k - 1), picks % (k - 1)  # (columns, N)
+                columns, ranks = log_p[images, position], rank[images, position]
+                factor, top, likely = (t[images, position, place] for t in (below, diagonal, order))
+            columns = -(columns + factor[..., None]).exp()  # (columns, N, K)
+            columns = columns.masked_fill(ranks <= place[..., None], 0.0)
+            columns = columns.scatter(2, likely[..., None], top[..., None]).to(outputs.dtype)
+            if chosen is not None:
+                whole, where = columns.new_zeros(len(columns), n, positions, k), position[..., None, None]
+                columns = whole.scatter(2, where.expand(-1, -1, 1, k), columns[:, :, None])
+            return columns.view(len(columns), *outputs.shape)
 
-        return Columns(count, build, (3 * 8 + outputs.element_size()) * outputs.numel())
+        rows = n * k if chosen is None else 2 * n * k  # copies of what is gathered
+        return Columns(count, build, 3 * 8 * rows + outputs.element_size() * outputs.numel())
 
-    def sampled_column(self, outputs: Tensor, generator: torch.Generator | None) -> Columns:
-        p = torch.softmax(outputs, 1)
+    def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
+        p = torch.softmax(outputs.flatten(0, -2), 1)
         drawn = torch.multinomial(_on_device_of(p, generator), 1, generator=generator).to(p.device)
-        return _one(p.scatter_add(1, drawn, p.new_full((), -1.0).expand(drawn.shape)))
+        column = p.scatter_add(1, drawn, p.new_full((), -1.0).expand(drawn.shape)).view(outputs.shape)
+        return column.masked_fill(~self._counted(targets)[..., None], 0.0)[None]
 
 
-class Regression(Likelihood):
-    """Gaussian with standard deviation sigma on every output; targets ``(N, K)``.
+class IndependentLikelihood(Likelihood):
+    """Outputs' entries that are independent of each other: outputs of any shape ``(N, ...)``, a target for each.
 
-    Curvature is kept at sigma = 1: the precision 1/sigma^2 is applied when the evidence is evaluated, which keeps it
-    differentiable.
+    Subclass it, decorate it with :func:`register_likelihood`, and define :meth:`log_prob` and :meth:`second_derivative`. :meth:`check`
+    looks at the targets' shape; what their values must be is added to it.
     """
+
+    @abstractmethod
+    def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """That of ``-log p`` in every entry of the outputs, of their shape, which must not be negative."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
@@ -144,42 +331,167 @@ class Regression(Likelihood):
             raise ValueError(
                 f"targets: expected the outputs' shape {tuple(outputs.shape)}, got {tuple(targets.shape)}{remedy}."
             )
-        if not targets.is_floating_point():
-            raise TypeError(
-                f"targets: expected real numbers for likelihood='regression', got dtype {targets.dtype}; use .float()."
-            )
 
-    def statistic(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs.double() - targets.double()).square().sum()
+    def _root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.second_derivative(outputs.double(), targets).sqrt()
+
+    def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
+        """One for each entry of a data point's outputs, from large to small."""
+        root = self._root(outputs, targets).flatten(1)
+        return _sparse(outputs, root[..., None], torch.arange(root.shape[1], device=root.device)[:, None], tolerance)
+
+    def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
+        device = outputs.device if generator is None else generator.device
+        drawn = torch.randn(outputs.shape, dtype=outputs.dtype, device=device, generator=generator)
+        return (drawn.to(outputs.device) * self._root(outputs, targets).to(outputs.dtype))[None]
+
+
+@register_likelihood("regression")
+class Regression(IndependentLikelihood):
+    """Gaussian with standard deviation sigma on every output; targets real, of the outputs' shape.
+
+    Curvature is kept at sigma = 1: the precision 1/sigma^2 is applied when the evidence is evaluated, which keeps it
+    differentiable.
+    """
+
+    has_noise = True
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, targets)
+        _require_real(targets, self.name)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -0.5 * (outputs - targets.to(outputs.dtype)).square()
 
     def log_likelihood(self, statistic: Tensor, count: int, sigma_noise: Tensor) -> Tensor:
-        return -0.5 * statistic / sigma_noise**2 - count * (sigma_noise.log() + 0.5 * math.log(2 * math.pi))
+        return statistic / sigma_noise**2 - count * (sigma_noise.log() + 0.5 * math.log(2 * math.pi))
 
-    def columns(self, outputs: Tensor, tolerance: float = 0.0) -> Columns:
+    def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
+        return (outputs - targets).square().sum() / (2 * variance * len(targets))
+
+    def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.ones_like(outputs)
+
+    def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """The unit vectors; all of one size, so that none is left out."""
-        n, k = outputs.shape
+        entries = math.prod(outputs.shape[1:])
 
         def build(begin: int, end: int) -> Tensor:
             places = torch.arange(begin, end, device=outputs.device)
-            return F.one_hot(places, k).to(outputs.dtype)[:, None].expand(-1, n, -1)
+            units = F.one_hot(places, entries).to(outputs.dtype).view(-1, 1, *outputs.shape[1:])
+            return units.expand(-1, *outputs.shape)
 
-        return Columns(k, build, outputs.element_size() * k)
-
-    def sampled_column(self, outputs: Tensor, generator: torch.Generator | None) -> Columns:
-        device = outputs.device if generator is None else generator.device
-        drawn = torch.randn(outputs.shape, dtype=outputs.dtype, device=device, generator=generator)
-        return _one(drawn.to(outputs.device))
+        return Columns(entries, build, outputs.element_size() * entries)
 
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {"classification": Classification, "regression": Regression}
+@register_likelihood("binary")
+class Binary(IndependentLikelihood):
+    """Bernoulli variables whose logits are the outputs: targets 0 or 1 of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``; bool,
+    integer or real."""
+
+    has_classes = True
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, _matching(outputs, targets))
+        _require_values(targets, self._fits(targets), "0 or 1", self.name)
+
+    @staticmethod
+    def _fits(targets: Tensor) -> Tensor:
+        return (targets == 0) | (targets == 1)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = _matching(outputs, targets).to(outputs.dtype)
+        return -F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+
+    def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.sigmoid(outputs) * torch.sigmoid(-outputs)
+
+    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return targets, self._fits(targets).all()
+
+    def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        right = (outputs > 0) == (_matching(outputs, targets) == 1)
+        return right.sum(), torch.full_like(right.sum(), right.numel())
 
 
-def checked_outputs(outputs: Any) -> Tensor:
-    """What a model returned, as a plain tensor ``(N, K)``.
+@register_likelihood("poisson")
+class Poisson(IndependentLikelihood):
+    """Counts whose log rates are the outputs: targets whole numbers from 0 on, of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``;
+    integer or real."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, _matching(outputs, targets))
+        if targets.dtype == torch.bool:
+            raise TypeError("targets: expected counts for likelihood='poisson', got dtype torch.bool; use .long().")
+        _require_values(targets, self._fits(targets), "whole numbers from 0 on", self.name)
+
+    @staticmethod
+    def _fits(targets: Tensor) -> Tensor:
+        whole = targets == targets.floor() if targets.is_floating_point() else True
+        return (targets >= 0) & (targets < torch.inf) & whole
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        targets = _matching(outputs, targets).to(outputs.dtype)
+        return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
+
+    def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return targets, self._fits(targets).all()
+
+
+@register_likelihood("heteroscedastic")
+class Heteroscedastic(Likelihood):
+    """Gaussians, each of its own mean and variance: outputs ``(N, 2K)`` are natural parameters, first K times ``eta_1 = mu / sigma^2``, then
+    K times ``eta_2 = -1 / (2 sigma^2) < 0``; targets real, ``(N, K)``, or ``(N,)`` for K = 1.
+
+    In these the Hessian of ``-log p`` is the covariance of ``(y, y^2)``, whatever the target.
+
+    Source: Immer et al., "Effective Bayesian heteroscedastic regression with deep neural networks", NeurIPS 2023, section 3.
+    """
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        if outputs.dim() != 2 or outputs.shape[1] % 2 or not outputs.shape[1]:
+            raise ValueError(
+                "likelihood='heteroscedastic' needs a model with outputs (N, 2K), K means over variances and K times -1/(2 variance), got "
+                f"{tuple(outputs.shape)}."
+            )
+        k = outputs.shape[1] // 2
+        if targets.shape != (len(outputs), k) and not (k == 1 and targets.shape == outputs.shape[:1]):
+            raise ValueError(
+                f"targets: expected half as many columns as the model has outputs, shape {(len(outputs), k)}, got {tuple(targets.shape)}."
+            )
+        _require_real(targets, self.name)
+        if (outputs[:, k:] >= 0).any():
+            raise ValueError(
+                f"likelihood='heteroscedastic': the last {k} of the model's outputs are -1/(2 variance) and must be negative, got up to "
+                f"{outputs[:, k:].max().item():g}; end the network in torch.cat([f[:, :{k}], -0.5 * F.softplus(f[:, {k}:]) - 1e-6], 1)."
+            )
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        eta_1, eta_2 = outputs.chunk(2, 1)
+        y = targets.to(outputs.dtype).view(eta_1.shape)
+        return eta_2 * (y + 0.5 * eta_1 / eta_2).square() + 0.5 * (-eta_2 / math.pi).log()
+
+    def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
+        """Two for each target, the Cholesky factor of its covariance: ``(sigma, 2 mu sigma)`` and ``(0, sqrt(2) sigma^2)``."""
+        eta_1, eta_2 = outputs.double().chunk(2, 1)
+        variance = -0.5 / eta_2
+        sigma, mean = variance.sqrt(), eta_1 * variance
+        first = torch.stack([sigma, 2 * mean * sigma], 2)
+        second = torch.stack([torch.zeros_like(sigma), math.sqrt(2) * variance], 2)
+        k = torch.arange(sigma.shape[1], device=sigma.device)
+        places = torch.stack([k, k + len(k)], 1)
+        return _sparse(outputs, torch.cat([first, second], 1), places.repeat(2, 1), tolerance)
+
+
+def checked_outputs(outputs: Any, count: int) -> Tensor:
+    """What a model returned for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
 
     Raises:
         TypeError: it is no tensor.
-        ValueError: it is not ``(N, K)``.
+        ValueError: it has no axis beside the batch's, or is of another number of data points.
     """
     if not isinstance(outputs, Tensor):
         words = ", ".join(map(repr, outputs)) if isinstance(outputs, Mapping) else ""
@@ -190,14 +502,58 @@ def checked_outputs(outputs: Any) -> Tensor:
             f"the model must return a tensor (N, K), got {type(outputs).__name__}{parts}; wrap it in a module whose forward returns the "
             "outputs alone."
         )
-    if outputs.dim() != 2:
+    if outputs.dim() < 2:
         remedy = "; of one output per image return outputs[:, None]" if outputs.dim() == 1 else ""
         raise ValueError(f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)}{remedy}.")
+    if len(outputs) != count:
+        raise ValueError(
+            f"the model must return the outputs of a data point as one row, (N, ...), got shape {tuple(outputs.shape)} for N = {count}; "
+            "positions are axes of their own, (N, T, K) for T of them."
+        )
     return outputs if type(outputs) is Tensor else outputs.as_subclass(Tensor)
 
 
-def _one(column: Tensor) -> Columns:
-    return Columns(1, lambda begin, end: column[None, :][begin:end], 0)
+def _needed(traces: Tensor, tolerance: float) -> int:
+    """How many of the columns, whose traces are ``(N, columns)``, leave at most the share out; at least one."""
+    left = traces.detach().sum(0).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
+    return max(1, int((~(left <= tolerance * left[:1])).sum()))  # nan is kept, to be found in the factors
+
+
+def _largest_first(traces: Tensor, tolerance: float) -> Tensor:
+    """For each data point its columns, whose traces are ``(N, columns)``, from large to small, without those that may be left out:
+    ``(N, count)``."""
+    in_order, order = traces.detach().sort(dim=1, descending=True, stable=True)
+    return order[:, : _needed(in_order, tolerance)]
+
+
+def _sparse(outputs: Tensor, values: Tensor, places: Tensor, tolerance: float) -> Columns:
+    """Columns of few entries: ``values``, ``(N, columns, few)``, at ``places``, ``(columns, few)``, of a data point's flattened outputs."""
+    chosen, n = _largest_first(values.square().sum(2), tolerance), len(outputs)
+
+    def build(begin: int, end: int) -> Tensor:
+        picks, images = chosen[:, begin:end].T, torch.arange(n, device=chosen.device)
+        zeros = outputs.new_zeros(len(picks), n, math.prod(outputs.shape[1:]))
+        columns = zeros.scatter(2, places[picks], values[images, picks].to(outputs.dtype))
+        return columns.view(len(picks), *outputs.shape)
+
+    return Columns(chosen.shape[1], build, 2 * outputs.element_size() * outputs.numel())
+
+
+def _matching(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Targets ``(N,)`` of outputs ``(N, 1)`` in their shape, others as they are."""
+    return targets[:, None] if targets.dim() == 1 and outputs.shape == (len(targets), 1) else targets
+
+
+def _require_real(targets: Tensor, name: str) -> None:
+    if not targets.is_floating_point():
+        raise TypeError(
+            f"targets: expected real numbers for likelihood={name!r}, got dtype {targets.dtype}; use .float()."
+        )
+
+
+def _require_values(targets: Tensor, fits: Tensor, expected: str, name: str) -> None:
+    if not fits.all():
+        raise ValueError(f"targets: expected {expected} for likelihood={name!r}, got {targets[~fits][0].item()}.")
 
 
 def _on_device_of(tensor: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
@@ -15,11 +17,11 @@ from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
 
-COLUMN = 28  # bytes for each class that building a column of the softmax Hessian takes
+COLUMN = 24  # bytes for each class that building a column of the softmax Hessian takes, beside the column
 ROUND = 2  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
 
 
-def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Tensor | None) -> int:
+def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs | None) -> int:
     """The most that is allocated at once beside what is there before: the factors, and the larger of what a pass over a batch and
     what the eigenvalues take.
 
@@ -46,7 +48,7 @@ class _NoMoment(SecondMoment):
     add_weighted = add_patches = add_windows = add_diagonal = add_to = add
 
 
-def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int, int, int]:
+def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int, int, int]:
     """Bytes that the graph of a fit keeps of a batch, those of a column's gradients, and of all columns': from its first image's, for
     each."""
     kept: dict[int, int] = {}
@@ -60,11 +62,11 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Tensor) -> tuple[int
 
     for rule in rules:
         rule.allocate(_NoMoment)
-    with curvature_pass(model, rules, 1) as run, without_autocast(x.device.type):
+    with curvature_pass(model, rules, 1) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = run.forward(x[:1])
+            outputs = run.forward(take(x, slice(1)))
             of_rules = run.uses.kept_bytes()
-    images, count = x.shape[0], outputs.shape[1]
-    column = images * max(run.column_bytes, COLUMN * count)
+    images, count = data_points(x), math.prod(outputs.shape[1:])
+    column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
     return images * (sum(kept.values()) + of_rules), column, count * column

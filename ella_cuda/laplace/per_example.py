@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.rules import PerExampleRule
 
@@ -35,15 +37,15 @@ class PerExampleGradients:
             if n in rule.trainable
         }
 
-    def try_out(self, x: Tensor) -> None:
+    def try_out(self, x: Inputs) -> None:
         """Compare both ways on two data points.
 
         Warns:
             UserWarning: vmap cannot take the model, or takes wrong gradients.
         """
-        few = x[:2]
+        few = take(x, slice(2))
         with torch.enable_grad():
-            outputs = checked_outputs(self.model(few)).detach()
+            outputs = checked_outputs(run_model(self.model, few), data_points(few)).detach()
         columns = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
             outputs
         )
@@ -63,16 +65,16 @@ class PerExampleGradients:
                 stacklevel=5,
             )
 
-    def add(self, x: Tensor, columns: Columns, column_bytes: int, memory_budget: int) -> None:
+    def add(self, x: Inputs, columns: Columns, column_bytes: int, memory_budget: int) -> None:
         """Add the batch to the rules' factors.
 
         Args:
-            x: ``(N, ...)``.
+            x: inputs of N data points.
             columns: of the batch.
             column_bytes: of the gradients of a column of the whole batch.
             memory_budget: bytes that gradients may take at a time.
         """
-        count, own = len(x), sum(v.numel() * v.element_size() for v in self._values().values())
+        count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._values().values())
         each = max(-(-column_bytes // count), 2 * own)
         pairs = max(memory_budget // each, 1)
         wide = min(len(columns), pairs)
@@ -81,32 +83,39 @@ class PerExampleGradients:
             part = columns[begin : begin + wide]
             for first in range(0, count, step):
                 some = slice(first, first + step)
-                take = self._by_vmap if self._together else self._one_by_one
-                found = take(x[some], part[:, some])
+                gradients = self._by_vmap if self._together else self._one_by_one
+                found = gradients(take(x, some), part[:, some])
                 last_columns = begin + wide >= len(columns)
                 for rule in self.rules:
                     for name in rule.trainable:
                         rule.add(name, found[rule.full_name(name)], data_too=last_columns)
 
-    def _by_vmap(self, x: Tensor, columns: Tensor) -> dict[str, Tensor]:
-        """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, outputs)``."""
+    def _output(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """The outputs for the only data point of x, with these values of the parameters."""
 
-        def of_one(one: Tensor, its_columns: Tensor) -> dict[str, Tensor]:
-            def outputs(values: Mapping[str, Tensor]) -> Tensor:
-                return checked_outputs(torch.func.functional_call(self.model, dict(values), (one[None],)))[0]
+        def model(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(self.model, dict(values), args, kwargs)
 
-            _, vjp = torch.func.vjp(outputs, self._values())
+        return checked_outputs(run_model(model, x), 1)[0]
+
+    def _by_vmap(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
+        """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, *outputs)``."""
+
+        def of_one(tensors: list[Tensor], its_columns: Tensor) -> dict[str, Tensor]:
+            parts = iter(tensors)
+            one = map_tensors(x, lambda _: next(parts)[None])
+            _, vjp = torch.func.vjp(lambda values: self._output(values, one), self._values())
             return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
 
-        return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(x, columns)
+        return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
 
-    def _one_by_one(self, x: Tensor, columns: Tensor) -> dict[str, Tensor]:
+    def _one_by_one(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """:meth:`_by_vmap` by plain autograd."""
         found: dict[str, list[Tensor]] = {name: [] for name in self._values()}
-        for one, its_columns in zip(x, columns.unbind(1), strict=True):
+        for n, its_columns in enumerate(columns.unbind(1)):
             values = {name: value.clone().requires_grad_() for name, value in self._values().items()}
             with torch.enable_grad():
-                outputs = checked_outputs(torch.func.functional_call(self.model, values, (one[None],)))[0]
+                outputs = self._output(values, take(x, slice(n, n + 1)))
             for column in its_columns:
                 gradients = (
                     torch.autograd.grad(outputs, list(values.values()), column, retain_graph=True, allow_unused=True)

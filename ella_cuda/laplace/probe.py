@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.rules import Rule
 
@@ -46,7 +47,7 @@ class _Call:
     axis: int | None = None  # of the images in the output, where it is known
 
 
-def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = True) -> Findings:
+def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True) -> Findings:
     """Run the network on two and on three of the images, and take the outputs of three back to its layers.
 
     Args:
@@ -72,12 +73,12 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Tensor, several: bool = Tr
             two, of_two = _run(model, known, _images(x, 2))
             calls, outputs = _run(model, known, _images(x, 3))
         except Exception as error:
-            model(x)  # if it does not take the batch either, that is the error to show
+            run_model(model, x)  # if it does not take the batch either, that is the error to show
             raise ValueError(
-                f"fit: the model takes a batch of {x.shape[0]} but not of two or three images ({type(error).__name__}: {error}). Images "
+                f"fit: the model takes a batch of {data_points(x)} but not of two or three images ({type(error).__name__}: {error}). Images "
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
-    of_two, outputs = checked_outputs(of_two), checked_outputs(outputs)
+    of_two, outputs = checked_outputs(of_two, 2), checked_outputs(outputs, 3)
     axes = _axes(known, two, calls)
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
@@ -134,23 +135,28 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
             handle.remove()
 
 
-def _images(x: Tensor, count: int) -> Tensor:
+def _images(x: Inputs, count: int) -> Inputs:
     """A copy of so many of the batch's images. Where the batch has one, the others are made of it, because images that are all the same
     would not show that they mix.
     """
-    few = x[torch.arange(count, device=x.device) % x.shape[0]].detach()
-    if x.shape[0] == 1 and (x.is_floating_point() or x.is_complex()):
-        few *= 0.75 ** torch.arange(count, device=x.device, dtype=torch.float32).view(-1, *[1] * (x.dim() - 1)).to(
-            x.dtype
-        )
+    few = take(x, torch.arange(count, device=tensors_of(x)[0].device) % data_points(x))
+    return map_tensors(few, _scaled if data_points(x) == 1 else Tensor.detach)
+
+
+def _scaled(few: Tensor) -> Tensor:
+    """Images of which each is smaller than the one before, where they are real or complex numbers."""
+    few = few.detach()
+    if few.is_floating_point() or few.is_complex():
+        powers = torch.arange(len(few), device=few.device, dtype=torch.float32)
+        few *= 0.75 ** powers.view(-1, *[1] * (few.dim() - 1)).to(few.dtype)
     return few
 
 
-def _run(model: nn.Module, modules: Iterable[nn.Module], few: Tensor) -> tuple[list[_Call], Any]:
+def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[list[_Call], Any]:
     """The calls of the modules on these images, and what the model returns."""
     calls: list[_Call] = []
     with _watched(modules, calls):
-        return calls, model(few)
+        return calls, run_model(model, few)
 
 
 def _differ_by_images(one: Tensor, other: Tensor) -> bool:
@@ -234,16 +240,17 @@ def _uses(end: Node | None, beginnings: Iterable[Node | None]) -> collections.Co
     return uses
 
 
-def _require_no_reentrant_checkpoint(model: nn.Module, x: Tensor) -> None:
+def _require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
     """RuntimeError where a layer has no gradient because torch.utils.checkpoint, with use_reentrant=True, takes those of its inputs for
     granted: with inputs that require one its node is in the graph.
     """
-    if not x.is_floating_point():
+    if not any(tensor.is_floating_point() for tensor in tensors_of(x)):
         return
     buffers = [buffer for buffer in model.buffers() if not buffer.requires_grad]
     with torch.enable_grad():
         try:
-            outputs = model(_images(x, 2).requires_grad_() * 1)
+            few = map_tensors(_images(x, 2), lambda t: t.requires_grad_() * 1 if t.is_floating_point() else t)
+            outputs = run_model(model, few)
         except Exception:
             return  # a forward that takes no such inputs
         finally:
@@ -321,7 +328,7 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> l
     return torch.stack(differ).tolist()  # one wait for the device
 
 
-def _culprit(model: nn.Module, x: Tensor) -> str:
+def _culprit(model: nn.Module, x: Inputs) -> str:
     """Words for the module in whose forward the gradients of several columns at once go wrong."""
     # Scripted modules take no hooks.
     names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.laplace.batches import pair_on
+from ella_cuda.laplace.batches import DictKeys, pair_on
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 from ella_cuda.training.graph import GraphedStep, Snapshot
 from ella_cuda.training.learners import Prior
@@ -20,7 +20,8 @@ from ella_cuda.training.step import TrainingStep, what_is_not_finite
 def train_epoch(
     step: TrainingStep,
     graphed: GraphedStep | None,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Iterable[Any],
+    keys: DictKeys,
     points: Points,
     scheduler: Any,
     prior: Prior,
@@ -31,26 +32,27 @@ def train_epoch(
     By recorded steps where there are such; where one went wrong, the epoch is done again without them, to say which and why.
 
     Raises:
-        TypeError, ValueError: a batch is no pair of tensors or does not fit the likelihood, the pass yields nothing or another number of
+        TypeError, ValueError: a batch is no pair or does not fit the likelihood, the pass yields nothing or another number of
             data points than ``points`` has.
         FloatingPointError: the loss is not finite.
     """
     if graphed is not None:
         before, random_before = Snapshot(step, scheduler), random_state([loader])
         graphed.begin_epoch()
-        loss, accuracy = _pass(step, graphed, loader, points, scheduler, prior, epoch)
+        loss, accuracy = _pass(step, graphed, loader, keys, points, scheduler, prior, epoch)
         if math.isfinite(loss) and graphed.labels_were_classes():
             return loss, accuracy
         before.restore()
         restore_random_state(random_before, [loader])
         graphed.forget()  # they read the optimizer's state where it was
-    return _pass(step, None, loader, points, scheduler, prior, epoch)
+    return _pass(step, None, loader, keys, points, scheduler, prior, epoch)
 
 
 def _pass(
     step: TrainingStep,
     graphed: GraphedStep | None,
-    loader: Iterable[tuple[Tensor, Tensor]],
+    loader: Iterable[Any],
+    keys: DictKeys,
     points: Points,
     scheduler: Any,
     prior: Prior,
@@ -69,7 +71,7 @@ def _pass(
             )
 
     for batch in loader:
-        x, y = pair_on(batch, device, "marglik_training (train_loader)")
+        x, y = pair_on(batch, device, "marglik_training (train_loader)", keys)
         if not len(y):
             continue  # as the evidence does: there is nothing to learn from
         points.require_at_most(seen + len(y))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ella_cuda.laplace.batches import Inputs, map_tensors, shapes_of, tensors_of
 from ella_cuda.training.step import TrainingStep
 
 MAX_SHAPES = 8  # of batches that have a graph; each graph takes host memory and a capture's time
@@ -72,7 +73,7 @@ class CudaGraphs:
 class _Recorded:
     """A step's graph and the tensors that it reads its batch from."""
 
-    x: Tensor
+    x: Inputs
     y: Tensor
     replay: Callable[[], None]
 
@@ -115,16 +116,24 @@ class GraphedStep:
         """Whether all labels since the epoch's begin were classes. Waits for the device."""
         return bool(self._classes)
 
-    def __call__(self, x: Tensor, y: Tensor) -> None:
+    def __call__(self, x: Inputs, y: Tensor) -> None:
         """One step on a batch; see :class:`TrainingStep`.
 
         Raises:
+            TypeError: an argument of the model is no tensor.
             ValueError: a schedule changed another option of the optimizer than the learning rate.
             RuntimeError: the step cannot be recorded.
         """
         if self._options is None:
             self._options = self._present_options()
-        key = (x.shape, x.dtype, y.shape, y.dtype)
+        names = tuple(x) if isinstance(x, dict) else None
+        key = (names, *((t.shape, t.dtype) for t in (*tensors_of(x), y)))
+        if not isinstance(x, Tensor) and len(tensors_of(x)) < len(x):
+            raise TypeError(
+                "marglik_training: cuda_graph=True needs batches whose inputs are tensors alone, for a recorded step reads nothing else, got "
+                f"{type(x).__name__} with {len(x) - len(tensors_of(x))} other(s) beside the tensors {shapes_of(x)}; leave these out of the "
+                "batch, or pass cuda_graph=False."
+            )
         recorded = self._recorded.get(key)
         if recorded is None:
             if key not in self._seen or len(self._recorded) == MAX_SHAPES:
@@ -138,8 +147,8 @@ class GraphedStep:
                 "have changed since the first step. Pass cuda_graph=False, or another scheduler_cls (for OneCycleLR and CyclicLR "
                 "cycle_momentum=False)."
             )
-        recorded.x.copy_(x)
-        recorded.y.copy_(y)
+        for place, given in zip((*tensors_of(recorded.x), recorded.y), (*tensors_of(x), y), strict=True):
+            place.copy_(given)
         for i, group in enumerate(self._step.optimizer.param_groups):
             rate = float(group["lr"])
             if rate != self._rates_set[i]:
@@ -147,19 +156,18 @@ class GraphedStep:
                 self._rates_set[i] = rate
         recorded.replay()
 
-    def _run(self, x: Tensor, y: Tensor, checked: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _run(self, x: Inputs, y: Tensor, checked: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._step(x, y, checked, lambda loss: None)
 
     def _note_labels(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """y with classes in the place of labels that are none, which are noted; a batch of this shape was checked in full before."""
-        if not self._step.classifies:
-            return y
-        inside = y.long().clamp(0, outputs.shape[-1] - 1)
-        self._classes.logical_and_((inside == y).all())
+        """y with targets that fit the likelihood in the place of those that do not, which are noted; a batch of this shape was checked in
+        full before."""
+        inside, fit = self._step.likelihood.admitted(outputs, y)
+        self._classes.logical_and_(fit)
         return inside
 
-    def _record(self, x: Tensor, y: Tensor) -> _Recorded:
-        place, labels = torch.empty_like(x), torch.empty_like(y)
+    def _record(self, x: Inputs, y: Tensor) -> _Recorded:
+        place, labels = map_tensors(x, torch.empty_like), torch.empty_like(y)
         handled = sys.exc_info()[1]  # by whoever trains, no matter of ours
         with self._capturable():
             try:
@@ -169,7 +177,7 @@ class GraphedStep:
                 # A capture that cannot end hides why.
                 words = str(error) if hidden in (None, handled) else f"{hidden}; {error}"
                 raise RuntimeError(
-                    f"marglik_training: a step of this model on batches {tuple(x.shape)} cannot be recorded as a CUDA graph ({words}). "
+                    f"marglik_training: a step of this model on batches {shapes_of(x)} cannot be recorded as a CUDA graph ({words}). "
                     "What the model does must not depend on values, nor read any back. In a new process, pass cuda_graph=False."
                 ) from error
         return _Recorded(place, labels, replay)

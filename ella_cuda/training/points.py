@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from tqdm.auto import tqdm
 
-from ella_cuda.laplace.batches import pair_of
+from ella_cuda.laplace.batches import DEFAULT_KEYS, DictKeys, pair_of
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
@@ -45,7 +45,7 @@ class Points:
         )
 
 
-def points_of(loader: Any, name: str, progress_bar: bool = False) -> Points:
+def points_of(loader: Any, name: str, progress_bar: bool = False, keys: DictKeys = DEFAULT_KEYS) -> Points:
     """What the loader declares in an attribute ``dataset_size``, else what torch's DataLoader knows from its data set and samplers,
     else what one pass yields, which is counted; random generators are put back to where they were.
 
@@ -53,9 +53,10 @@ def points_of(loader: Any, name: str, progress_bar: bool = False) -> Points:
         loader: of batches ``(x, y)``.
         name: of the argument, for messages.
         progress_bar: whether to show one while batches are counted.
+        keys: of batches that are mappings.
 
     Raises:
-        TypeError: ``dataset_size`` is no integer; a batch is no pair of tensors.
+        TypeError: ``dataset_size`` is no integer; a batch is no pair.
         ValueError: there are no data points.
     """
     declared = getattr(loader, "dataset_size", None)
@@ -66,7 +67,7 @@ def points_of(loader: Any, name: str, progress_bar: bool = False) -> Points:
     elif (known := _known(loader)) is not None:
         points = Points(known, name, "its data set and samplers say")
     else:
-        points = Points(_counted(loader, name, progress_bar), name, "a pass before the first step did")
+        points = Points(_counted(loader, name, progress_bar, keys), name, "a pass before the first step did")
     if points.count < 1:
         raise ValueError(f"marglik_training: {name} has no data points; check its data set, samplers and drop_last.")
     return points
@@ -89,14 +90,14 @@ def _known(loader: Any) -> int | None:
     return size - size % batches.batch_size
 
 
-def _counted(loader: Any, name: str, progress_bar: bool) -> int:
+def _counted(loader: Any, name: str, progress_bar: bool, keys: DictKeys) -> int:
     before = random_state([loader])
     try:
         seen = 0
         # The bar does not iterate itself: tqdm's asks the loader for two passes and starts its workers twice.
         with tqdm(desc=f"counting {name}", unit="batch", leave=False, disable=not progress_bar, **bar_size()) as bar:
             for batch in loader:
-                seen += len(pair_of(batch, f"marglik_training ({name})")[1])
+                seen += len(pair_of(batch, f"marglik_training ({name})", keys)[1])
                 bar.update()
         return seen
     finally:
@@ -104,7 +105,7 @@ def _counted(loader: Any, name: str, progress_bar: bool) -> int:
 
 
 def points_of_both(
-    train_loader: Any, marglik_loader: Any, n_data: int | None, progress_bar: bool
+    train_loader: Any, marglik_loader: Any, n_data: int | None, progress_bar: bool, keys: DictKeys
 ) -> tuple[Points, Points]:
     """Of a pass over the training's loader and over the evidence's, which is the same where ``marglik_loader`` is None.
 
@@ -116,10 +117,10 @@ def points_of_both(
     """
     if n_data is not None:
         return (Points(n_data, "train_loader", ""),) * 2
-    points = points_of(train_loader, "train_loader", progress_bar)
+    points = points_of(train_loader, "train_loader", progress_bar, keys)
     if marglik_loader is None or marglik_loader is train_loader:
         return points, points
-    of_evidence = points_of(marglik_loader, "marglik_loader", progress_bar)
+    of_evidence = points_of(marglik_loader, "marglik_loader", progress_bar, keys)
     if of_evidence.count != points.count:
         raise ValueError(
             f"marglik_training: marglik_loader must yield as many data points as train_loader, got {of_evidence.count} and {points.count}: "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.laplace.batches import pair_of, require_loader
+from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, take
 from ella_cuda.training.arguments import in_words, name_of, warn
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
@@ -153,13 +153,13 @@ def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
         What :meth:`ella_cuda.laplace.KronLaplace.fit` raises, but for values that are not finite: those of trained weights may be, and
         training names the layer. Sizes in its errors are those of a few images, as they say. ValueError where the loader yields no data.
     """
-    before = random_state([loader])
+    before, keys = random_state([loader]), dict_keys(la.dict_key_x, la.dict_key_y)
     try:
-        with contextlib.closing(pair_of(batch, f"marglik_training ({name})") for batch in loader) as pairs:
+        with contextlib.closing(pair_of(batch, f"marglik_training ({name})", keys) for batch in loader) as pairs:
             first = next((pair for pair in pairs if len(pair[1])), None)
         if first is None:
             raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
-        few = tuple(part[:3] for part in first)
+        few = tuple(take(part, slice(3)) for part in first)
         try:
             la.fit([few])
         except FloatingPointError:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.laplace.likelihoods import LIKELIHOODS, checked_outputs
+from ella_cuda.laplace.batches import Inputs, data_points, run_model, tensors_of
+from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.ops._precision import without_autocast
 
 
@@ -21,20 +21,22 @@ class TrainingStep:
 
     Attributes:
         total: 0-dim, float64: sum of the data losses of the epoch's images.
-        correct: 0-dim, float64: number of the epoch's images whose class was predicted.
+        correct, counted: 0-dim, float64: number of the epoch's targets that were predicted, and of those that could be; of a likelihood
+            with classes.
+        likelihood: whose loss it takes.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], likelihood: str
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], likelihood: Likelihood
     ) -> None:
         self.model, self.optimizer, self.parameters = model, optimizer, list(parameters)
-        self.classifies = likelihood == "classification"
-        self._likelihood = LIKELIHOODS[likelihood]()
+        self.likelihood = likelihood
         like = self.parameters[0]
-        self.total, self.correct = (torch.zeros((), dtype=torch.float64, device=like.device) for _ in range(2))
+        sums = (torch.zeros((), dtype=torch.float64, device=like.device) for _ in range(3))
+        self.total, self.correct, self.counted = sums
         self._weights = like.new_zeros(len(self.parameters))  # δ/N
         self._weight_of = list(self._weights.unbind())
-        self._twice_variance = like.new_zeros(())
+        self._variance = like.new_zeros(())
 
     def begin_epoch(self, precision: Tensor, sigma: float, n_data: int) -> float:
         """Start the epoch's sums at the precisions, one per parameter tensor, and the noise scale; returns the prior's part of the
@@ -42,30 +44,27 @@ class TrainingStep:
         weights = precision / n_data
         with torch.no_grad():
             self._weights.copy_(weights)
-            self._twice_variance.fill_(2 * sigma**2)
-            self.total.zero_()
-            self.correct.zero_()
+            self._variance.fill_(sigma**2)
+            for total in (self.total, self.correct, self.counted):
+                total.zero_()
             norms = torch.stack([n.double() for n in torch._foreach_norm(self.parameters)])
             return float((0.5 * weights * norms.square()).sum())
 
     def epoch_means(self, images: int) -> tuple[float, float | None]:
-        """Mean of the data losses of the epoch's images, and share of them whose class was predicted; None for regression."""
-        return float(self.total) / images, float(self.correct) / images if self.classifies else None
+        """Mean of the data losses of the epoch's images, and share of the targets that were predicted; None where there are no classes, or
+        no targets."""
+        counted = float(self.counted)
+        return float(self.total) / images, float(self.correct) / counted if counted else None
 
     def checked(self, outputs: Tensor, y: Tensor) -> Tensor:
         """y; TypeError or ValueError where outputs and y do not fit the likelihood. Reads labels back from the device."""
         with torch.no_grad():
-            self._likelihood.check(outputs, y)
+            self.likelihood.check(outputs, y)
         return y
-
-    def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        if self.classifies:
-            return F.cross_entropy(outputs, y.long())
-        return (outputs - y).square().sum() / (self._twice_variance * len(y))
 
     def __call__(
         self,
-        x: Tensor,
+        x: Inputs,
         y: Tensor,
         checked: Callable[[Tensor, Tensor], Tensor],
         check_loss: Callable[[Tensor], None],
@@ -73,7 +72,7 @@ class TrainingStep:
         """One step on a batch.
 
         Args:
-            x: the batch, of at least one image. y: its labels, ``(N,)`` class indices or ``(N, K)`` targets.
+            x: the batch, of at least one image. y: its targets, as the likelihood takes them.
             checked: ``(outputs, y) -> y``, such as :meth:`checked`, called before anything is done with them: labels that are no class
                 fail later on, on CUDA beyond repair.
             check_loss: called with the 0-dim data loss before the weights change.
@@ -81,9 +80,9 @@ class TrainingStep:
         Raises:
             What the checks raise. RuntimeError: the optimizer's step asks for a closure.
         """
-        outputs = checked_outputs(self.model(x))
+        outputs = checked_outputs(run_model(self.model, x), data_points(x))
         y = checked(outputs, y)
-        loss = self._mean_loss(outputs, y)
+        loss = self.likelihood.loss(outputs, y, self._variance)
         self.optimizer.zero_grad(set_to_none=True)
         # As torch asks: the backward of each operation is then in its forward's precision.
         with without_autocast(loss.device.type):
@@ -97,8 +96,10 @@ class TrainingStep:
             grads = [parameter.grad for parameter in self.parameters]
             torch._foreach_addcmul_(grads, self.parameters, self._weight_of)
             self.total.add_(loss, alpha=len(y))
-            if self.classifies:
-                self.correct.add_((outputs.argmax(-1) == y).sum())
+            if self.likelihood.has_classes:
+                right, of = self.likelihood.hits(outputs, y)
+                self.correct.add_(right)
+                self.counted.add_(of)
         try:
             self.optimizer.step()
         except (AssertionError, TypeError) as error:  # it asserts that there is a closure, or calls it
@@ -108,11 +109,11 @@ class TrainingStep:
             ) from error
 
 
-def what_is_not_finite(model: nn.Module, x: Tensor, y: Tensor) -> str:
+def what_is_not_finite(model: nn.Module, x: Inputs, y: Tensor) -> str:
     """Why the loss of a batch is not finite, and what to do: the batch, its targets, or the first layer whose parameters or output are
     not finite for it."""
-    for what, part in (("the batch itself is", x), ("the batch's targets are", y)):
-        if not torch.isfinite(part).all():
+    for what, parts in (("the batch itself is", tensors_of(x)), ("the batch's targets are", [y])):
+        if not all(torch.isfinite(part).all() for part in parts):
             return f"{what} not finite: check the data set and what it does to its examples for nan and inf"
     found: list[str] = []
 
@@ -132,7 +133,7 @@ def what_is_not_finite(model: nn.Module, x: Tensor, y: Tensor) -> str:
     handles = [m.register_forward_hook(look(n)) for n, m in model.named_modules() if n and not any(m.children())]
     try:
         with torch.no_grad():
-            model(x)
+            run_model(model, x)
     finally:
         for handle in handles:
             handle.remove()

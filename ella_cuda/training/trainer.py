@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm.auto import tqdm
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, Likelihood
+from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
 from ella_cuda.laplace.kron import FISHERS
-from ella_cuda.laplace.likelihoods import LIKELIHOODS
+from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
 from ella_cuda.laplace.rules.base import RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
@@ -52,7 +53,7 @@ class Evaluation:
     loss: (
         float | None
     )  # data fit, mean over the epoch's data points, plus the prior's part at the epoch's start; None before the first
-    accuracy: float | None  # of the training batches as they were seen, fraction; None for regression
+    accuracy: float | None  # of the training batches as they were seen, fraction; None without classes
     neg_log_marginal_likelihood: float | None  # per data point; None without an evidence step
     prior_precision: list[float]  # per parameter tensor
     effective_parameters: dict[str, float] | None  # per parameter tensor
@@ -83,8 +84,8 @@ class MarglikTrainer:
     def __init__(
         self,
         model: nn.Module,
-        train_loader: Iterable[tuple[Tensor, Tensor]],
-        likelihood: str = "classification",
+        train_loader: Iterable[Any],
+        likelihood: str | Likelihood = "classification",
         *,
         optimizer_cls: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         optimizer_kwargs: dict[str, Any] | None = None,
@@ -109,17 +110,21 @@ class MarglikTrainer:
         fisher: str = "exact",
         resolution: str = "shared",
         column_tolerance: float = 0.0,
-        marglik_loader: Iterable[tuple[Tensor, Tensor]] | None = None,
+        dict_key_x: str = DEFAULT_KEYS.x,
+        dict_key_y: str = DEFAULT_KEYS.y,
+        ignore_index: int = IGNORED,
+        marglik_loader: Iterable[Any] | None = None,
         n_data: int | None = None,
         checkpoint: str | Path | None = None,
         depends_on: Mapping[str, Any] | None = None,
         on_evaluation: Callable[[Evaluation], None] | None = None,
         description: str = "training",
     ) -> None:
-        likelihood, objective, prior_structure, fisher, resolution = (
+        likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
+        keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
+        objective, prior_structure, fisher, resolution = (
             check_choice(f"marglik_training: {name}", choice, choices)
             for name, choice, choices in (
-                ("likelihood", likelihood, tuple(LIKELIHOODS)),
                 ("objective", objective, get_args(Objective)),
                 ("prior_structure", prior_structure, get_args(PriorStructure)),
                 ("fisher", fisher, FISHERS),
@@ -156,12 +161,13 @@ class MarglikTrainer:
             "lengthscales": positive("lr_lengthscales", lr_lengthscales),
             "anchors": positive("lr_anchors", lr_anchors),
         }
-        self._laplace_settings = {
-            "likelihood": likelihood,
+        settings = {
             "fisher": fisher,
             "resolution": resolution,
             "column_tolerance": column_tolerance,
         }
+        self._keys = keys
+        self._laplace_settings = {"likelihood": likelihood, **settings, "dict_key_x": keys.x, "dict_key_y": keys.y}
         # Refuses what no evidence step could do.
         KronLaplace(model, sigma_noise=hyperparameters["sigma_noise_init"], **self._laplace_settings)
         if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
@@ -183,7 +189,7 @@ class MarglikTrainer:
         self._graphed = GraphedStep(self._step, CudaGraphs(self._prior.parameters[0].device)) if cuda_graph else None
         self.learners: list[Learner] = [self._prior, *learners_of(learn, model, rates)]
         self._points, self._evidence_points = points_of_both(
-            train_loader, marglik_loader if objective == "evidence" else None, n_data, progress_bar
+            train_loader, marglik_loader if objective == "evidence" else None, n_data, progress_bar, keys
         )
         self.model, self._schedule, self._on_evaluation = model, schedule, on_evaluation
         self._train_loader, self._evidence_loader, self._evidence_name = train_loader, train_loader, "train_loader"
@@ -191,7 +197,8 @@ class MarglikTrainer:
             self._evidence_loader, self._evidence_name = marglik_loader, "marglik_loader"
         self._loaders = [self._train_loader, self._evidence_loader]
         self._settings = {
-            **self._laplace_settings,
+            "likelihood": repr(likelihood),
+            **settings,
             **schedule,
             "learn": [learner.name for learner in self.learners[1:]],
             "parameters": self._prior.names,
@@ -255,7 +262,7 @@ class MarglikTrainer:
 
     def epoch(self) -> tuple[float, float | None]:
         """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they
-        were seen, None for regression. Before its first step the first one tries the evidence on a few images."""
+        were seen, None without classes. Before its first step the first one tries the evidence on a few images."""
         if self._schedule["objective"] == "evidence" and not self._tried:
             with self._differentiable():
                 try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name)
@@ -265,6 +272,7 @@ class MarglikTrainer:
             self._step,
             self._graphed,
             self._train_loader,
+            self._keys,
             self._points,
             self._scheduler,
             self._prior,
@@ -446,9 +454,12 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
     same loop without evidence steps. Arguments named as in laplace-torch mean the same, and defaults are its own unless noted.
 
     Args:
-        model: maps a batch to ``(N, K)`` outputs (logits for classification). Trained in place.
-        train_loader: yields ``(x, y)`` batches, which are moved to the model's device; iterated once per epoch.
-        likelihood: "classification" (softmax; y are ``(N,)`` class indices) or "regression" (Gaussian; y are ``(N, K)``).
+        model: maps a batch to ``(N, K)`` or ``(N, ..., K)`` outputs (logits for classification). Trained in place.
+        train_loader: yields ``(x, y)`` batches, or mappings, as :meth:`ella_cuda.laplace.KronLaplace.fit` takes them; they are moved to the
+            model's device; iterated once per epoch.
+        likelihood: "classification" (softmax over the last axis; y are class indices), "regression" (Gaussian), "binary" (logits), "poisson"
+            (log rates), "heteroscedastic", or an object; see :class:`ella_cuda.laplace.KronLaplace`. A step's loss is the mean over data
+            points of the sum over a point's targets.
         optimizer_cls: of the weights, called with their list. Default: Adam with its own defaults.
         optimizer_kwargs: its other arguments. Pass ``weight_decay=0`` to an optimizer that decays weights unasked, such as AdamW: the prior
             is the weight decay, and another is added to it, of which a warning tells.
@@ -483,6 +494,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
         resolution: "shared" or "per_channel" output factors of F-FC.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
+        dict_key_x, dict_key_y: keys of batches that are mappings. ignore_index: label of positions without a part in a classification.
         marglik_loader: the training data without augmentation, for the evidence; default ``train_loader``, unless that is a
             :class:`ella_cuda.data.TensorLoader` that augments. Its first images are tried before the first step.
         n_data: N, where it is not what a pass over ``train_loader`` and one over ``marglik_loader`` both yield: some images are drawn
@@ -511,7 +523,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
 
     Raises:
         TypeError: an argument is of a wrong type; layers have no curvature rule, all of which are named; a loader yields something else
-            than pairs of tensors, or can be passed over once only; an optimizer or a schedule whose ``step`` needs arguments.
+            than pairs or mappings, or can be passed over once only; an optimizer or a schedule whose ``step`` needs arguments.
         ValueError: an argument out of range, or a burn-in that leaves no epoch for an evidence step; outputs or labels that do not fit
             the likelihood; an empty loader; a pass with another number of data points than N; a checkpoint of other settings or
             data, or one that cannot be read.

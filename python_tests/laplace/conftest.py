@@ -10,23 +10,28 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 
 
-def _negative_log_likelihood(f: Tensor, y: Tensor, likelihood: str) -> Tensor:
-    """Of one data point: outputs (K,), target () or (K,), sigma = 1."""
+def _negative_log_likelihood(f: Tensor, y: Tensor, likelihood: str | Callable[..., Tensor]) -> Tensor:
+    """Of one data point: outputs (K,), target () or (K,), sigma = 1; ``likelihood`` may be this function itself."""
+    if callable(likelihood):
+        return likelihood(f, y)
     if likelihood == "classification":
         return torch.logsumexp(f, 0) - f[y]
     return 0.5 * (f - y).square().sum()
 
 
-def _dense_ggn(model: nn.Module, x: Tensor, y: Tensor, likelihood: str = "classification") -> dict[str, Tensor]:
+def _dense_ggn(
+    model: nn.Module, x: Tensor, y: Tensor, likelihood: str | Callable[..., Tensor] = "classification"
+) -> dict[str, Tensor]:
     parameters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     blocks = {n: torch.zeros(p.numel(), p.numel(), dtype=p.dtype) for n, p in parameters.items()}
     for x_n, y_n in zip(x, y, strict=True):
 
         def outputs(theta: dict[str, Tensor], x_n: Tensor = x_n) -> Tensor:
-            return functional_call(model, theta, (x_n[None],))[0]
+            return functional_call(model, theta, (x_n[None],))[0].flatten()
 
+        shape = functional_call(model, parameters, (x_n[None],)).shape[1:]
         f = outputs(parameters).detach()
-        curvature = hessian(lambda f, y_n=y_n: _negative_log_likelihood(f, y_n, likelihood))(f)
+        curvature = hessian(lambda f, y_n=y_n, shape=shape: _negative_log_likelihood(f.view(shape), y_n, likelihood))(f)
         jacobian = jacrev(outputs)(parameters)
         for name, j in jacobian.items():
             j = j.detach().reshape(len(j), -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.laplace.batches import pair_of, pair_on, require_loader
 
 X, Y = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
@@ -136,3 +138,137 @@ def test_batches_come_to_the_models_device_and_may_be_of_inference_mode(device):
         model = network().to(device)
         losses.append(marglik_training(model, loader, n_epochs=2, progress_bar=False)[3])
     assert losses[0] == losses[1] and np.isfinite(losses[0]).all()
+
+
+# several inputs, and mappings -----------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Of an image and a number for each, which share nothing but the last layer; ``scale`` is for what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image, self.number, self.last = nn.Conv2d(1, 2, 3), nn.Linear(1, 3), nn.Linear(75, 3)
+
+    def forward(self, image, number, scale=1.0):
+        hidden = torch.cat([self.image(image).flatten(1), self.number(number)], 1)
+        return scale * self.last(torch.tanh(hidden))
+
+
+class AsOne(nn.Module):
+    """The same network of one tensor, which has the number behind the image's pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = Two()
+
+    def forward(self, x):
+        return self.two(x[:, :64].unflatten(1, (1, 8, 8)), x[:, 64:])
+
+
+NUMBER = torch.randn(20, 1, generator=torch.Generator().manual_seed(1))
+ONE = torch.cat([X.flatten(1), NUMBER], 1)
+PARTS = [slice(0, 8), slice(8, 20)]
+LOADERS = {
+    "tuple": [((X[p], NUMBER[p]), Y[p]) for p in PARTS],
+    "list": [[[X[p], NUMBER[p]], Y[p]] for p in PARTS],
+    "mapping": [({"number": NUMBER[p], "image": X[p]}, Y[p]) for p in PARTS],
+    "with something else": [((X[p], NUMBER[p], 1.0), Y[p]) for p in PARTS],
+    "dict": [{"image": X[p], "labels": Y[p], "number": NUMBER[p]} for p in PARTS],
+    "UserDict": [UserDict(image=X[p], labels=Y[p], number=NUMBER[p], scale=1.0) for p in PARTS],
+    "DataLoader": DataLoader(
+        [{"image": x, "number": n, "labels": y} for x, n, y in zip(X, NUMBER, Y, strict=True)],
+        batch_sampler=[range(8), range(8, 20)],
+    ),
+}
+PAIRS = [(ONE[p], Y[p]) for p in PARTS]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_several_inputs_give_the_numbers_of_one(kind):
+    one, several = KronLaplace(AsOne()).fit(PAIRS), KronLaplace(Two()).fit(LOADERS[kind])
+    assert several.log_marginal_likelihood() == one.log_marginal_likelihood()
+    results = [
+        marglik_training(model, loader, n_epochs=3, progress_bar=False)[2:]
+        for model, loader in ((AsOne(), PAIRS), (Two(), LOADERS[kind]))
+    ]
+    assert results[0] == results[1] and len(results[0][0]) == 3
+
+
+@pytest.mark.parametrize("x", [(X, NUMBER), [X, NUMBER], {"image": X, "number": NUMBER}], ids=["tuple", "list", "dict"])
+def test_the_exact_evidence_and_the_estimate_take_several_inputs(x):
+    one, several = KronLaplace(AsOne().double()), KronLaplace(Two().double())
+    x = {k: v.double() for k, v in x.items()} if isinstance(x, dict) else type(x)(t.double() for t in x)
+    expected = exact_log_marginal_likelihood(one, ONE.double(), Y)
+    torch.testing.assert_close(exact_log_marginal_likelihood(several, x, Y), expected, rtol=1e-12, atol=0)
+    assert several.memory_estimate(x) == one.memory_estimate(ONE.double())
+    for wrong in ([1.0, None], {}, "x"):
+        for ask in (several.memory_estimate, lambda x: exact_log_marginal_likelihood(several, x, Y)):
+            with pytest.raises(TypeError, match=rf"x must be a tensor .* got {type(wrong).__name__}"):
+                ask(wrong)
+
+
+@pytest.mark.parametrize("use", [fit, train])
+def test_a_mapping_of_the_targets_and_one_input_is_a_pair(use):
+    assert use([{"labels": Y, "input_ids": X}]) == use([(X, Y)])
+
+
+def test_keys_are_arguments():
+    batch, options = {"image": X, "class": Y}, {"dict_key_x": "image", "dict_key_y": "class"}
+    la = KronLaplace(network(), **options).fit([batch])
+    assert (la.dict_key_x, la.dict_key_y) == ("image", "class")
+    assert float(la.log_marginal_likelihood()) == fit([(X, Y)])
+    other = marglik_training(network(), [batch], n_epochs=2, progress_bar=False, **options)
+    assert other[2:] == train([(X, Y)]) and other[0].dict_key_x == "image"
+    for wrong, error in ((("x", 3), TypeError), (("x", "x"), ValueError)):
+        for make in (KronLaplace, lambda m, **keys: marglik_training(m, [batch], **keys)):
+            with pytest.raises(error, match="dict_key_"):
+                make(network(), dict_key_x=wrong[0], dict_key_y=wrong[1])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"image": X, "label": Y}, {"labels": Y}, {"input_ids": X, "labels": Y.tolist()}, {"input_ids": "a", "labels": Y}, {1: X, "labels": Y}],
+    ids=["no targets", "targets alone", "a list", "no tensor", "no name"],
+)  # fmt: skip
+def test_mappings_without_inputs_or_targets_are_told_the_keys(batch):
+    held = ", ".join(rf"{key!r} \({type(value).__name__}\)" for key, value in batch.items())
+    for use in (fit, train):
+        with pytest.raises(
+            TypeError,
+            match=rf"pairs of tensors .*dict_key_y='labels'.*dict_key_x='input_ids'.* its keys are {held}: pass dict_key_y",
+        ):
+            use([batch])
+
+
+def test_tensors_of_one_batch_have_as_many_data_points():
+    for x in ((X, NUMBER[:3]), {"image": X, "number": NUMBER[:3]}):
+        words = r"all have the batch along their first axis, \(N, \.\.\.\), got shapes .*\(20, 1, 8, 8\), .*\(3, 1\)"
+        with pytest.raises(ValueError, match=rf"^fit: the tensors of x must {words}"):
+            KronLaplace(Two()).fit([(x, Y)])
+        with pytest.raises(ValueError, match=rf"^memory_estimate: the tensors of x must {words}"):
+            KronLaplace(Two()).memory_estimate(x)
+    with pytest.raises(ValueError, match=r"got shapes \(20, 1, 8, 8\), \(\) and \(20,\): single examples"):
+        KronLaplace(Two()).fit([((X, torch.tensor(1.0)), Y)])
+
+
+def test_several_inputs_are_plain_tensors_on_the_models_device(device):
+    with torch.inference_mode():
+        number = NUMBER.clone()
+    (image, moved, note), y = pair_on(((X.as_subclass(Labelled), number, "as it is"), Y), device, "here")
+    assert type(image) is torch.Tensor and note == "as it is" and not moved.is_inference()
+    assert {t.device.type for t in (image, moved, y)} == {device.type}
+    with pytest.raises(TypeError, match=r"^here: the loader must yield dense tensors, got one that is of layout"):
+        pair_of({"a": X, "b": torch.eye(20).to_sparse(), "labels": Y}, "here")
+
+
+def test_images_that_mix_are_found_among_several_inputs():
+    class Mixed(Two):
+        def forward(self, image, number):
+            hidden = torch.cat([self.image(image).flatten(1), self.number(number)], 1)
+            return self.last(hidden - hidden.mean(0))
+
+    for x in ((X, NUMBER), (X[:1], NUMBER[:1])):
+        with pytest.raises(ValueError, match="other images of the batch"):
+            KronLaplace(Mixed()).fit([(x, Y[: len(x[0])])])

@@ -24,9 +24,9 @@ def data():
     ("arguments", "error", "message"),
     [
         (
-            dict(likelihood="poisson"),
+            dict(likelihood="normal"),
             ValueError,
-            "likelihood must be one of 'classification', 'regression', got 'poisson'",
+            "likelihood must be one of 'classification', 'regression', .*got 'normal'",
         ),
         (dict(fisher="empirical"), ValueError, "fisher must be one of 'exact', 'mc'"),
         (dict(resolution="fine"), ValueError, "resolution must be one of 'shared', 'per_channel'"),

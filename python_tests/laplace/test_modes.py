@@ -11,6 +11,7 @@ from torch import nn
 from ella_cuda import ops
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood, register, second_moment
+from ella_cuda.laplace.likelihoods import Classification
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, SparseFactoredLinear2d
 from ella_cuda.training.step import TrainingStep
@@ -132,7 +133,7 @@ def test_training_under_autocast(case, device):
     ):
         copied = nn.Sequential(copy.deepcopy(model), nn.Flatten())
         optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
-        train = TrainingStep(copied, optimizer, list(copied.parameters()), "classification")
+        train = TrainingStep(copied, optimizer, list(copied.parameters()), Classification())
         train.begin_epoch(torch.zeros(len(train.parameters), device=device), 1.0, len(x))
         with context:
             train(x, y, lambda outputs, labels: labels, lambda loss: None)

@@ -97,7 +97,7 @@ def test_columns_of_many_classes_are_built_within_the_budget(monkeypatch):
     assert sum(sizes) == 199 * 6 * 200 and max(sizes) * 32 <= 1 << 20
     for ours, theirs in zip(parts.factors.values(), whole.factors.values(), strict=True):
         torch.testing.assert_close(ours.outputs, theirs.outputs)
-    columns = Classification().columns(model(x).detach())
+    columns = Classification().columns(model(x).detach(), y)
     torch.testing.assert_close(torch.cat([columns[:7], columns[7:60], columns[60:]]), columns[:], rtol=0, atol=0)
 
 
@@ -105,7 +105,7 @@ def test_a_narrow_block_keeps_its_zero_eigenvalue():
     """Of softmax columns, which sum to zero over the classes but for the rounding of each number."""
     torch.manual_seed(0)
     f = 3 * torch.randn(2000, 10)
-    columns = Classification().columns(f)[:].flatten(0, 1)
+    columns = Classification().columns(f, torch.zeros(2000).long())[:].flatten(0, 1)
     moment = SecondMoment(1, 10, f, "head (output side)")
     for part in columns.split(1152):
         moment.add(part[:, None])

@@ -111,6 +111,76 @@ def test_noise_of_a_regression_reaches_the_graph(device, graphs):
     assert graphs[0].replayed
 
 
+class Pair(nn.Module):
+    """Of an image and a number for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.image, self.number = nn.Linear(64, 10), nn.Linear(1, 10)
+
+    def forward(self, image, number, scale=1.0):
+        return scale * (self.image(image.flatten(1)) + self.number(number))
+
+
+def mappings(device: torch.device, **more) -> list[dict[str, object]]:
+    x, y = (t.to(device) for t in images())
+    return [{"image": x[p], "number": x[p, 0, :1, 0], "labels": y[p], **more} for p in (slice(0, 12), slice(12, 24))]
+
+
+def test_batches_of_several_inputs_are_recorded(device, graphs):
+    """Each order of names is a shape of its own."""
+    results = []
+    for cuda_graph in (True, False):
+        loader = mappings(device)
+        loader[1] = dict(reversed(loader[1].items()))
+        options = {"optimizer_kwargs": {"lr": 0.01, "fused": True}, "n_epochs": 4, "progress_bar": False}
+        results.append(marglik_training(Pair().to(device), loader, cuda_graph=cuda_graph, **options))
+    same_numbers(*results)
+    assert graphs[0].replayed
+    with pytest.raises(
+        TypeError, match=r"inputs are tensors alone.* got dict with 1 other\(s\) .*image \(12, 1, 8, 8\)"
+    ):
+        marglik_training(
+            Pair().to(device), mappings(device, scale=1.0), cuda_graph=True, n_epochs=1, progress_bar=False
+        )
+
+
+def test_sequences_with_labels_to_ignore_are_recorded(device, graphs):
+    """These stay what they are, and others that are no class are told."""
+    torch.manual_seed(8)
+    labels = torch.randint(10, (24, 4)).masked_fill(torch.rand(24, 4) < 0.5, -100)
+
+    def sequence_run(cuda_graph: bool, y: torch.Tensor):
+        model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 40), nn.Unflatten(1, (4, 10)))
+        return run(device, cuda_graph, model, y=y)
+
+    same_numbers(*(sequence_run(c, labels) for c in (True, False)))
+    assert graphs[0].replayed
+
+
+@pytest.mark.parametrize(("likelihood", "wrong"), [("binary", 2), ("poisson", -1)])
+def test_targets_that_come_to_fit_no_more_are_told(likelihood, wrong, device, graphs):
+    """In the second epoch, whose steps are recorded ones."""
+    x, y = (t.to(device) for t in (images()[0], (images()[1] > 4).float()[:, None]))
+
+    class Loader(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            yield (
+                x,
+                torch.where(torch.arange(24, device=device)[:, None] == 3, float(wrong), y) if self.passes >= 3 else y,
+            )
+
+    model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 1)).to(device)
+    options = {"n_epochs": 6, "objective": "map", "optimizer_kwargs": {"lr": 0.01, "fused": True}, "n_data": 24}
+    with pytest.raises(ValueError, match=rf"for likelihood='{likelihood}', got {wrong}"):
+        marglik_training(model, Loader(), likelihood, cuda_graph=True, progress_bar=False, **options)
+    assert graphs[0].replayed
+
+
 def test_lengthscales_that_move_are_recorded_anew(device, graphs):
     """An interpolating basis keeps its matrix from one call to the next."""
 

@@ -145,7 +145,6 @@ class Wrapped(Watched):
         (lambda f: (f, None), "tuple"),
         (lambda f: {"logits": f}, "dict"),
         (lambda f: f[:, 0], r".*\(10,\)"),
-        (lambda f: f[:, :, None], r".*\(10, 3, 1\)"),
     ],
 )
 def test_outputs_that_are_no_matrix(wrap, got):

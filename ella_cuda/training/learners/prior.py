@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.training.arguments import in_words
 from ella_cuda.training.learners.learner import Learner
 
@@ -28,7 +28,7 @@ class Prior(Learner):
 
     name = "prior"
 
-    def __init__(self, model: nn.Module, likelihood: str, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood, **settings: Any) -> None:
         self._settings = settings
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
@@ -44,7 +44,7 @@ class Prior(Learner):
         self.log_sigma = torch.tensor(
             math.log(settings["sigma_noise_init"]), dtype=torch.float64, device=device
         ).requires_grad_()
-        self._learns_sigma = likelihood == "regression" and not settings["fix_sigma_noise"]
+        self._learns_sigma = likelihood.has_noise and not settings["fix_sigma_noise"]
         learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
         self.optimizer = torch.optim.Adam(learned, lr=settings["lr_hyp"], fused=True)
 

@@ -535,7 +535,7 @@ def test_members_of_string_enums_are_their_strings_to_a_checkpoint(tmp_path):
         ({"lr_hyp": -1.0}, "lr_hyp"),
         ({"prior_prec_init": float("nan")}, "prior_prec_init"),
         ({"objective": "mle"}, "objective"),
-        ({"likelihood": "poisson"}, "likelihood"),
+        ({"likelihood": "normal"}, "likelihood"),
         ({"prior_structure": "diagonal"}, "prior_structure"),
     ],
 )

@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, outputs, loading = blocks(USE)
+    own, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -37,6 +37,8 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     exec(compile(own, "use.md", "exec"), names)
     assert names["precision"].grad.isfinite().all()
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
+    exec(compile(tagged, "use.md", "exec"), names)
+    assert names["tagged"].n_data and "diagonal" in names["tagged"].summary()
     monkeypatch.setattr(laplace.likelihoods, "LIKELIHOODS", dict(laplace.likelihoods.LIKELIHOODS))
     exec(compile(outputs, "use.md", "exec"), names)
     assert names["la"].n_outputs == 35 and names["waiting"].likelihood == "exponential"

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
 from ella_cuda.laplace.data_fit import hyperparameters
-from ella_cuda.laplace.likelihoods import Columns, checked_outputs
+from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
@@ -156,11 +156,11 @@ class CurvaturePass:
             self.uses.close()
         return outputs
 
-    def add_per_example(self, x: Inputs, columns: Columns) -> None:
+    def add_per_example(self, x: Inputs, columns: Columns | Tensor) -> None:
         """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`."""
         if self.per_example is not None:
             with _in_plain_products():
-                self.per_example.add(x, columns, max(self.column_bytes, columns.bytes_each), self.memory_budget)
+                self.per_example.add(x, columns, max(self.column_bytes, bytes_each(columns)), self.memory_budget)
 
     def backward(self, outputs: Tensor, columns: Columns | Tensor) -> None:
         """Send the columns back from the outputs, as many at once as the budget allows; output sides accumulate."""
@@ -173,7 +173,7 @@ class CurvaturePass:
                 "fit: the model's output does not depend on its layers through autograd (is it computed under "
                 "no_grad?)."
             )
-        count, each = len(columns), max(self.column_bytes, getattr(columns, "bytes_each", 0))
+        count, each = len(columns), max(self.column_bytes, bytes_each(columns))
         passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
         self._differentiating = True
         try:

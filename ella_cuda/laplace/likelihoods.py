@@ -41,6 +41,11 @@ class Columns:
         return self._build(begin, max(begin, end))
 
 
+def bytes_each(columns: Columns | Tensor) -> int:
+    """What a further column takes until it is there: nothing where all are."""
+    return columns.bytes_each if isinstance(columns, Columns) else 0
+
+
 class Likelihood(ABC):
     """p(y | f) of targets y given a network's outputs f, ``(N, ...)``: what fits and training need to know.
 
@@ -77,7 +82,7 @@ class Likelihood(ABC):
         """One random column, ``(1, *outputs.shape)``, whose outer product is the Hessian on average: here the sum of all columns with
         random signs."""
         columns, total = self.columns(outputs, targets), torch.zeros_like(outputs)
-        step = max(1, SIGNED_BYTES // max(1, getattr(columns, "bytes_each", 1)))
+        step = max(1, SIGNED_BYTES // max(1, bytes_each(columns)))
         for begin in range(0, len(columns), step):
             part = columns[begin : begin + step]
             device = outputs.device if generator is None else generator.device

@@ -65,7 +65,7 @@ class PerExampleGradients:
                 stacklevel=5,
             )
 
-    def add(self, x: Inputs, columns: Columns, column_bytes: int, memory_budget: int) -> None:
+    def add(self, x: Inputs, columns: Columns | Tensor, column_bytes: int, memory_budget: int) -> None:
         """Add the batch to the rules' factors.
 
         Args:

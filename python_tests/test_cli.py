@@ -448,6 +448,7 @@ def test_numbers_given_reach_the_run(asked):
     }
     given |= {
         "resolution": "per_channel",
+        "approximation": "reduce",
         "holdout": 0.2,
         "data_seed": 9,
         "epochs": 3,

@@ -9,7 +9,7 @@ from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments.fields import SINGLE, setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
-from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
@@ -195,6 +195,9 @@ class CurvatureConfig:
 
     fisher: str = setting("exact", choices=FISHERS, help="curvature: exact GGN or one sampled column")
     resolution: str = setting("shared", choices=RESOLUTIONS, help="output factors of F-FC")
+    approximation: str = setting(
+        "expand", choices=APPROXIMATIONS, help="curvature of weights that positions share: KFAC-expand or KFAC-reduce"
+    )
     column_tolerance: float = setting(
         0.0,
         by_data={"digits": 0.05},

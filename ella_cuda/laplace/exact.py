@@ -69,7 +69,8 @@ def exact_log_marginal_likelihood(
     small networks, and to see what holding the factors costs. The model's parameters are constants.
 
     Args:
-        la: of the model; neither needs a fit nor changes. Its column tolerance and ``fisher`` are not used: all columns are.
+        la: of the model; neither needs a fit nor changes. Its ``resolution`` and ``approximation`` are followed, its column tolerance and
+            ``fisher`` are not: all columns are used.
         x: ``(N, ...)``, all data; moved to the model's device, as ``la.fit`` does. A tuple, list or mapping has the model's arguments.
         y: targets, as for ``la.fit``, moved likewise.
         prior_precision: a number, or one value per parameter tensor; None is la's.

@@ -29,10 +29,10 @@ from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
-from ella_cuda.laplace.memory import peak_bytes
+from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
 from ella_cuda.laplace.rules import UNKNOWN, Rule, rules_for
-from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
@@ -93,6 +93,10 @@ class KronLaplace:
         fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
             per channel, with which each channel's own part of the block is exact for a single data point.
+        approximation: what is done about positions that share weights, such as those of a convolution or a sequence: "expand" sums over
+            them as if they were data points, "reduce" takes the outer products of each data point's mean input and summed gradient. The
+            first is exact for deep linear networks whose positions have losses of their own, the second for those that average or sum
+            positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
         memory_budget: bytes that the batched gradients of one backward pass may take; the columns are split
             accordingly. None chooses: 48 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding.
@@ -132,6 +136,7 @@ class KronLaplace:
         sigma_noise: Value = 1.0,
         fisher: str = "exact",
         resolution: str = "shared",
+        approximation: str = "expand",
         memory_budget: int | None = None,
         column_tolerance: float = 0.0,
         unknown: str = "error",
@@ -143,9 +148,10 @@ class KronLaplace:
             raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
         self.likelihood_function = likelihood_of(likelihood, ignore_index)
         self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
-        fisher, resolution = (
+        fisher, resolution, approximation = (
             check_choice("fisher", fisher, FISHERS),
             check_choice("resolution", resolution, RESOLUTIONS),
+            check_choice("approximation", approximation, APPROXIMATIONS),
         )
         self.unknown = check_choice("unknown", unknown, UNKNOWN)
         if not 0 <= column_tolerance < 1:
@@ -153,7 +159,7 @@ class KronLaplace:
         if memory_budget is not None and memory_budget < 1:
             raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
         self.model, self.fisher, self.resolution = model, fisher, resolution
-        self.column_tolerance = column_tolerance
+        self.approximation, self.column_tolerance = approximation, column_tolerance
         with exclusively(model):
             trainable(model)  # refuses what no rule could serve
             self._rules = self.present_rules()
@@ -174,7 +180,8 @@ class KronLaplace:
 
     def __repr__(self) -> str:
         settings = (
-            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
+            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}, "
+            f"approximation={self.approximation!r}"
         )
         state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
         return (
@@ -188,8 +195,8 @@ class KronLaplace:
         return self.likelihood_function.name
 
     def present_rules(self) -> list[Rule]:
-        """New rules, without factors, of the model's layers as they are."""
-        return rules_for(self.model, self.resolution, self.unknown)
+        """New rules, without factors, of the model's layers as they are; raises as :func:`ella_cuda.laplace.rules.rules_for`."""
+        return rules_for(self.model, self.resolution, self.approximation, self.unknown)
 
     def _served(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
         """The trainable parameters that these rules have, by name; ``unknown="freeze"`` leaves some out."""
@@ -290,6 +297,8 @@ class KronLaplace:
             ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
+            MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
+            torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.
         """
         require_loader(loader, "fit: loader")
         if not isinstance(override, bool):
@@ -297,12 +306,14 @@ class KronLaplace:
                 f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        rules = self.present_rules()
+        rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
+        if anew:
+            require_memory(self.model, rules)
         data_fit = DataFitGradient(self.model)
         fingerprint = fingerprint_of(self.model)
         norms = torch.stack([p.detach().double().square().sum() for p in parameters.values()])
-        if override or self.n_data == 0:
+        if anew:
             self._describe(parameters)
             self._rules = rules
             self._forget()
@@ -327,8 +338,9 @@ class KronLaplace:
             )
         n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
         self.n_data = 0  # until the pass is complete
-        seen = 0
-        with curvature_pass(self.model, self._rules, self.memory_budget) as run:
+        seen, x, y = 0, None, None
+        needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in rules))
+        with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):
@@ -433,12 +445,16 @@ class KronLaplace:
         """
         device = next(iter(self.present_parameters().values())).device
         x = None if x is None else inputs_on(x, device, "memory_estimate")
+        return self._peak_bytes(x)
+
+    def _peak_bytes(self, x: Inputs | None) -> int:
         return peak_bytes(self.model, self.present_rules(), self.memory_budget, x)
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
         rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact": up to the columns that
-        ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place. Print it.
+        ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place, with ``approximation="reduce"`` so named.
+        Print it.
         """
         self.present_parameters()
         return summary(self.model, self._rules if self.n_data else self.present_rules())
@@ -676,6 +692,7 @@ class KronLaplace:
             "fisher": self.fisher,
             "resolution": self.resolution,
             "unknown": self.unknown,
+            "approximation": self.approximation,
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
             "sigma_noise": self.sigma_noise.detach().clone(),
@@ -704,7 +721,9 @@ class KronLaplace:
             raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
         if unknown := sorted(map(repr, state.keys() - own)):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        settings = {key: getattr(self, key) for key in ("fisher", "resolution", "unknown", "parameter_names")}
+        settings = {
+            key: getattr(self, key) for key in ("fisher", "resolution", "unknown", "approximation", "parameter_names")
+        }
         for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
             given = state[key]
             if type(given) is not type(here) or given != here:

@@ -1,9 +1,12 @@
-"""What a fit and its evidence will take of memory, before they do."""
+"""What a fit and its evidence will take of memory, before they do, and whether a device has it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -35,6 +38,103 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: I
     device = next(rules[0].module.parameters()).device
     kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, x)
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
+
+
+def require_memory(model: nn.Module, rules: Sequence[Rule]) -> None:
+    """Compare what the factors of a fit and their eigenvalues will take, whatever the batches, with what the device has available.
+
+    Args:
+        model: the network.
+        rules: of its layers, before their factors are allocated.
+
+    Raises:
+        MemoryError: it has less; the message has both in bytes, and the parameters that take most.
+    """
+    device = next(rules[0].module.parameters()).device
+    needed, available = peak_bytes(model, rules, 0, None), available_bytes(device)
+    if available is None or needed <= available:
+        return
+    each = sorted(((rule.bytes(p), rule.full_name(p)) for rule in rules for p in rule.trainable), reverse=True)
+    largest = ", ".join(f"{name!r} {size:,}" for size, name in each[:3])
+    raise MemoryError(
+        f"fit: the factors of the curvature and their eigenvalues take {needed:,} bytes, and {device} has {available:,} available. The "
+        f"largest factors, in bytes: {largest}. Freeze parameters with requires_grad_(False), or give the network a smaller head or narrower "
+        "layers; KronLaplace.summary() lists what each parameter takes."
+    )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that this process can still take on a device, what torch's allocator keeps for later included; None where nothing tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _of_the_system(Path("/")) if device.type == "cpu" else None
+
+
+def _of_the_system(root: Path) -> int | None:
+    """The least of what Linux says is available, and what the process' control groups, of either version, leave below their limits."""
+    known = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            base, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            prefix = "total_"
+        else:
+            continue
+        # A container may see its group as the root, under the name that it has outside.
+        for folder in [base / group.lstrip("/"), *(base / p for p in PurePosixPath(group.lstrip("/")).parents)]:
+            limit, used = (next((int(n) for n in _lines(folder / name) if n.isdigit()), None) for name in names)
+            if limit is not None and used is not None:
+                files = (f"{prefix}inactive_file ", f"{prefix}active_file ")  # given back when somebody needs room
+                cached = sum(int(n.split()[1]) for n in _lines(folder / "memory.stat") if n.startswith(files))
+                known.append(max(limit - used + cached, 0))
+    return min(known, default=None)
+
+
+def _lines(file: Path) -> list[str]:
+    """Of a file; none where it cannot be read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+@contextmanager
+def telling_needs(
+    batch: Callable[[], tuple[Any, Tensor | None]], estimate: Callable[[Any], int], factors: int
+) -> Iterator[None]:
+    """For the duration of the context, have an error that says that there is no memory say what a fit takes, too.
+
+    Args:
+        batch: gives the last batch's x and y, y None before the first.
+        estimate: of a fit on batches like x, in bytes; runs the model on its first data points.
+        factors: bytes of these, in the estimate.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        x, y = batch()
+        if y is None or not _says_no_memory(error):
+            raise
+        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
+        traceback.clear_frames(error.__traceback__)  # what the pass held has made room when the model runs again
+        try:
+            needs = f"about {estimate(x):,} bytes (KronLaplace.memory_estimate), {factors:,} of them for factors"
+        except RuntimeError:
+            needs = (
+                f"{factors:,} bytes for factors, and more than there is for what the network keeps of one data point"
+            )
+        raise kind(
+            f"fit: there is no memory left ({error}). With batches of {len(y)} a fit and its evidence take {needs}. Use smaller batches, a "
+            "smaller memory_budget, or freeze parameters."
+        ) from error
+
+
+def _says_no_memory(error: RuntimeError) -> bool:
+    words = ("DefaultCPUAllocator", "no memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 class _NoMoment(SecondMoment):

@@ -69,7 +69,8 @@ class SecondMoment:
         self.count(rows.shape[0])
 
     def add_counts(self, counts: Tensor) -> None:
-        """Add one-hot rows of size G, ``counts`` ``(G,)`` of each, to G blocks of size 1: the diagonal of their sum of outer products."""
+        """Add one-hot rows of size G, ``counts`` ``(G,)`` of each, to G blocks of size 1: the diagonal of their sum of outer products. Or
+        weights, in the place of numbers of rows."""
         self.add_diagonal(counts, int(counts.sum()))
 
     def add_diagonal(self, values: Tensor, rows: int) -> None:

@@ -10,13 +10,14 @@ from torch import nn
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 
 HEAD = ("parameter", "shape", "rule", "input side", "output side", "bytes", "block")
+REDUCED = ", reduce"  # what is said of a Kronecker product beside that
 
 
 def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
     """One line for each parameter tensor of the model: its shape, the rule of its layer, the two sides of its factors as blocks x rows,
     the bytes these take, and whether the block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal ("diagonal"), or a
-    Kronecker product in its place. A parameter of several layers has a line for each. Frozen parameters, and those that are left out,
-    have no rule. The last line has the sums.
+    Kronecker product in its place, of KFAC-reduce where it says so. A parameter of several layers has a line for each. Frozen parameters,
+    and those that are left out, have no rule. The last line has the sums.
 
     Args:
         model: the network.
@@ -31,8 +32,10 @@ def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
             shape, name = shapes[parameter], rule.full_name(parameter)
             inputs, outputs = (shape.groups, shape.row_inputs), (shape.output_groups, shape.row_outputs)
             owner = shared.get(parameter, "")
-            is_shared = bool(owner and rule.factors) and (
+            is_shared = bool(owner) and (
                 rule.factors[parameter].output_moment is rule.factors[owner].output_moment
+                if rule.factors
+                else rule.approximation == "reduce"
             )
             if parameter in rule.tied:
                 first, its_name = rule.tied[parameter]
@@ -47,7 +50,8 @@ def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
                     f"{size:,}",
                 )
             diagonal = isinstance(rule, PerExampleRule) and not shape.constant_input
-            block = "diagonal" if diagonal else "exact" if shape.constant_input else "Kronecker"
+            product = f"Kronecker{REDUCED if rule.approximation == 'reduce' else ''}"
+            block = "diagonal" if diagonal else "exact" if shape.constant_input else product
             size_of = str(tuple(parameters[parameter].shape))
             lines.setdefault(id(parameters[parameter]), []).append((name, size_of, type(rule).__name__, *cells, block))
     rows = [HEAD]

@@ -231,6 +231,7 @@ class _Summed:
     def __init__(self, moment: SecondMoment) -> None:
         self._moment = moment
         self._pieces: list[tuple[range | None, Tensor]] = []
+        self._diagonals: list[Tensor] = []
         self._next = 0
 
     def begin(self) -> None:
@@ -243,6 +244,9 @@ class _Summed:
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
         self._collect(blocks, rows, alpha)
 
+    def add_counts(self, counts: Tensor) -> None:
+        self._diagonals.append(counts)
+
     def _collect(self, blocks: range | None, rows: Tensor, alpha: float) -> None:
         rows = rows if alpha == 1 else rows * alpha**0.5
         if self._next == len(self._pieces):
@@ -252,7 +256,17 @@ class _Summed:
         self._next += 1
 
     def take(self, other: _Summed, weight: float) -> None:
-        """Add another's rows, times a number."""
+        """Add another's rows, times a number.
+
+        Raises:
+            ValueError: they are a diagonal, which does not say what the rows are, and the number is not one.
+        """
+        if other._diagonals and weight != 1:
+            raise ValueError(
+                f"fit: approximation='reduce' does not serve a layer whose inputs are indices and that is called several times "
+                f"({self._moment.name}); use approximation='expand', or freeze it."
+            )
+        self._diagonals += other._diagonals
         for blocks, rows in other._pieces:
             self._collect(blocks, rows, weight**2)
 
@@ -263,5 +277,8 @@ class _Summed:
                 self._moment.add(rows)
             else:
                 self._moment.add_to(blocks, rows)
+        for counts in self._diagonals:
+            self._moment.add_counts(counts)
         self._pieces.clear()
+        self._diagonals.clear()
         self._next = 0

@@ -17,7 +17,7 @@ from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
-from ella_cuda.laplace.rules.base import RESOLUTIONS
+from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.arguments import check_schedule, in_words, name_of, positive, whole
@@ -109,6 +109,7 @@ class MarglikTrainer:
         objective: Objective = "evidence",
         fisher: str = "exact",
         resolution: str = "shared",
+        approximation: str = "expand",
         column_tolerance: float = 0.0,
         dict_key_x: str = DEFAULT_KEYS.x,
         dict_key_y: str = DEFAULT_KEYS.y,
@@ -122,13 +123,14 @@ class MarglikTrainer:
     ) -> None:
         likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
         keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
-        objective, prior_structure, fisher, resolution = (
+        objective, prior_structure, fisher, resolution, approximation = (
             check_choice(f"marglik_training: {name}", choice, choices)
             for name, choice, choices in (
                 ("objective", objective, get_args(Objective)),
                 ("prior_structure", prior_structure, get_args(PriorStructure)),
                 ("fisher", fisher, FISHERS),
                 ("resolution", resolution, RESOLUTIONS),
+                ("approximation", approximation, APPROXIMATIONS),
             )
         )
         schedule = {
@@ -164,6 +166,7 @@ class MarglikTrainer:
         settings = {
             "fisher": fisher,
             "resolution": resolution,
+            "approximation": approximation,
             "column_tolerance": column_tolerance,
         }
         self._keys = keys
@@ -493,6 +496,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
         resolution: "shared" or "per_channel" output factors of F-FC.
+        approximation: "expand" or "reduce", for positions that share weights; see :class:`ella_cuda.laplace.KronLaplace`.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         dict_key_x: key of the model's input in batches that are mappings, where it is alone. dict_key_y: key of the targets there.
         ignore_index: label of positions that have no part in a classification.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, memory
-from ella_cuda.laplace.rules import rules_for
+from ella_cuda.laplace.rules import Rule, rules_for
 
 PROCESS = """
 import sys, torch
@@ -97,3 +100,194 @@ def test_it_knows_where_the_batch_is():
             return self.last(torch.relu(self.embed(x.transpose(0, 1))).mean(0))
 
     assert KronLaplace(SequenceFirst()).memory_estimate(torch.randn(4, 9, 6)) > 0
+
+
+# what a device has available --------------------------------------------------------------------------------------------
+
+# Of nn.Linear(3, 4) in float64, whose bias shares the weight's output side; eigenvalues take both sides three times.
+FACTORS = 8 * (3 * 3 + 4 * 4)
+NEEDED = FACTORS + 3 * FACTORS
+BATCH = torch.randn(5, 3), torch.randint(4, (5,))
+
+
+def test_a_fit_without_room_is_refused_before_it_allocates(monkeypatch):
+    la, asked, read = KronLaplace(nn.Linear(3, 4)), [], []
+    allocate = Rule.allocate
+
+    def allocated(rule: Rule) -> None:
+        asked.append(rule)
+        allocate(rule)
+
+    def loader():
+        read.append(True)
+        yield BATCH
+
+    monkeypatch.setattr(Rule, "allocate", allocated)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: NEEDED - 1)
+    with pytest.raises(MemoryError) as error:
+        la.fit(loader())
+    for words in (f"take {NEEDED:,} bytes, and cpu has {NEEDED - 1:,} available", "summary()", "requires_grad_(False)"):
+        assert words in str(error.value)
+    assert not asked and not read
+    monkeypatch.setattr(memory, "available_bytes", lambda device: NEEDED)
+    assert la.fit(loader()).n_data == 5 and asked and read
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 0)
+    assert la.fit([BATCH], override=False).n_data == 10  # which allocates nothing
+    with pytest.raises(MemoryError):
+        la.fit([BATCH])
+    assert la.n_data == 10 and la.log_marginal_likelihood().isfinite()  # it is as it was
+
+
+def test_where_nothing_tells_there_is_no_check(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: None)
+    assert KronLaplace(nn.Linear(3, 4)).fit([BATCH]).n_data == 5
+
+
+def test_the_largest_factors_are_named(monkeypatch):
+    layers = nn.Linear(3, 50), nn.Tanh(), nn.Linear(50, 20), nn.Tanh(), nn.Linear(20, 7), nn.Linear(7, 4)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 100)
+    with pytest.raises(MemoryError) as error:
+        KronLaplace(nn.Sequential(*layers)).fit([BATCH])
+    sizes = [("2.weight", 50**2 + 20**2), ("0.weight", 3**2 + 50**2), ("4.weight", 20**2 + 7**2)]
+    assert f"in bytes: {', '.join(f'{n!r} {8 * s:,}' for n, s in sizes)}. Freeze" in str(error.value)
+
+
+def files(root: Path, **contents: str) -> Path:
+    for name, text in contents.items():
+        file = root / name.replace("__", "/").replace("_DOT_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       10 kB\nMemFree:        3 kB\nMemAvailable:   8 kB\nSwapTotal: 0 kB\n"
+SECOND = {"memory_DOT_max": "5000\n", "memory_DOT_current": "1500\n"}
+
+
+def below(folder: str, contents: dict[str, str]) -> dict[str, str]:
+    return {f"sys__fs__cgroup__{folder}{name}": text for name, text in contents.items()}
+
+
+@pytest.mark.parametrize(
+    ("contents", "available"),
+    [
+        ({}, None),
+        ({"proc__meminfo": MEMINFO}, 8192),
+        ({"proc__meminfo": "MemTotal: 10 kB\n"}, None),  # before Linux 3.14
+        ({"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/\n"}, 8192),  # the root, without limits
+        ({"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/\n", **below("", SECOND)}, 3500),
+        ({"proc__self__cgroup": "0::/a/b\n", **below("a__b__", SECOND)}, 3500),
+        ({"proc__self__cgroup": "0::/a/b\n", **below("a__", SECOND)}, 3500),  # of the group around it
+        (
+            {
+                "proc__self__cgroup": "0::/a/b\n",
+                **below("a__", SECOND),
+                **below("a__b__", {"memory_DOT_max": "2000\n", "memory_DOT_current": "500\n"}),
+            },
+            1500,
+        ),
+        ({"proc__self__cgroup": "0::/a\n", **below("", SECOND)}, 3500),  # a container, with the name from outside
+        (
+            {
+                "proc__meminfo": MEMINFO,
+                "proc__self__cgroup": "0::/\n",
+                **below("", SECOND | {"memory_DOT_max": "max\n"}),
+            },
+            8192,
+        ),
+        ({"proc__self__cgroup": "0::/\n", **below("", SECOND | {"memory_DOT_current": "6000\n"})}, 0),
+        (
+            {
+                "proc__self__cgroup": "0::/\n",
+                **below("", SECOND | {"memory_DOT_stat": "anon 900\nfile 9\ninactive_file 70\nactive_file 8\n"}),
+            },
+            3578,
+        ),
+        (
+            {
+                "proc__meminfo": MEMINFO,
+                "proc__self__cgroup": "9:name=systemd:/x\n5:cpu,memory:/docker/f00\n0::/\n",
+                **below(
+                    "memory__docker__f00__",
+                    {"memory_DOT_limit_in_bytes": "4000\n", "memory_DOT_usage_in_bytes": "1000\n"},
+                ),
+                **below("memory__docker__f00__", {"memory_DOT_stat": "inactive_file 1\ntotal_inactive_file 20\n"}),
+            },
+            3020,
+        ),
+        (
+            {
+                "proc__meminfo": MEMINFO,
+                "proc__self__cgroup": "4:memory:/docker/f00\n",
+                **below(
+                    "memory__", {"memory_DOT_limit_in_bytes": f"{2**63 - 4096}\n", "memory_DOT_usage_in_bytes": "9\n"}
+                ),
+            },
+            8192,
+        ),
+    ],
+)
+def test_what_the_system_says(contents, available, tmp_path):
+    assert memory._of_the_system(files(tmp_path, **contents)) == available
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_this_system():
+    total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    assert 0 < memory.available_bytes(torch.device("cpu")) < total * 1024
+    assert memory.available_bytes(torch.device("meta")) is None
+
+
+def test_a_gpu_has_what_the_allocator_keeps_too(monkeypatch):
+    for name, answer in (("mem_get_info", (1000, 5000)), ("memory_reserved", 300), ("memory_allocated", 120)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert memory.available_bytes(torch.device("cuda", 0)) == 1000 + 300 - 120
+
+
+# errors in the middle of a fit ------------------------------------------------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """Fails where a batch has more images than it has room for."""
+
+    def __init__(self, room: int, error: Exception | None) -> None:
+        super().__init__()
+        self.room, self.error, self.held = room, error, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.room:
+            work = x + 1
+            self.held = weakref.ref(work)
+            if self.error is None:
+                torch.empty(1 << 60)  # what the CPU's allocator says of it
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), None], ids=["cuda", "cpu"])
+def test_an_error_in_the_middle_says_what_the_batch_takes(error):
+    model = nn.Sequential(Greedy(4, error), nn.Linear(3, 4))
+    la, x = KronLaplace(model, memory_budget=1 << 10), torch.randn(9, 3)
+    with pytest.raises(RuntimeError) as raised:
+        la.fit([BATCH, (x, torch.randint(4, (9,)))])
+    assert raised.type is (RuntimeError if error is None else torch.OutOfMemoryError)
+    said = "DefaultCPUAllocator: can't allocate memory" if error is None else "CUDA out of memory. Tried"
+    assert said in str(raised.value) and f"{FACTORS:,} of them for factors" in str(raised.value)
+    assert "With batches of 5 " in str(raised.value) and "smaller memory_budget" in str(raised.value)
+    assert f"take about {la.memory_estimate(BATCH[0]):,} bytes" in str(raised.value)
+    gc.collect()
+    assert model[0].held() is None  # what the pass held is free, though the error is still there
+    assert la.n_data == 0
+
+
+def test_where_not_even_one_image_has_room():
+    la = KronLaplace(nn.Sequential(Greedy(0, torch.OutOfMemoryError("none left")), nn.Linear(3, 4)))
+    with pytest.raises(torch.OutOfMemoryError, match=f"none left.*take {FACTORS:,} bytes for factors, and more than"):
+        la.fit([BATCH])
+
+
+def test_other_errors_are_left_alone():
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match=r"^something else$") as raised:
+        KronLaplace(nn.Sequential(Greedy(3, error), nn.Linear(3, 4))).fit([BATCH])
+    assert raised.value is error

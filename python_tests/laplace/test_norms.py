@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, memory
+from ella_cuda.laplace.rules import rules_for
 
 IMAGES, CLASSES = 5, 3
 
@@ -191,10 +192,14 @@ def test_what_is_kept_is_in_the_estimate():
     )  # n(x), and the block of the scale
 
 
-def test_a_layer_too_large_is_named():
+def test_a_layer_too_large_is_named(monkeypatch):
     layers = nn.Conv2d(1, 1, 1), nn.LayerNorm((1, 2048, 2048)), nn.Flatten(), nn.AdaptiveAvgPool1d(2)
     batch = torch.randn(2, 1, 2048, 2048), torch.randint(2, (2,))
+    model = nn.Sequential(*layers)
     with pytest.raises(
         MemoryError, match=r"layer '1' \(LayerNorm\): the system has no memory for its factors, [\d,]+ bytes"
     ):
-        KronLaplace(nn.Sequential(*layers)).fit([batch])
+        rules_for(model, "shared")[1].allocate()
+    monkeypatch.setattr(memory, "available_bytes", lambda device: None)  # where nothing tells
+    with pytest.raises(MemoryError, match=r"layer '1' \(LayerNorm\): the system has no memory"):
+        KronLaplace(model).fit([batch])

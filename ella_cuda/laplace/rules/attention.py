@@ -33,6 +33,7 @@ class MultiheadAttentionRule(Rule):
 
     batch_second = True
     knows_all = False
+    reduces = True
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())

@@ -14,6 +14,7 @@ from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
+APPROXIMATIONS = ("expand", "reduce")
 
 
 class Rule(ABC):
@@ -28,14 +29,19 @@ class Rule(ABC):
     A layer may be called several times in a forward pass. What :meth:`inputs` leaves on the rule is there again when the gradient of
     the same call comes back; what the calls' rows mean together is the business of :mod:`ella_cuda.laplace.uses`.
 
+    A class that defines :meth:`inputs`, :meth:`outputs` or :meth:`vjp` says with ``reduces = True`` that these follow
+    :attr:`approximation`. With "reduce" (KFAC-reduce) ``inputs`` adds one row a data point, the mean over the data point's shared
+    positions, and sets :attr:`positions`; ``outputs`` adds the sum of its gradients over positions. A rule whose layers have no shared
+    positions, or whose blocks are exact, says so too.
+
     Attributes:
         module: the layer.
         name: its name in the model.
         resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
             so.
+        approximation: "expand" or "reduce", what is done about shared positions; set by :func:`rules_for`.
+        positions: with "reduce", how many positions a data point had in the last call of :meth:`inputs`.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
-        approximation: "expand" or "reduce".
-        positions: with "reduce", the shared positions of a data point in the last call, which :meth:`inputs` sets.
         kept: what :meth:`inputs` leaves of a call for :meth:`outputs` or :meth:`vjp`.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
@@ -48,16 +54,18 @@ class Rule(ABC):
     Raises:
         TypeError: the layer has trainable parameters that the rule does not know.
         ValueError: the rule cannot handle this layer's configuration, or its shapes contradict the parameters.
+
+    Source: Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural network architectures", NeurIPS 2023
+    (KFAC-expand and KFAC-reduce).
     """
 
     differentiates: bool = False
     batch_second: bool = False
     takes_reduced: ClassVar[bool] = False
+    reduces: ClassVar[bool] = False
     approximation: str = "expand"
     positions: int = 1
-    knows_all: ClassVar[bool] = (
-        True  # whether a trainable parameter that :meth:`shapes` lacks is refused, or left to others
-    )
+    knows_all: ClassVar[bool] = True  # else others serve trainable parameters that :meth:`shapes` lacks
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         self.module, self.name, self.resolution = module, name, resolution
@@ -128,9 +136,17 @@ class Rule(ABC):
         self.kept = None
 
     def reads_reduced(self) -> bool:
-        """The promise of the class that defines :meth:`inputs`; one that defines it anew has not given it."""
-        owner = next(c for c in type(self).__mro__ if "inputs" in vars(c))
-        return bool(vars(owner).get("takes_reduced", False))
+        """Whether :meth:`inputs` accepts bfloat16 and float16. Means over positions would be rounded to these."""
+        return self.approximation == "expand" and self._promises("takes_reduced", "inputs")
+
+    def serves(self, approximation: str) -> bool:
+        """Whether the rule follows the approximation."""
+        return approximation == "expand" or self._promises("reduces", "inputs", "outputs", "vjp")
+
+    def _promises(self, flag: str, *methods: str) -> bool:
+        """Whether the classes that define these methods set the flag; one that defines a method anew has not given the promise."""
+        owners = {next(c for c in type(self).__mro__ if method in vars(c)) for method in methods} - {Rule}
+        return all(vars(owner).get(flag, False) for owner in owners)
 
     def touched(self) -> dict[str, Any]:
         """Of the last call: the parameters that took part in it, each with the blocks of its factor that did; None is all of them."""
@@ -190,17 +206,21 @@ class Rule(ABC):
         of_several = self.tied.keys() | self.lent
         return {p: owner for p, owner in self.shares_outputs().items() if not {p, owner} & of_several}
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Blocks and rows of each of the sums that the factors will be made of; a side that two parameters share is there once."""
+    def blocks(self, *parameters: str) -> list[tuple[int, int]]:
+        """Blocks and rows of each of the sums that the factors of these parameters will be made of, of all if none is named; a side that
+        two parameters share is the first one's, and a factor of several layers the first layer's."""
         shapes, shared = self.shapes(), self.output_owners()
-        own = [p for p in self.trainable if p not in self.tied]
-        inputs = [(s.groups, s.row_inputs) for s in map(shapes.__getitem__, own) if not s.constant_input]
-        outputs = [(shapes[p].output_groups, shapes[p].row_outputs) for p in own if p not in shared]
-        return inputs + outputs
+        sides: list[tuple[int, int]] = []
+        for name in parameters or self.trainable:
+            shape = shapes[name]
+            if name not in self.tied:
+                sides += [] if shape.constant_input else [(shape.groups, shape.row_inputs)]
+                sides += [] if name in shared else [(shape.output_groups, shape.row_outputs)]
+        return sides
 
-    def bytes(self) -> int:
-        """What the factors, which are float64, will take."""
-        return sum(groups * rows**2 for groups, rows in self.blocks()) * torch.float64.itemsize
+    def bytes(self, *parameters: str) -> int:
+        """What the factors of these parameters, or of all, will take; they are float64."""
+        return sum(groups * rows**2 for groups, rows in self.blocks(*parameters)) * torch.float64.itemsize
 
     def full_name(self, parameter: str) -> str:
         """The parameter's name in the model."""
@@ -265,13 +285,13 @@ def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return [*bound.args, *bound.kwargs.values()]
 
 
-def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
+def rule_for(module: nn.Module, name: str, resolution: str = "shared", approximation: str = "expand") -> Rule:
     """The rule of a layer with trainable parameters.
 
     Raises:
         TypeError: no rule is registered for its class; the message names the layer, the reason and
             ``ella_cuda.laplace.register``.
-        ValueError: the rule cannot handle this layer's configuration.
+        ValueError: the rule cannot handle this layer's configuration, or does not serve the approximation.
     """
     kind = type(module)
     if "forward" in vars(module):
@@ -284,7 +304,7 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
             continue
         changed = sorted(_overrides(kind, ancestor))
         if not changed:
-            return _RULES[ancestor](module, name, resolution)
+            return _approximated(_RULES[ancestor](module, name, resolution), approximation)
         raise TypeError(
             f"layer {name or '(the model itself)'!r} is a {kind.__name__}, a subclass of {ancestor.__name__} that "
             f"overrides {', '.join(changed)}; the rule of {ancestor.__name__} may be wrong for it. Register one for "
@@ -305,6 +325,17 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared") -> Rule:
         f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {remedy}"
         f"{served()}"
     )
+
+
+def _approximated(rule: Rule, approximation: str) -> Rule:
+    """The rule, told of the approximation."""
+    if not rule.serves(approximation):
+        raise ValueError(
+            f"{rule.label}: {type(rule).__name__} does not serve approximation={approximation!r}. Use approximation='expand', freeze the "
+            "layer, or have its rule follow Rule.approximation and say so with reduces = True."
+        )
+    rule.approximation = approximation
+    return rule
 
 
 def served() -> str:

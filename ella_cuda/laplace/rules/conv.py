@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,19 @@ from ella_cuda.ops.circular_conv2d import mirrored
 @register(CircularConv2d)
 @register(nn.Conv2d)
 class Conv2dRule(Rule):
-    """:class:`torch.nn.Conv2d` with any padding mode, stride, dilation and groups (KFAC-expand).
+    """:class:`torch.nn.Conv2d` with any padding mode, stride, dilation and groups.
 
-    ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch in
-        :func:`torch.nn.functional.unfold`'s
-    order; B = sum over data, mean over positions of g gᵀ. One block per group, block index (patch entry, output channel
-    of the group). ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN block.
+    ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch in :func:`torch.nn.functional.unfold`'s order; B = sum over
+    data, mean over positions of g gᵀ; with "reduce" A = mean over data of m mᵀ with m the mean of a over positions, B = sum over data of
+    s sᵀ with s the sum of g. One block per group, block index (patch entry, output channel of the group). ``bias``: B = sum over data of
+    s sᵀ, the exact GGN block.
 
     Source: Grosse and Martens, ICML 2016.
     """
 
     differentiates = True
     takes_reduced = True
+    reduces = True
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -59,6 +61,9 @@ class Conv2dRule(Rule):
                 "axis."
             )
         if "weight" not in self.factors:
+            return
+        if self.approximation == "reduce":
+            add_mean_patches(self, x, m.kernel_size, m.stride, m.dilation, side_padding(m), m.padding_mode)
             return
         left, right, top, bottom = self._pads()
         sides = zip(
@@ -131,6 +136,7 @@ class SparseConv2dRule(Conv2dRule):
     """
 
     takes_reduced = True
+    reduces = True
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)
@@ -149,11 +155,13 @@ class SparseConv2dRule(Conv2dRule):
 
 @register(StridedCircularConv2d)
 class StridedCircularConv2dRule(Rule):
-    """:class:`ella_cuda.nn.StridedCircularConv2d`: the factors of its convolution (KFAC-expand), whose output gradient is zero outside the
-    sampled polyphase component. Autograd differentiates the layer, because its op skips these zeros.
+    """:class:`ella_cuda.nn.StridedCircularConv2d`: the factors of its convolution, see :class:`Conv2dRule`, whose output gradient is zero
+    outside the sampled polyphase component. Autograd differentiates the layer, because its op skips these zeros.
 
     Source: Grosse and Martens, ICML 2016.
     """
+
+    reduces = True
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -161,7 +169,9 @@ class StridedCircularConv2dRule(Rule):
         return {"weight": weight, "bias": FactorShape.bias(m.out_channels)}
 
     def inputs(self, x: Tensor) -> None:
-        if "weight" in self.factors:
+        if "weight" in self.factors and self.approximation == "reduce":
+            add_mean_patches(self, x, self.module.kernel_size)
+        elif "weight" in self.factors:
             moment = self.factors["weight"].input_moment
             moment.add_patches(x, self.module.kernel_size)
             moment.count(x[:, 0].numel())
@@ -173,12 +183,80 @@ class StridedCircularConv2dRule(Rule):
 def add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
     """Add the output sides of a convolution with so many positions from ``(K, N, D, ...)`` gradients at those that are not zero."""
     flat = gradient.flatten(0, 1)
-    if "weight" in rule.factors:
+    reduced = rule.approximation == "reduce"
+    if "weight" in rule.factors and not reduced:
         moment = rule.factors["weight"].output_moment
         moment.add_patches(flat, 1, alpha=1 / max(positions, 1))
         moment.count(flat.shape[0] * positions)
+    if "bias" in rule.factors or reduced:
+        add_summed_outputs(rule, flat.sum((2, 3)))
+
+
+def add_summed_outputs(rule: Rule, rows: Tensor) -> None:
+    """Add ``rows`` ``(R, D)``, gradients of a convolution's channels summed over positions, to the output side of the bias, and with
+    "reduce" to that of the weight."""
+    if "weight" in rule.factors and rule.approximation == "reduce":
+        moment = rule.factors["weight"].output_moment
+        moment.add(rows.unflatten(1, (moment.total.shape[0], -1)))
     if "bias" in rule.factors:
-        rule.factors["bias"].output_moment.add(flat.sum((2, 3))[:, None])
+        rule.factors["bias"].output_moment.add(rows[:, None])
+
+
+def add_mean_patches(
+    rule: Rule,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    sides: Sequence[tuple[int, int]] | None = None,
+    padding_mode: str = "circular",
+) -> None:
+    """Add the mean over positions of each data point's patches to the input side of the weight, and set ``rule.positions``; geometry as
+    for :func:`summed_patches`."""
+    sums, rule.positions = summed_patches(x, kernel_size, stride, dilation, sides, padding_mode)
+    moment = rule.factors["weight"].input_moment
+    moment.add((sums.flatten(1) / max(rule.positions, 1)).unflatten(1, (moment.total.shape[0], -1)))
+
+
+def summed_patches(
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] | None = None,
+    dilation: Sequence[int] | None = None,
+    sides: Sequence[tuple[int, int]] | None = None,
+    padding_mode: str = "circular",
+) -> tuple[Tensor, int]:
+    """The sum of the patches that a convolution reads of each of the images x, ``(N, C, ...)`` -> ``(N, C, *kernel_size)``, and how many
+    there are of an image. No patch is written out: along each axis, a matrix says how often a tap meets a pixel.
+
+    Args:
+        x: images of one to three axes.
+        kernel_size: of the convolution. stride, dilation: likewise; None is 1.
+        sides: padding before and after, by axis; None is what keeps the size for an odd kernel.
+        padding_mode: "zeros", "circular", "reflect" or "replicate".
+    """
+    ones = (1,) * len(kernel_size)
+    stride, dilation, sides = stride or ones, dilation or ones, sides or [(k // 2, k // 2) for k in kernel_size]
+    matrices, positions = [], 1
+    for size, *axis in zip(x.shape[2:], kernel_size, stride, dilation, sides, strict=True):
+        matrix, along = _tap_counts(size, *axis, padding_mode)
+        matrices.append(matrix.to(x))
+        positions *= along
+    pixels, taps = "xyz"[: len(matrices)], "ijk"[: len(matrices)]
+    each = ",".join(map("".join, zip(pixels, taps, strict=True)))
+    return torch.einsum(f"nc{pixels},{each}->nc{taps}", x, *matrices), positions
+
+
+def _tap_counts(
+    size: int, kernel_size: int, stride: int, dilation: int, sides: tuple[int, int], padding_mode: str
+) -> tuple[Tensor, int]:
+    """Along an axis of ``size`` pixels, over the positions of a convolution, how often each tap meets each pixel, ``(size, kernel_size)``,
+    and the number of positions."""
+    pixels = torch.arange(1, size + 1, dtype=torch.float64)[None, None]  # 0 is what zeros pad
+    padded = F.pad(pixels, sides, mode="constant" if padding_mode == "zeros" else padding_mode)[0, 0].long()
+    met = padded.unfold(0, dilation * (kernel_size - 1) + 1, stride)[:, ::dilation]  # (positions, taps)
+    counts = torch.zeros(size + 1, kernel_size, dtype=torch.float64)
+    return counts.scatter_add_(0, met, torch.ones(met.shape, dtype=torch.float64))[1:], met.shape[0]
 
 
 def convolution_shapes(m: nn.Module) -> dict[str, FactorShape]:

@@ -9,21 +9,29 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import add_output_sides, convolution_shapes, side_padding
+from ella_cuda.laplace.rules.conv import (
+    add_mean_patches,
+    add_output_sides,
+    convolution_shapes,
+    side_padding,
+    summed_patches,
+)
 from ella_cuda.laplace.second_moment import SecondMoment
 
 
 @register(nn.Conv1d)
 @register(nn.Conv3d)
 class ConvNdRule(Rule):
-    """:class:`torch.nn.Conv1d` and ``Conv3d`` with any padding mode, stride, dilation and groups (KFAC-expand).
+    """:class:`torch.nn.Conv1d` and ``Conv3d`` with any padding mode, stride, dilation and groups.
 
     ``weight``: A = mean over data of the sum over positions of a aᵀ, a the patch, channels first; B = sum over data, mean over positions
-    of g gᵀ. One block per group, block index (patch entry, output channel of the group). ``bias``: B = sum over data of s sᵀ with s the
-    sum of g over positions, the exact GGN block.
+    of g gᵀ; with "reduce" those of the mean of a and of the sum of g, as for a ``Conv2d``. One block per group, block index (patch entry,
+    output channel of the group). ``bias``: B = sum over data of s sᵀ with s the sum of g over positions, the exact GGN block.
 
     Source: Grosse and Martens, ICML 2016.
     """
+
+    reduces = True
 
     def shapes(self) -> dict[str, FactorShape]:
         return convolution_shapes(self.module)
@@ -32,6 +40,9 @@ class ConvNdRule(Rule):
         if "weight" not in self.factors:
             return
         m = self.module
+        if self.approximation == "reduce":
+            add_mean_patches(self, x, m.kernel_size, m.stride, m.dilation, side_padding(m), m.padding_mode)
+            return
         pads = [p for sides in reversed(side_padding(m)) for p in sides]
         if any(pads):
             x = F.pad(x, pads, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
@@ -45,17 +56,19 @@ class ConvNdRule(Rule):
 @register(nn.ConvTranspose2d)
 @register(nn.ConvTranspose3d)
 class ConvTransposeRule(Rule):
-    """:class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d`` with any stride, padding, dilation and groups (KFAC-expand over the T input
-    positions).
+    """:class:`torch.nn.ConvTranspose1d`, ``2d`` and ``3d`` with any stride, padding, dilation and groups; the shared positions are those
+    of the input.
 
     The layer adds ``weight[c]`` times the input's channel c at every input position to a patch of its output. ``weight``: A = mean over
     data of the sum over positions of x xᵀ, x the channels at a position; B = sum over data, mean over positions of p pᵀ, p the output
-    gradient's patch of the position, channels first. One block per group, block index (input channel of the group, patch entry).
-    ``bias``: as that of a convolution.
+    gradient's patch of the position, channels first; with "reduce" those of the mean of x and of the sum of p. One block per group, block
+    index (input channel of the group, patch entry). ``bias``: as that of a convolution.
 
     Raises:
         ValueError: ``output_padding`` is not below the stride.
     """
+
+    reduces = True
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -76,14 +89,22 @@ class ConvTransposeRule(Rule):
     def inputs(self, x: Tensor, output_size: object = None) -> None:
         self.positions = math.prod(x.shape[2:])
         if "weight" in self.factors:
-            rows = x.flatten(2).transpose(1, 2).unflatten(2, (self.module.groups, -1)).flatten(0, 1)
-            self.factors["weight"].input_moment.add(rows)
+            rows = x.flatten(2).transpose(1, 2).unflatten(2, (self.module.groups, -1))
+            reduced = self.approximation == "reduce"
+            self.factors["weight"].input_moment.add(
+                rows.sum(1) / max(self.positions, 1) if reduced else rows.flatten(0, 1)
+            )
 
     def outputs(self, gradient: Tensor) -> None:
         flat = gradient.flatten(0, 1)
         if "weight" in self.factors:
-            moment = self.factors["weight"].output_moment
-            _add_patches(moment, flat, self.module, self.module.padding, 1 / max(self.positions, 1))
+            moment, m = self.factors["weight"].output_moment, self.module
+            if self.approximation == "reduce":
+                sides = [(p, p) for p in m.padding]
+                sums, _ = summed_patches(flat, m.kernel_size, m.stride, m.dilation, sides, "zeros")
+                moment.add(sums.flatten(1).unflatten(1, (m.groups, -1)))
+            else:
+                _add_patches(moment, flat, m, m.padding, 1 / max(self.positions, 1))
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.flatten(2).sum(2)[:, None])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -11,16 +13,21 @@ from ella_cuda.laplace.rules.base import Rule, register
 
 @register(nn.Embedding)
 class EmbeddingRule(Rule):
-    """:class:`torch.nn.Embedding` on ``(N, ...)`` indices, with T shared positions (KFAC-expand).
+    """:class:`torch.nn.Embedding` on ``(N, ...)`` indices, with T shared positions.
 
     ``weight``: A = mean over data of the sum over positions of the one-hot vectors' outer products, which is diagonal and stored so: one
     block of size 1 for every row of the table, how often data points look it up. B = sum over data, mean over a data point's positions of
     g gᵀ, shared by all blocks. Block index (row of the table, 1, entry of the row). Positions of ``padding_idx`` count for neither side, so
     that it does not matter how far a batch is padded.
 
+    With "reduce" A is the diagonal of the mean over data of m mᵀ, m the mean of a data point's one-hot vectors: what is between two rows of
+    the table would take the square of its rows. B = sum over data of s sᵀ with s the sum of g over positions.
+
     Raises:
         ValueError: the layer has ``max_norm``, which changes its weight when it is called.
     """
+
+    reduces = True
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -34,30 +41,44 @@ class EmbeddingRule(Rule):
         return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1)}
 
     def inputs(self, indices: Tensor) -> None:
-        padding = -1 if self.module.padding_idx is None else self.module.padding_idx
+        m, self.positions = self.module, math.prod(indices.shape[1:])
+        padding = -1 if m.padding_idx is None else m.padding_idx
         counts = (indices != padding).double()
         each = counts.flatten(1).sum(1).clamp(min=1) if indices.dim() > 1 else counts.new_ones(len(indices))
-        # Squared, the weights of a data point's positions are those of a mean.
-        self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
-        seen = torch.bincount(indices[indices != padding], minlength=self.module.num_embeddings)
+        if self.approximation == "reduce":
+            self.kept = counts[..., None]
+            images = torch.arange(len(indices), device=indices.device).view(-1, *[1] * (indices.dim() - 1))
+            looked_up = (images * m.num_embeddings + indices)[indices != padding]
+            pairs, times = torch.unique(looked_up, return_counts=True)
+            shares = times / each[pairs // m.num_embeddings]
+            seen = shares.new_zeros(m.num_embeddings)
+            seen.index_put_((pairs % m.num_embeddings,), shares.square(), accumulate=True)  # in a fixed order on CUDA
+        else:
+            # Squared, the weights of a data point's positions are those of a mean.
+            self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
+            seen = torch.bincount(indices[indices != padding], minlength=m.num_embeddings)
         self.factors["weight"].input_moment.add_counts(seen)
 
     def outputs(self, gradient: Tensor) -> None:
         rows = gradient * self.kept.to(gradient.dtype)
+        if self.approximation == "reduce" and rows.dim() > 3:
+            rows = rows.flatten(2, -2).sum(2)
         self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]))
 
 
 @register(nn.EmbeddingBag)
 class EmbeddingBagRule(EmbeddingRule):
     """:class:`torch.nn.EmbeddingBag` on bags of indices ``(N, L)``, mode "sum" or "mean": an embedding with L shared positions and their sum
-    or mean behind it (KFAC-expand over the look-ups).
+    or mean behind it.
 
     ``weight``: A as that of :class:`EmbeddingRule`; B = sum over data of g gᵀ, with g the gradient at a look-up: in mode "mean" the bag's
-    divided by its length.
+    divided by its length. With "reduce" B = sum over data of s sᵀ with s the sum of g over the bag.
 
     Raises:
         ValueError: ``max_norm``, another mode, or a call with offsets or weights.
     """
+
+    reduces = True
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -73,5 +94,6 @@ class EmbeddingBagRule(EmbeddingRule):
                 "padding_idx."
             )
         super().inputs(indices)
-        counted = (self.kept != 0).sum(1).clamp(min=1).double()
-        self.kept = 1 / counted if self.module.mode == "mean" else torch.ones_like(counted)
+        counted = (self.kept != 0).sum(1).double()
+        each = 1 / counted.clamp(min=1) if self.module.mode == "mean" else torch.ones_like(counted)
+        self.kept = each * counted if self.approximation == "reduce" else each

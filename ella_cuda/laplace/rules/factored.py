@@ -31,6 +31,7 @@ class FactoredLinear2dRule(Rule):
     """
 
     differentiates = True
+    reduces = True
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""

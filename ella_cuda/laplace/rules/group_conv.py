@@ -9,22 +9,24 @@ from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.laplace.rules.conv import add_summed_outputs, summed_patches
 from ella_cuda.nn import GroupFilter2d
 
 
 @register(GroupFilter2d)
 class GroupFilter2dRule(Rule):
-    """:class:`ella_cuda.nn.GroupFilter2d`, a convolution whose shared positions are slices and pixels (KFAC-expand).
+    """:class:`ella_cuda.nn.GroupFilter2d`, a convolution whose shared positions are slices and pixels.
 
     ``weight``: A = mean over data of the sum over slices g and pixels of a aᵀ, a the patch in the order (channel, element, row, column)
-    of the weight; B = sum over data, mean over slices and pixels of g gᵀ. One block, or one for each channel if depthwise, with block
-    index (patch entry, output channel). ``bias``: B = sum over data of s sᵀ with s the sum of the gradient over slices and pixels, the
-    exact GGN block.
+    of the weight; B = sum over data, mean over slices and pixels of g gᵀ; with "reduce" those of the mean of a and of the sum of g. One
+    block, or one for each channel if depthwise, with block index (patch entry, output channel). ``bias``: B = sum over data of s sᵀ with s
+    the sum of the gradient over slices and pixels, the exact GGN block.
 
     Source: Grosse and Martens, ICML 2016; van der Ouderaa et al., NeurIPS 2023, appendix.
     """
 
     takes_reduced = True
+    reduces = True
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -39,6 +41,12 @@ class GroupFilter2dRule(Rule):
         if "weight" in self.factors:
             moment, m = self.factors["weight"].input_moment, self.module
             n, _, order, height, width = x.shape
+            self.positions = order * height * width
+            if self.approximation == "reduce":
+                sums, _ = summed_patches(self._seen(x), m.kernel_size)
+                rows = sums.unflatten(0, (n, order)).sum(1).flatten(1) / max(self.positions, 1)
+                moment.add(rows.unflatten(1, (moment.total.shape[0], -1)))
+                return
             moment.add_patches(self._seen(x), m.kernel_size)
             moment.count(n * order * height * width)
 
@@ -55,10 +63,10 @@ class GroupFilter2dRule(Rule):
         return torch.stack([torch.stack(parts, 2) for parts in seen], 1).flatten(0, 1).flatten(1, 2)
 
     def outputs(self, gradient: Tensor) -> None:
-        slices = gradient.transpose(2, 3).flatten(0, 2)  # (K*N*G, D, H, W)
-        if "weight" in self.factors:
+        if "weight" in self.factors and self.approximation == "expand":
+            slices = gradient.transpose(2, 3).flatten(0, 2)  # (K*N*G, D, H, W)
             moment, (height, width) = self.factors["weight"].output_moment, slices.shape[2:]
             moment.add_patches(slices, 1, alpha=1 / (gradient.shape[3] * height * width))
             moment.count(slices.shape[0] * height * width)
-        if "bias" in self.factors:
-            self.factors["bias"].output_moment.add(gradient.sum((3, 4, 5)).flatten(0, 1)[:, None])
+        if "bias" in self.factors or self.approximation == "reduce":
+            add_summed_outputs(self, gradient.sum((3, 4, 5)).flatten(0, 1))

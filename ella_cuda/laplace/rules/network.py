@@ -12,14 +12,14 @@ from ella_cuda.laplace.rules.per_example import PerExampleRule
 UNKNOWN = ("error", "freeze", "diagonal")
 
 
-def rules_for(model: nn.Module, resolution: str, unknown: str = "error") -> list[Rule]:
+def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", unknown: str = "error") -> list[Rule]:
     """One rule per module that itself holds trainable parameters.
 
     Where all parameters of a module that no rule knows have one axis or none, they get their exact blocks, see :class:`PerExampleRule`.
 
     Args:
         model: the network.
-        resolution: see :class:`Rule`.
+        resolution, approximation: see :class:`Rule`.
         unknown: what becomes of a module's parameters that no rule knows where one has more axes. "error" refuses them; "freeze" leaves
             them out, and layers too that a rule refuses; "diagonal" gives those with more axes the exact diagonal of their blocks.
 
@@ -36,7 +36,7 @@ def rules_for(model: nn.Module, resolution: str, unknown: str = "error") -> list
         if module in inside or not (own or deep):
             continue
         try:
-            rule = rule_for(module, name, resolution)
+            rule = rule_for(module, name, resolution, approximation)
         except (TypeError, ValueError) as refusal:
             left, refused = own, refusal
         else:

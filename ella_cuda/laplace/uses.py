@@ -195,11 +195,29 @@ def _exchanged(rule: Rule, side: str, moments: dict[str, Any]) -> Iterator[None]
             setattr(rule.factors[name], side, moment)
 
 
-class _Scaled:
+class _InPlaceOfAMoment:
+    """What a rule adds to while a call's share in a moment is known, or the other calls' rows are awaited."""
+
+    def __init__(self, moment: SecondMoment) -> None:
+        self._moment = moment
+
+    @property
+    def total(self) -> Tensor:
+        """The moment's, whose shape rules read."""
+        return self._moment.total
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the moment's rows."""
+        return self._moment.dtype
+
+
+class _Scaled(_InPlaceOfAMoment):
     """Adds to a moment, times a number."""
 
     def __init__(self, moment: SecondMoment, scale: float) -> None:
-        self._moment, self._scale = moment, scale
+        super().__init__(moment)
+        self._scale = scale
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         self._moment.add(rows, alpha * self._scale)
@@ -225,11 +243,11 @@ class _Scaled:
         self._moment.count(rows)
 
 
-class _Summed:
+class _Summed(_InPlaceOfAMoment):
     """Rows that are summed over calls; those of a call may come in pieces, of the same sizes in every call."""
 
     def __init__(self, moment: SecondMoment) -> None:
-        self._moment = moment
+        super().__init__(moment)
         self._pieces: list[tuple[range | None, Tensor]] = []
         self._diagonals: list[Tensor] = []
         self._next = 0

@@ -140,7 +140,7 @@ def test_a_strided_convolution_is_one_and_a_pool():
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("depthwise", [True, False])
 def test_a_filter_over_a_group(frames, mixes, depthwise, dense_ggn):
-    layer = GroupFilter2d(2, 2 if depthwise else 3, 3, mixes, depthwise, frames=frames)
+    layer = GroupFilter2d(2, 2 if depthwise else 3, 3, mixes, depthwise, frames=frames, bias=mixes)
     model = network(layer, 2, (4, 4, 4))
     x, y = data(2, 4, 4, 4)
     inner, gradient = columns(model, x)
@@ -149,7 +149,7 @@ def test_a_filter_over_a_group(frames, mixes, depthwise, dense_ggn):
     summed = gradient.flatten(3).sum(3)
     summed = summed[..., None] if depthwise else summed[..., None, :]
     inputs, outputs = products(seen.mean(1)) / IMAGES, products(summed)
-    require(model, x, y, inputs, outputs, dense_ggn(model, x, y)["1.bias"])
+    require(model, x, y, inputs, outputs, dense_ggn(model, x, y).get("1.bias"))
 
 
 @pytest.mark.parametrize("positions", [(3,), (2, 2)])
@@ -434,3 +434,27 @@ def test_training_takes_it():
     torch.testing.assert_close(la.log_marginal_likelihood(), expected)
     with pytest.raises(ValueError, match="marglik_training: approximation must be one of"):
         ella_cuda.marglik_training(model, [batch], approximation="sum")
+
+
+class Autocast(nn.Module):
+    """Reduces what is between its layers by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(3, CLASSES)
+        self.seen: list[Tensor] = []
+        self.second.register_forward_pre_hook(lambda module, args: self.seen.append(args[0].detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(self.second(self.first(x)).float().mean(1))
+
+
+def test_means_of_reduced_inputs_are_not_rounded_to_their_type():
+    model = Autocast()
+    x = torch.randn(IMAGES, 30, 4)
+    la = reduced(model, (x, torch.randint(CLASSES, (IMAGES,))))
+    seen = next(s for s in model.seen if len(s) == IMAGES)
+    assert seen.dtype == torch.bfloat16
+    expected = products(seen.double().mean(1)[:, None]) / IMAGES
+    torch.testing.assert_close(la.factors["second.weight"].inputs, expected, rtol=1e-5, atol=1e-7)

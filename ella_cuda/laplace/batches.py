@@ -86,7 +86,7 @@ def pair_of(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> tuple[Inpu
 def _parts(batch: Mapping[Any, Any], where: str, keys: DictKeys) -> tuple[Any, Any]:
     """A mapping's inputs and targets."""
     rest = {key: value for key, value in batch.items() if key != keys.y}
-    if len(rest) == len(batch) or not rest or not all(isinstance(key, str) for key in rest):
+    if len(rest) == len(batch) or not all(isinstance(key, str) for key in rest):
         raise _no_pair(batch, where, keys)
     return (rest[keys.x] if rest.keys() == {keys.x} else rest), batch[keys.y]
 

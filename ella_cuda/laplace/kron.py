@@ -104,7 +104,8 @@ class KronLaplace:
             left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%. A regression's
             columns are all of one size, so that none is left out.
         dict_key_x, dict_key_y: keys of batches that are mappings, see :meth:`fit`.
-        ignore_index: the label of positions that have no part in a classification.
+        ignore_index: the label of positions that have no part in a classification's likelihood and Hessian. Their inputs still are among
+            those that the input sides of factors are sums over.
         unknown: what becomes of a module's parameters that no rule knows, such as class tokens and position embeddings: "error";
             "freeze", which takes them for constants, and layers that a rule refuses; or "diagonal", which gives them the exact diagonal of
             their block, from gradients of single data points. Where all of them have one axis or none, such as FixUp's scales and biases,

@@ -205,7 +205,7 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
 @register_likelihood("classification")
 class Classification(Likelihood):
     """Softmax over K classes, the outputs' last axis: outputs ``(N, ..., K)``, targets ``(N, ...)`` integers in 0..K-1. Every position has a
-    label of its own; those with the label ``ignore_index`` have no part in anything."""
+    label of its own; those with the label ``ignore_index`` have no part in the likelihood and its Hessian."""
 
     has_classes = True
 

@@ -20,6 +20,7 @@ from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
 
+ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built
 COLUMN = 24  # bytes for each class that building a column of the softmax Hessian takes, beside the column
 ROUND = 2  # what passes take for each byte of gradients: layers make copies, and an allocator keeps what was freed for another size
 
@@ -169,4 +170,4 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int
             of_rules = run.uses.kept_bytes()
     images, count = data_points(x), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
-    return images * (sum(kept.values()) + of_rules), column, count * column
+    return images * (sum(kept.values()) + of_rules + ROOT * count), column, count * column

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ella_cuda import marglik_training
@@ -272,3 +273,22 @@ def test_images_that_mix_are_found_among_several_inputs():
     for x in ((X, NUMBER), (X[:1], NUMBER[:1])):
         with pytest.raises(ValueError, match="other images of the batch"):
             KronLaplace(Mixed()).fit([(x, Y[: len(x[0])])])
+
+
+def test_several_reduced_inputs_are_taken_in_full_under_autocast():
+    reduced = [((X.bfloat16(), NUMBER.bfloat16()), Y)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = KronLaplace(Two()).fit(reduced).log_marginal_likelihood()
+    full = [((X.bfloat16().float(), NUMBER.bfloat16().float()), Y)]
+    assert found == KronLaplace(Two()).fit(full).log_marginal_likelihood()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_is_found_among_several_inputs():
+    class Checkpointed(Two):
+        def forward(self, image, number, words):
+            hidden = torch.cat([checkpoint(self.image, image, use_reentrant=True).flatten(1), self.number(number)], 1)
+            return self.last(hidden)
+
+    with pytest.raises(ValueError, match="Call it with use_reentrant=False"):
+        KronLaplace(Checkpointed()).fit([((X, NUMBER, torch.arange(20)), Y)])

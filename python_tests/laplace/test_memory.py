@@ -21,15 +21,16 @@ from pathlib import Path
 from torch import nn
 from ella_cuda.laplace import KronLaplace, memory
 torch.manual_seed(0)
-model, shape, classes = {{
-    "classes": lambda: (nn.Linear(16, 1000), (16,), 1000),
-    "wide": lambda: (nn.Sequential(nn.Linear(2500, 2500), nn.ReLU(), nn.Linear(2500, 10)), (2500,), 10),
+model, shape, labels = {{
+    "classes": lambda: (nn.Linear(16, 1000), (16,), torch.randint(1000, (64,))),
+    "positions": lambda: (nn.Linear(16, 200), (50, 16), torch.randint(200, (64, 50)).index_fill_(1, torch.arange(2, 50), -100)),
+    "wide": lambda: (nn.Sequential(nn.Linear(2500, 2500), nn.ReLU(), nn.Linear(2500, 10)), (2500,), torch.randint(10, (64,))),
     "images": lambda: (nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-                       nn.Flatten(), nn.Linear(256, 10)), (3, 32, 32), 10),
+                       nn.Flatten(), nn.Linear(256, 10)), (3, 32, 32), torch.randint(10, (64,))),
 }}[{name!r}]()
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-x, y = torch.randn(64, *shape), torch.randint(classes, (64,))
+x, y = torch.randn(64, *shape), labels
 KronLaplace(nn.Linear(16, 3)).fit([(torch.randn(4, 16), torch.tensor([0, 1, 2, 0]))]).log_marginal_likelihood()  # what is loaded once
 la = KronLaplace(model)
 said = la.memory_estimate(x)
@@ -41,9 +42,9 @@ print(said, status("VmHWM") - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["classes", "wide", "images"])
+@pytest.mark.parametrize("name", ["classes", "positions", "wide", "images"])
 def test_the_estimate_is_about_what_a_process_takes(name, beside_the_tests):
-    """The three sides of it: columns of many classes, eigenvalues of large blocks, activations."""
+    """The sides of it: columns of many classes, the root of the Hessian at many positions, eigenvalues of large blocks, activations."""
     command = [sys.executable, "-c", PROCESS.format(name=name)]
     done = subprocess.run(command, cwd=beside_the_tests, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -68,16 +69,19 @@ def test_its_parts():
     assert la.memory_estimate() == factors + memory.ROUND * (1 << 22)
 
 
-@pytest.mark.parametrize("images", [1, 7])
-def test_a_batch_adds_what_its_graph_keeps_and_its_columns(images):
-    """Kept are a ReLU's results alone: nothing of layers, nor of what is flattened. A column has the larger layer's gradients twice."""
-    model = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Flatten(), nn.Dropout(), nn.Linear(50, 3))
+@pytest.mark.parametrize(("shape", "largest"), [((1,), "factors"), ((300,), "columns"), ((60, 5), "columns")])
+def test_a_batch_adds_what_its_graph_keeps_and_its_columns(shape, largest):
+    """Kept are a ReLU's results alone: nothing of layers, nor of what is flattened. A column has the larger layer's gradients twice, and
+    the square root of the output Hessian takes its part."""
+    model = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Flatten(-1), nn.Dropout(), nn.Linear(50, 3))
     la = KronLaplace(model, memory_budget=1 << 30)
     before = [p.requires_grad for p in model.parameters()], model.training
-    x = torch.randn(images, 3)
-    kept, gradients = images * 50 * 4, 3 * images * 2 * (3 + 50) * 4
+    rows, columns = torch.Size(shape).numel(), 3 * torch.Size(shape[1:]).numel()
+    kept, gradients = rows * (50 * 4 + 3 * memory.ROOT), columns * rows * 2 * (3 + 50) * 4
     factors = sum(rule.bytes() for rule in rules_for(model, "shared"))
-    assert la.memory_estimate(x) == factors + max(memory.ROUND * gradients + kept, 3 * factors)
+    needs = {"columns": memory.ROUND * gradients + kept, "factors": 3 * factors}
+    assert max(needs, key=needs.get) == largest
+    assert la.memory_estimate(torch.randn(*shape, 3)) == factors + needs[largest]
     assert ([p.requires_grad for p in model.parameters()], model.training) == before
     assert la.n_data == 0
 

@@ -126,7 +126,7 @@ def inputs_on(x: Any, device: torch.device, where: str) -> Inputs:
 
 
 def _require_batch_axis(x: Inputs, where: str) -> None:
-    if len({len(tensor) for tensor in tensors_of(x)}) > 1:
+    if not isinstance(x, Tensor) and len({len(tensor) for tensor in tensors_of(x)}) > 1:
         raise ValueError(
             f"{where}: the tensors of x must all have the batch along their first axis, (N, ...), got shapes {shapes_of(x)}; expand what "
             "all data points share, or make it a part of the model."

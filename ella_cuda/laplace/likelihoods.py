@@ -101,8 +101,7 @@ class Likelihood(ABC):
     def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
         """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
-        total = -self.log_prob(full(outputs), targets).sum()
-        return total / torch.full_like(total, len(targets))
+        return _mean(-self.log_prob(full(outputs), targets).sum(), targets)
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets of a right shape with values that :meth:`loss` takes in the place of those that it does not, and whether there were none
@@ -237,8 +236,10 @@ class Classification(Likelihood):
                 f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
                 "likelihood='regression'."
             )
-        labels = targets.long().masked_fill(~self._counted(targets), 0)
-        low, high = torch.stack(torch.aminmax(labels)).tolist() if labels.numel() else (0, 0)  # one wait for the device
+        labels = targets.long()
+        low, high = _range(labels)
+        if low < 0 or high >= classes:  # of labels that are ignored, perhaps
+            low, high = _range(labels.masked_fill(~self._counted(targets), 0))
         if low < 0 or high >= classes:
             raise ValueError(
                 f"targets: labels must lie in 0..{classes - 1} (the model has {classes} outputs), or be ignore_index = {self.ignore_index}, "
@@ -249,9 +250,15 @@ class Classification(Likelihood):
         """Where the label is not to be ignored."""
         return targets.long() != self.ignore_index
 
-    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
         rows, labels = outputs.flatten(0, -2), targets.long().flatten()
-        return -F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
+        return F.cross_entropy(rows, labels, reduction="sum", ignore_index=self.ignore_index)
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return -self._cross_entropy(outputs, targets)
+
+    def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
+        return _mean(self._cross_entropy(full(outputs), targets), targets)
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         labels, counted = targets.long(), self._counted(targets)
@@ -259,8 +266,10 @@ class Classification(Likelihood):
         return inside, (inside == labels).all()
 
     def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        counted = self._counted(targets)
-        return ((outputs.argmax(-1) == targets) & counted).sum(), counted.sum()
+        right, counted = outputs.argmax(-1) == targets, self._counted(targets)
+        if self.ignore_index >= 0:  # it may be predicted
+            right = right & counted
+        return right.sum(), counted.sum()
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """Of each position the K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
@@ -516,6 +525,16 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
             "positions are axes of their own, (N, T, K) for T of them."
         )
     return outputs if type(outputs) is Tensor else outputs.as_subclass(Tensor)
+
+
+def _mean(total: Tensor, targets: Tensor) -> Tensor:
+    """Over the data points. A tensor's division is exact on every device, which a number's is not."""
+    return total / torch.full_like(total, len(targets))
+
+
+def _range(labels: Tensor) -> tuple[int, int]:
+    """The smallest and the largest: one wait for the device."""
+    return tuple(torch.stack(torch.aminmax(labels)).tolist()) if labels.numel() else (0, 0)
 
 
 def _needed(traces: Tensor, tolerance: float) -> int:

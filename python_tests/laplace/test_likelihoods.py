@@ -271,6 +271,11 @@ def test_hits_are_counted_where_there_are_labels(case):
     assert 0 < right < of
 
 
+def test_a_class_that_is_ignored_is_no_hit():
+    f, y = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]), torch.tensor([1, 0, 0])
+    assert [int(t) for t in Classification(1).hits(f, y)] == [1, 2]
+
+
 CLASSES, BINARY, COUNTS, NATURAL = Classification(), Binary(), Poisson(), Heteroscedastic()
 TWO_BY_THREE = torch.zeros(2, 3)
 

@@ -269,3 +269,20 @@ def test_an_interrupted_session_reports_what_was_done(tmp_path):
     assert done.returncode == 2, done.stdout + done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert [one["extra_info"]["who"] for one in report["benchmarks"]] == ["whole"]
+
+
+def test_errors_of_large_outputs(tmp_path, monkeypatch):
+    """Columns and errors of a few classes: all columns have none, fewer have more."""
+    module, file = load("large_outputs"), tmp_path / "new" / "table.txt"
+    arguments = ["--classes", "20", "--images", "60", "--out", str(file)]
+    monkeypatch.setattr(sys, "argv", ["large_outputs", *arguments])
+    module.main()
+    head, names, *lines = file.read_text().splitlines()
+    assert head == "20 classes, 60 data points" and names.split()[:3] == ["state", "setting", "columns"]
+    rows = [line.replace(" %", "").split() for line in lines]
+    assert [row[0] for row in rows] == ["initial"] * 5 + ["trained"] * 5
+    for state in (rows[:5], rows[5:]):
+        columns, log_q, log_det = ([float(row[i]) for row in state] for i in (2, 3, 4))
+        assert columns[0] == 19 and columns[:4] == sorted(columns[:4], reverse=True) and columns[4] == 1
+        assert log_q[0] == log_det[0] == 0 and log_det[:4] == sorted(log_det[:4]) and log_det[3] > 0
+        assert log_q[4] > 0 and log_det[4] > 0

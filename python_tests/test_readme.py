@@ -61,6 +61,14 @@ def test_the_blocks_of_method_run():
         names["la"].log_marginal_likelihood()
 
 
+def test_errors_for_many_outputs_are_those_of_the_benchmark():
+    table = (ROOT / "benchmarks/results/large-outputs/table.txt").read_text(encoding="utf-8").splitlines()
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table[2:]]
+    shown = [f"| {state} | `{setting}` | {' | '.join(numbers)} |" for state, setting, *numbers in rows]
+    assert [line for line in USE.splitlines() if line in shown] == [row for row in shown if "`exact`" not in row]
+    assert len(rows) == 10 and table[0] == "1000 classes, 300 data points"
+
+
 def test_a_command_makes_the_folder_that_is_loaded(asked):
     (folder,) = re.findall(r'load_run\("(.*?)"\)', USE)
     (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", USE)

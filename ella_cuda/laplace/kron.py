@@ -181,9 +181,9 @@ class KronLaplace:
 
     def __repr__(self) -> str:
         settings = (
-            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}, "
-            f"approximation={self.approximation!r}"
+            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
         )
+        settings += "" if self.approximation == "expand" else f", approximation={self.approximation!r}"
         state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
         return (
             f"KronLaplace({type(self.model).__name__}, {settings}: {len(self.parameter_names)} parameter tensors of {self.n_params} entries, "

@@ -111,7 +111,7 @@ def test_evidence_before_a_fit(model):
 def test_what_it_prints(model, data):
     la = KronLaplace(model, fisher="mc")
     tensors, entries = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
-    settings = "likelihood='classification', fisher='mc', resolution='shared', approximation='expand'"
+    settings = "likelihood='classification', fisher='mc', resolution='shared'"
     start = f"KronLaplace({type(model).__name__}, {settings}: {tensors} parameter tensors"
     assert repr(la) == f"{start} of {entries} entries, not fitted)"
     assert repr(la.fit([data])) == f"{start} of {entries} entries, fitted to {len(data[0])} data points)"

@@ -196,8 +196,8 @@ def add_summed_outputs(rule: Rule, rows: Tensor) -> None:
     """Add ``rows`` ``(R, D)``, gradients of a convolution's channels summed over positions, to the output side of the bias, and with
     "reduce" to that of the weight."""
     if "weight" in rule.factors and rule.approximation == "reduce":
-        moment = rule.factors["weight"].output_moment
-        moment.add(rows.unflatten(1, (moment.total.shape[0], -1)))
+        factor = rule.factors["weight"]
+        factor.output_moment.add(rows.unflatten(1, (factor.shape.output_groups, -1)))
     if "bias" in rule.factors:
         rule.factors["bias"].output_moment.add(rows[:, None])
 
@@ -214,8 +214,8 @@ def add_mean_patches(
     """Add the mean over positions of each data point's patches to the input side of the weight, and set ``rule.positions``; geometry as
     for :func:`summed_patches`."""
     sums, rule.positions = summed_patches(x, kernel_size, stride, dilation, sides, padding_mode)
-    moment = rule.factors["weight"].input_moment
-    moment.add((sums.flatten(1) / max(rule.positions, 1)).unflatten(1, (moment.total.shape[0], -1)))
+    factor = rule.factors["weight"]
+    factor.input_moment.add((sums.flatten(1) / max(rule.positions, 1)).unflatten(1, (factor.shape.groups, -1)))
 
 
 def summed_patches(

@@ -45,7 +45,7 @@ class GroupFilter2dRule(Rule):
             if self.approximation == "reduce":
                 sums, _ = summed_patches(self._seen(x), m.kernel_size)
                 rows = sums.unflatten(0, (n, order)).sum(1).flatten(1) / max(self.positions, 1)
-                moment.add(rows.unflatten(1, (moment.total.shape[0], -1)))
+                moment.add(rows.unflatten(1, (self.factors["weight"].shape.groups, -1)))
                 return
             moment.add_patches(self._seen(x), m.kernel_size)
             moment.count(n * order * height * width)

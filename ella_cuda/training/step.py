@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, run_model, tensors_of
@@ -39,9 +40,9 @@ class TrainingStep:
         self._variance = like.new_zeros(())
 
     def begin_epoch(self, precision: Tensor, sigma: float, n_data: int) -> float:
-        """Start the epoch's sums at the precisions, one per parameter tensor, and the noise scale; returns the prior's part of the
-        objective at the present weights."""
-        weights = precision / n_data
+        """Start the epoch's sums at the precisions, those of the first parameter tensors, and the noise scale; the others have no prior.
+        Returns the prior's part of the objective at the present weights."""
+        weights = F.pad(precision / n_data, (0, len(self.parameters) - len(precision)))
         with torch.no_grad():
             self._weights.copy_(weights)
             self._variance.fill_(sigma**2)

@@ -17,6 +17,7 @@ from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
+from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
@@ -110,6 +111,7 @@ class MarglikTrainer:
         fisher: str = "exact",
         resolution: str = "shared",
         approximation: str = "expand",
+        unknown: str = "error",
         column_tolerance: float = 0.0,
         dict_key_x: str = DEFAULT_KEYS.x,
         dict_key_y: str = DEFAULT_KEYS.y,
@@ -123,7 +125,7 @@ class MarglikTrainer:
     ) -> None:
         likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
         keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
-        objective, prior_structure, fisher, resolution, approximation = (
+        objective, prior_structure, fisher, resolution, approximation, unknown = (
             check_choice(f"marglik_training: {name}", choice, choices)
             for name, choice, choices in (
                 ("objective", objective, get_args(Objective)),
@@ -131,6 +133,7 @@ class MarglikTrainer:
                 ("fisher", fisher, FISHERS),
                 ("resolution", resolution, RESOLUTIONS),
                 ("approximation", approximation, APPROXIMATIONS),
+                ("unknown", unknown, UNKNOWN),
             )
         )
         schedule = {
@@ -167,18 +170,19 @@ class MarglikTrainer:
             "fisher": fisher,
             "resolution": resolution,
             "approximation": approximation,
+            "unknown": unknown,
             "column_tolerance": column_tolerance,
         }
         self._keys = keys
         self._laplace_settings = {"likelihood": likelihood, **settings, "dict_key_x": keys.x, "dict_key_y": keys.y}
         # Refuses what no evidence step could do.
-        KronLaplace(model, sigma_noise=hyperparameters["sigma_noise_init"], **self._laplace_settings)
+        la = KronLaplace(model, sigma_noise=hyperparameters["sigma_noise_init"], **self._laplace_settings)
         if objective == "evidence" and marglik_loader is None and getattr(train_loader, "augment", None) is not None:
             raise ValueError(
                 "marglik_training: marglik_loader must be given where train_loader augments its images: the evidence is that of the data "
                 "as they are. Pass a TensorLoader of the same data without augment."
             )
-        self._prior = Prior(model, likelihood, **hyperparameters)
+        self._prior = Prior(model, likelihood, la.parameter_names, **hyperparameters)
         self._optimizer = make_optimizer(optimizer_cls, self._prior.parameters, optimizer_kwargs)
         groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
         batches = _length(train_loader)
@@ -497,6 +501,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
         resolution: "shared" or "per_channel" output factors of F-FC.
         approximation: "expand" or "reduce", for positions that share weights; see :class:`ella_cuda.laplace.KronLaplace`.
+        unknown: "error", "freeze" or "diagonal", for parameters that no curvature rule knows; see there. With "freeze" they are trained,
+            without a prior, and the evidence takes them for constants.
         column_tolerance: share of the output Hessian's trace that may be left out; see :class:`ella_cuda.laplace.KronLaplace`.
         dict_key_x: key of the model's input in batches that are mappings, where it is alone. dict_key_y: key of the targets there.
         ignore_index: label of positions that have no part in a classification's likelihood.

@@ -134,13 +134,14 @@ class ByHand(nn.Module):
         return model.head(self.out(h.transpose(1, 2).flatten(2)).sin().mean(1))
 
 
-def test_weights_have_the_factors_of_linear_layers(model, data):
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_weights_have_the_factors_of_linear_layers(model, data, approximation):
     apart = copy.deepcopy(model)
     by_hand = ByHand(apart)
     torch.testing.assert_close(by_hand(data[0]), model(data[0]))
     for p in apart.attention.parameters():
         p.requires_grad_(False)
-    la, expected = KronLaplace(model).fit([data]), KronLaplace(by_hand).fit([data])
+    la, expected = (KronLaplace(m, approximation=approximation).fit([data]) for m in (model, by_hand))
     for i, name in enumerate("qkv"):
         wanted = expected.factors[f"{name}.weight"]
         if model.attention.in_proj_weight is not None:

@@ -116,6 +116,61 @@ def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(network, 
             torch.testing.assert_close(other.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-12)
 
 
+def test_reduced_sides_are_those_of_the_mean_input_and_the_summed_gradient(network, data):
+    """KFAC-reduce over calls and positions, from the rows that hooks and autograd see."""
+    if not isinstance(network.layer, nn.Linear):
+        pytest.skip("the formula below is of linear layers")
+    x, y = data
+    la = KronLaplace(network, approximation="reduce").fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def see(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        inputs.append(args[0].detach())
+        outputs.append(out)
+
+    handle = network.layer.register_forward_hook(see)
+    f = network(x)
+    handle.remove()
+    mean = torch.stack(inputs).flatten(2, -2).mean((0, 2)) if inputs[0].dim() > 2 else torch.stack(inputs).mean(0)
+    expected = torch.zeros(outputs[0].shape[-1], outputs[0].shape[-1], dtype=torch.float64)
+    p = f.detach().softmax(1)
+    for n in range(len(x)):
+        root = torch.linalg.eigh(p[n].diag() - p[n][:, None] * p[n])
+        for value, vector in zip(root.eigenvalues.clamp(min=0), root.eigenvectors.T, strict=True):
+            found = torch.autograd.grad(f[n] @ vector * value.sqrt(), outputs, retain_graph=True)
+            s = sum(g[n].reshape(-1, g.shape[-1]).sum(0) for g in found)
+            expected += torch.outer(s, s)
+    torch.testing.assert_close(la.factors["layer.weight"].inputs[0], mean.T @ mean / len(x), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(la.factors["layer.weight"].outputs[0], expected, rtol=1e-7, atol=1e-10)
+
+
+def test_one_call_or_copies_make_no_difference_to_reduced_factors_of_one_call(data):
+    torch.manual_seed(0)
+    for build, shape in LAYERS.values():
+        model = randomised(Repeated(build(), 1, shape))
+        la, apart = (KronLaplace(m, approximation="reduce").fit([data]) for m in (model, model.apart()))
+        for name, factor in la.factors.items():
+            other = apart.factors[name.replace("layer", "copies.0")]
+            torch.testing.assert_close((factor.inputs, factor.outputs), (other.inputs, other.outputs))
+
+
+def test_a_table_looked_up_twice_has_no_reduced_factor():
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(6, 3), nn.Linear(3, CLASSES)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.table(tokens[:, 0]) * self.table(tokens[:, 1]))
+
+    tokens, y = torch.randint(6, (IMAGES, 2)), torch.randint(CLASSES, (IMAGES,))
+    model = Pairs().double()
+    with pytest.raises(ValueError, match=r"inputs are indices and that is called several times \(table.weight"):
+        KronLaplace(model, approximation="reduce").fit([(tokens, y)])
+    assert KronLaplace(model).fit([(tokens, y)]).log_marginal_likelihood().isfinite()
+
+
 class Pyramid(nn.Module):
     """A head on positions of two scales, as detectors have."""
 

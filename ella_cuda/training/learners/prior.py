@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,16 +22,19 @@ class Prior(Learner):
     Args:
         model: of the parameters.
         likelihood: whether there is a noise scale to learn.
+        served: names of the trainable parameters that have a precision; others are trained without a prior.
         prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, lr_hyp, n_hypersteps: see
             :func:`ella_cuda.marglik_training`.
     """
 
     name = "prior"
 
-    def __init__(self, model: nn.Module, likelihood: Likelihood, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, likelihood: Likelihood, served: Sequence[str], **settings: Any) -> None:
         self._settings = settings
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names = list(served)
+        self._all_names = [*self.names, *(name for name in named if name not in set(served))]
+        self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
         key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[
             settings["prior_structure"]
         ]
@@ -62,7 +65,7 @@ class Prior(Learner):
 
     def described(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The optimizer's groups in words: each one's numbers, such as its learning rate, and its parameters by name."""
-        names = dict(zip(map(id, self.parameters), self.names, strict=True))
+        names = dict(zip(map(id, self.parameters), self._all_names, strict=True))
         return [
             in_words({key: value for key, value in group.items() if key != "params"})
             | {"params": [names.get(id(p), "?") for p in group["params"]]}
@@ -72,7 +75,7 @@ class Prior(Learner):
     def require_parameters_of(self, model: nn.Module) -> None:
         """ValueError where the model's trainable parameters are not those that the optimizer and the precisions belong to."""
         present = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        mine = dict(zip(self.names, self.parameters, strict=True))
+        mine = dict(zip(self._all_names, self.parameters, strict=True))
         changed = [name for name in {**mine, **present} if mine.get(name) is not present.get(name)]
         if changed:
             raise ValueError(
@@ -84,7 +87,7 @@ class Prior(Learner):
         """Raise FloatingPointError when a parameter is not finite: such weights must not replace a good checkpoint."""
         bad = ~torch.stack([norm.isfinite() for norm in torch._foreach_norm([p.detach() for p in self.parameters])])
         if bad.any():
-            name = self.names[int(bad.nonzero()[0])]
+            name = self._all_names[int(bad.nonzero()[0])]
             raise FloatingPointError(
                 f"marglik_training: the parameter {name} is not finite after epoch {epoch}, although the loss was: a gradient or the "
                 "optimizer's step was not. Lower the learning rate, or look for values in the data that are not finite, or for a function "

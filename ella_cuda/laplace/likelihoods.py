@@ -172,7 +172,7 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
 
     Args:
         given: a name or an object.
-        ignore_index: the label that a classification by name leaves out.
+        ignore_index: the label that a classification by name leaves out, and others whose constructor takes it.
         where: begins messages.
 
     Raises:
@@ -193,7 +193,7 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
         raise TypeError(f"{where}likelihood must be a name or an object, got the class; pass {given.__name__}(...).")
     else:
         kind = LIKELIHOODS[check_choice(f"{where}likelihood", given, tuple(LIKELIHOODS))]
-        made = kind(ignore_index) if issubclass(kind, Classification) else kind()
+        made = kind(ignore_index=ignore_index) if "ignore_index" in inspect.signature(kind).parameters else kind()
     if ignore_index not in (IGNORED, getattr(made, "ignore_index", IGNORED)):
         raise ValueError(
             f"{where}ignore_index belongs to likelihood='classification', got {ignore_index} for {made!r}; leave it out."
@@ -290,7 +290,7 @@ class Classification(Likelihood):
         here = torch.cat([in_order.logsumexp(-1, keepdim=True), tails[..., :-1]], -1)
         p_j = in_order[..., :-1]
         # Where only classes of probability exactly 0 are left (logits of -inf), the formulas are inf - inf; the column is 0.
-        nothing = tails.isneginf() | ~self._counted(targets).view(n, positions, 1)
+        nothing = tails.isneginf() | ~self._counted(targets).reshape(n, positions, 1)
         below = (0.5 * (p_j - here - tails)).masked_fill(nothing, -torch.inf)  # log of L[i,j] / -p_i, (N, T, K-1)
         diagonal = (0.5 * (p_j + tails - here)).masked_fill(nothing, -torch.inf).exp()
         traces = diagonal.square() + (square_tails + 2 * below).masked_fill(nothing, -torch.inf).exp()

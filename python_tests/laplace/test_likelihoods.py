@@ -214,6 +214,19 @@ def test_sampled_columns_average_to_the_hessian(case):
     assert torch.equal(again[0].flatten(1), columns)
 
 
+@pytest.mark.parametrize("case", ["pixels", "image to image", "counts, image to image", "logits"])
+def test_outputs_and_targets_may_lie_otherwise(case):
+    """As those whose axes were moved."""
+    likelihood, outputs, targets, _ = CASES[case]
+    moved = [t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (outputs, targets)]
+    assert not any(t.is_contiguous() for t in moved)
+    assert torch.equal(likelihood.columns(*moved)[:], likelihood.columns(outputs, targets)[:])
+    draws = [likelihood.sampled_column(*two, torch.Generator().manual_seed(1)) for two in (moved, (outputs, targets))]
+    assert torch.equal(draws[0][:], draws[1][:])
+    for value in (likelihood.statistic, lambda *two: likelihood.loss(*two, torch.ones(()))):
+        torch.testing.assert_close(value(*moved), value(outputs, targets))
+
+
 def test_many_columns_are_summed_with_signs_in_parts(monkeypatch):
     likelihood, outputs, targets, _ = CASES["heteroscedastic"]
     whole = likelihood.sampled_column(outputs, targets, torch.Generator().manual_seed(3))
@@ -526,6 +539,7 @@ def test_the_label_that_is_ignored():
     assert repr(Classification()) == repr(Classification(-100)) == "classification"
     assert KronLaplace(model, Classification(1)).likelihood_function.ignore_index == 1
     assert KronLaplace(model, Classification(1), ignore_index=1).likelihood == "classification"
+    assert KronLaplace(model, "binary").likelihood_function.name == "binary"
     with pytest.raises(TypeError, match=r"ignore_index must be an integer, got 1\.0"):
         KronLaplace(model, ignore_index=1.0)
     for other in ("regression", Classification(2)):

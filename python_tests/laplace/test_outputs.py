@@ -28,6 +28,11 @@ class Natural(nn.Module):
         return torch.cat([f[:, :k], -0.5 * nn.functional.softplus(f[:, k:]) - 1e-3], 1)
 
 
+class ClassesLast(nn.Module):
+    def forward(self, f: Tensor) -> Tensor:
+        return f.movedim(1, -1)
+
+
 def seeded(*layers) -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(*(layer() for layer in layers)).double()
@@ -38,9 +43,9 @@ def sequences() -> nn.Sequential:
     return seeded(lambda: nn.Linear(2, 5), nn.Tanh, lambda: Mixing(3), lambda: nn.Linear(5, 4))
 
 
-def images() -> nn.Sequential:
+def images(*last) -> nn.Sequential:
     """(N, 2, 3, 4) -> (N, 2, 3, 4)."""
-    return seeded(lambda: nn.Conv2d(2, 3, 3, padding=1), nn.Tanh, lambda: nn.Conv2d(3, 2, 1))
+    return seeded(lambda: nn.Conv2d(2, 3, 3, padding=1), nn.Tanh, lambda: nn.Conv2d(3, 2, 1), *last)
 
 
 def vectors(outputs: int, *last) -> nn.Sequential:
@@ -56,6 +61,13 @@ PIXELS = normal(5, 2, 3, 4, seed=7)
 FITS = {
     "sequences": (sequences, SEQUENCES, CASES["sequences"][1].argmax(2), "classification", categorical),
     "ignoring": (sequences, SEQUENCES, CASES["sequences"][2], "classification", categorical),
+    "segmentation": (
+        lambda: images(ClassesLast),
+        IMAGES,
+        (PIXELS[:, 0] > 0).long().masked_fill(PIXELS[:, 1] > 1, -100),
+        "classification",
+        categorical,
+    ),
     "image to image": (images, IMAGES, PIXELS, "regression", lambda f, y: D.Normal(f, 1.0).log_prob(y)),
     "masks": (images, IMAGES, PIXELS > 0, "binary", bernoulli),
     "counts": (images, IMAGES, PIXELS.exp().floor(), "poisson", poisson),

@@ -32,7 +32,7 @@ def test_a_steps_loss_is_the_mean_over_data_points_and_its_accuracy_that_of_the_
     accuracy = seen[0].accuracy
     if likelihood == "classification":
         counted = y != -100
-        assert accuracy == pytest.approx(float((f.argmax(2) == y)[counted].double().mean()))
+        assert accuracy == pytest.approx(float((f.argmax(-1) == y)[counted].double().mean()))
     elif likelihood == "binary":
         assert accuracy == pytest.approx(float(((f > 0) == y.view(f.shape)).double().mean()))
     else:

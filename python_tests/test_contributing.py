@@ -61,7 +61,9 @@ def test_the_example_layer_is_exact():
     names = executed("Adding a layer")
     model = torch.nn.Sequential(names["ChannelScale"](3), torch.nn.Flatten(), torch.nn.Linear(12, 4)).double()
     x, y = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randint(4, (5,))
-    la = KronLaplace(model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    la, reduced = (
+        KronLaplace(model, approximation=how).fit([(x[:2], y[:2]), (x[2:], y[2:])]) for how in ("expand", "reduce")
+    )
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     jacobian = jacrev(lambda scale: functional_call(model, parameters | {"0.scale": scale}, (x,)))(
         parameters["0.scale"]
@@ -70,6 +72,7 @@ def test_the_example_layer_is_exact():
     hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     block = torch.einsum("nka,nkl,nlb->ab", jacobian, hessian, jacobian)
     assert_same(la.factors["0.scale"].outputs[0], block)
+    assert_same(reduced.factors["0.scale"].outputs[0], block)
 
 
 class Slope(torch.nn.Module):

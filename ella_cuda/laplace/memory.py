@@ -56,7 +56,7 @@ def require_memory(model: nn.Module, rules: Sequence[Rule]) -> None:
     if available is None or needed <= available:
         return
     each = sorted(((rule.bytes(p), rule.full_name(p)) for rule in rules for p in rule.trainable), reverse=True)
-    largest = ", ".join(f"{name!r} {size:,}" for size, name in each[:3])
+    largest = ", ".join(f"{name!r} {size:,}" for size, name in each[:3] if size)
     raise MemoryError(
         f"fit: the factors of the curvature and their eigenvalues take {needed:,} bytes, and {device} has {available:,} available. The "
         f"largest factors, in bytes: {largest}. Freeze parameters with requires_grad_(False), or give the network a smaller head or narrower "

@@ -213,11 +213,11 @@ def _require_own_parameters(
                 )
         mine = {id(parameter) for parameter in parameters[rule].values()}
         own.update({leaf: count for leaf, count in _uses(call.node, call.nodes).items() if leaf in mine})
-    for module in {call.module: None for call in calls}:
-        for name, parameter in parameters[known[module]].items():
+    for rule, its_own in parameters.items():
+        for name, parameter in its_own.items():
             if everywhere[id(parameter)] > own[id(parameter)]:
                 raise ValueError(
-                    f"{known[module].label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
+                    f"{rule.label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
                     "torch.nn.functional.linear, where no rule sees it. Call a layer that has the parameter too, such as nn.Linear with its "
                     "weight set to this one, or freeze it."
                 )

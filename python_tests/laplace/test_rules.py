@@ -177,17 +177,27 @@ def test_a_module_of_two_names_is_one_layer():
     assert KronLaplace(module).parameter_names == ["weight", "bias"]
 
 
-def test_a_layer_that_is_never_called_is_refused():
-    class Unused(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+class Unused(nn.Module):
+    """A layer that is never called; its weight may be used behind the rule's back."""
 
-        def forward(self, x):
-            return F.linear(self.used(x), self.unused.weight)  # used behind the rule's back
+    def __init__(self, uses: bool) -> None:
+        super().__init__()
+        self.used, self.unused, self.uses = nn.Linear(3, 3), nn.Linear(3, 3), uses
 
-    with pytest.raises(ValueError, match=r"layer 'unused' \(Linear\) has trainable parameters but was never called"):
-        KronLaplace(Unused().double()).fit([labelled(3)])
+    def forward(self, x):
+        return F.linear(self.used(x), self.unused.weight if self.uses else torch.eye(3).to(x))
+
+
+@pytest.mark.parametrize(
+    ("uses", "words"),
+    [
+        (False, "has trainable parameters but was never called"),
+        (True, ".*'weight' is used outside of the layer's call"),
+    ],
+)
+def test_a_layer_that_is_never_called_is_refused(uses, words):
+    with pytest.raises(ValueError, match=rf"layer 'unused' \(Linear\):? ?{words}"):
+        KronLaplace(Unused(uses).double()).fit([labelled(3)])
 
 
 def test_a_layer_whose_output_goes_nowhere_has_zero_curvature():

@@ -153,7 +153,7 @@ def test_windows_that_use_weights_by_functions_are_refused_with_what_to_do(build
     with pytest.raises(TypeError, match=r"(?s)relative_position_bias_table.*unknown='freeze'"):
         KronLaplace(model)
     x, y = torch.randn(IMAGES, 3, 32, 32, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
-    with pytest.raises(ValueError, match=r"'features.1.0.attn.qkv'.*freeze"):
+    with pytest.raises(ValueError, match=r"'features.1.0.attn.qkv'.*is used outside of the layer's call.*freeze"):
         KronLaplace(model, unknown="freeze").fit([(x, y)])
     for name, p in model.named_parameters():
         p.requires_grad_(".attn." not in name)

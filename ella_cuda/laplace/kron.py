@@ -453,12 +453,14 @@ class KronLaplace:
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
-        rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact": up to the columns that
-        ``column_tolerance`` or ``fisher="mc"`` leave out) or a Kronecker product in its place, with ``approximation="reduce"`` so named.
-        Print it.
+        rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal, or a Kronecker
+        product in its place, with ``approximation="reduce"`` so named. The last line says where ``column_tolerance`` or ``fisher="mc"``
+        leave out columns of the output Hessian, of which no block is exact. Print it.
         """
         self.present_parameters()
-        return summary(self.model, self._rules if self.n_data else self.present_rules())
+        columns = f"without {self.column_tolerance:.3g} of the Hessian's trace" if self.column_tolerance else ""
+        columns = "of one sampled column" if self.fisher == "mc" else columns
+        return summary(self.model, self._rules if self.n_data else self.present_rules(), columns)
 
     # evidence --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ HEAD = ("parameter", "shape", "rule", "input side", "output side", "bytes", "blo
 REDUCED = ", reduce"  # what is said of a Kronecker product beside that
 
 
-def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
+def summary(model: nn.Module, rules: Sequence[Rule], columns: str = "") -> str:
     """One line for each parameter tensor of the model: its shape, the rule of its layer, the two sides of its factors as blocks x rows,
     the bytes these take, and whether the block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal ("diagonal"), or a
     Kronecker product in its place, of KFAC-reduce where it says so. A parameter of several layers has a line for each. Frozen parameters,
@@ -23,6 +23,7 @@ def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
         model: the network.
         rules: of its layers; before a fit they have no factors, and a bias that may have an output side of its own, where its layer meets
             shared positions, is counted so.
+        columns: what of the output Hessian's columns the blocks are made of, where that is not all; for the last line.
     """
     lines: dict[int, list[tuple[str, ...]]] = {}
     total = 0
@@ -60,6 +61,6 @@ def summary(model: nn.Module, rules: Sequence[Rule]) -> str:
             id(p), [(name, str(tuple(p.shape)), "left out" if p.requires_grad else "frozen", "-", "-", "0", "-")]
         )
     count = sum(p.numel() for p in model.parameters() if id(p) in lines)
-    rows.append(("in all", f"{count:,} parameters", "", "", "", f"{total:,}", ""))
+    rows.append(("in all", f"{count:,} parameters", "", "", "", f"{total:,}", columns))
     widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

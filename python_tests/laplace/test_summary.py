@@ -46,3 +46,12 @@ def test_a_bias_of_shared_positions_has_a_side_of_its_own():
     assert la.summary().splitlines()[-1].split()[-1] == f"{sum(t.numel() * 8 for t in held.values()):,}"
     line = next(line for line in la.summary().splitlines() if line.startswith("0.bias"))
     assert line.split()[-3:] == ["5", "200", "exact"]
+
+
+def test_the_last_line_says_which_columns_are_left_out():
+    def last(**settings: object) -> str:
+        return KronLaplace(network(), **settings).summary().splitlines()[-1]
+
+    assert last().endswith("1,408")
+    assert last(fisher="mc").endswith("1,408  of one sampled column")
+    assert last(column_tolerance=0.05).endswith("1,408  without 0.05 of the Hessian's trace")

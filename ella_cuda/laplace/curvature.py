@@ -21,7 +21,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_mod
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Findings, probe
+from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
@@ -118,6 +118,7 @@ class CurvaturePass:
         others = [rule for rule in rules if isinstance(rule, PerExampleRule)]
         self.per_example = PerExampleGradients(model, others) if others else None
         self.calls = {rule: 0 for rule in self.rules}
+        self._by_module = {rule.module: rule for rule in self.rules}
         self.uses = Uses()
         self._anchor = torch.zeros((), requires_grad=True)
         self._batch_size = 0
@@ -126,7 +127,7 @@ class CurvaturePass:
         self._differentiating = False  # whether columns are on their way back
         self.hyperparameters = list(hyperparameters(model).values())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.findings = Findings({}, True)
+        self.findings = Findings({}, frozenset(), True)
 
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
@@ -141,10 +142,18 @@ class CurvaturePass:
             with _in_plain_products():
                 self.per_example.try_out(x)
 
-    def nodes(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def nodes(self) -> Iterator[None]:
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
         inside = {rule: self._tap(rule) for rule in self.rules if isinstance(rule, MultiheadAttentionRule)}
-        return hooked({rule: self._hook(rule) for rule in self.rules if rule not in inside}, inside)
+        by_function = self.findings.by_function
+        hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
+        with ExitStack() as stack:
+            stack.enter_context(hooked(hooks, inside))
+            if by_function:
+                modules = [rule.module for rule in by_function]
+                stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
+            yield
 
     def forward(self, x: Inputs) -> Tensor:
         """The outputs ``(N, ...)``, with the graph of our nodes; the input sides are accumulated on the way."""
@@ -218,9 +227,8 @@ class CurvaturePass:
                 out = plain_tensor(out)
                 again = (out.detach() if rule.differentiates else out) + self._anchor
                 return again if kind is Tensor else again.as_subclass(kind)
-            axes = self.findings.axes.get(rule, (0,))
-            axis = axes[min(self.uses.of(rule), len(axes) - 1)]
-            if not isinstance(out, Tensor) or out.dim() <= axis or out.shape[axis] != self._batch_size:
+            place = self._place(rule)
+            if not isinstance(out, Tensor) or not self._fits(out, place):
                 got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
                 raise ValueError(
                     f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
@@ -229,10 +237,26 @@ class CurvaturePass:
             arguments = [
                 plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
             ]
-            out = self._node(rule, arguments, plain_tensor(out), axis)
+            out = self._node(rule, arguments, plain_tensor(out), place)
             return out if kind is Tensor else out.as_subclass(kind)
 
         return replace
+
+    def _place(self, rule: Rule) -> Place:
+        """Of the images in the rule's next call, as in the same call of the probe."""
+        places = self.findings.places.get(rule, (Place(),))
+        return places[min(self.uses.of(rule), len(places) - 1)]
+
+    def _fits(self, out: Tensor, place: Place) -> bool:
+        """Whether the images can be there."""
+        return out.dim() > place.axis and out.shape[place.axis] == self._batch_size * place.folded
+
+    def _used_by_function(self, module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        """What a function made of a linear layer's parameters, behind our node."""
+        if self._differentiating:
+            return out + self._anchor
+        rule = self._by_module[module]
+        return self._node(rule, (x,), out, self._place(rule))
 
     def _tap(self, rule: MultiheadAttentionRule) -> Tap:
         """What stands behind the projections inside of an attention."""
@@ -240,18 +264,18 @@ class CurvaturePass:
         def tap(arguments: tuple[Any, ...], out: Tensor, axis: int) -> Tensor:
             if self._differentiating:
                 return out + self._anchor
-            return self._node(rule, arguments, out, axis)
+            return self._node(rule, arguments, out, Place(axis))
 
         return tap
 
-    def _node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, axis: int) -> Tensor:
+    def _node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, place: Place) -> Tensor:
         """The output of a call, behind our node; accumulates the call's input side."""
         self.calls[rule] += 1
         with torch.no_grad(), without_autocast(out.device.type):  # the network's own
             seen = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
             if not rule.reads_reduced():
                 seen = [full(a) if isinstance(a, Tensor) else a for a in seen]
-            use = self.uses.call(rule, seen, axis)
+            use = self.uses.call(rule, seen, place)
         self._charge(arguments[0], out)
         if rule.differentiates:
             return _LayerNode.apply(arguments[0], out.detach(), self._anchor, use, self)

@@ -15,7 +15,7 @@ from ella_cuda.laplace.curvature import at_test_time, hooked, refusing_reentrant
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
-from ella_cuda.laplace.probe import probe
+from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -133,7 +133,8 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
     """Of checked arguments."""
     likelihood, run = la.likelihood_function, _Taps(la.model, rules)
     with at_test_time(la.model), _in_words(x, run.dtype):
-        axes = probe(la.model, rules, x, several=False).axes
+        found = probe(la.model, rules, x, several=False)
+        axes = _axes(found, rules)
     with run.hooked():  # the way back too: what a checkpoint computes anew must meet what its first forward met
         with _in_words(x, run.dtype):
             outputs = run.forward(x)
@@ -154,7 +155,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
         precision, sigma = (t.detach().requires_grad_(t.requires_grad) for t in given)
     for rule, gradients in zip(run.tapped, zip(*columns, strict=True), strict=True):
         with torch.enable_grad(), _in_words(x, run.dtype):
-            arguments, axis = run.arguments[rule], axes.get(rule, (0,))[0]
+            arguments, axis = run.arguments[rule], axes.get(rule, 0)
             rule.inputs(*(_batch_first(a, axis) if isinstance(a, Tensor) else a for a in arguments))
         gradient = torch.stack([_batch_first(g, axis) for g in gradients])
         if rule.differentiates:
@@ -172,6 +173,17 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
         return total
     buffers = list(hyperparameters(la.model).values())
     return _Recomputing.apply(run, lambda: (total, (*buffers, precision, sigma)), *buffers, *given)
+
+
+def _axes(found: Findings, rules: list[Rule]) -> dict[Rule, int]:
+    """The axis of the images in a layer's input and output; ValueError where only a fit serves how the layer is used."""
+    for rule in rules:
+        if rule in found.by_function or any(place.folded > 1 for place in found.places.get(rule, ())):
+            how = "is used by a function alone" if rule in found.by_function else "has positions folded into the batch"
+            raise ValueError(
+                f"exact_log_marginal_likelihood: {rule.label} {how}; use KronLaplace.fit, or freeze its parameters."
+            )
+    return {rule: places[0].axis for rule, places in found.places.items()}
 
 
 def _batch_first(tensor: Tensor, axis: int) -> Tensor:

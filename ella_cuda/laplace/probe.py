@@ -5,17 +5,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.rules import Rule
+
+
+class Place(NamedTuple):
+    """Where the images are in a layer's input and output.
+
+    Attributes:
+        axis: that they are along, 0 or 1.
+        folded: how many positions of an image follow each other there: the axis has the images in front, the positions behind.
+    """
+
+    axis: int = 0
+    folded: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +37,13 @@ class Findings:
     """What a network turned out to be.
 
     Attributes:
-        axes: the axis of a layer's input and output that the images are along, 0 or 1, in each of its calls, of every rule whose layer was
-            called.
+        places: where the images are in each of a layer's calls, of every rule whose layer was called.
+        by_function: the rules of linear layers that are never called, whose weight :func:`torch.nn.functional.linear` uses.
         batched: whether several columns may go back at once, by ``torch.func.vmap``.
     """
 
-    axes: dict[Rule, tuple[int, ...]]
+    places: dict[Rule, tuple[Place, ...]]
+    by_function: frozenset[Rule]
     batched: bool
 
 
@@ -44,7 +59,8 @@ class _Call:
     node: Node | None  # of the output
     shape: torch.Size | None
     parameters: dict[str, Tensor | None]  # what the module had under its parameters' names
-    axis: int | None = None  # of the images in the output, where it is known
+    by_function: bool = False
+    place: Place | None = None  # of the images in the output, where it is known
 
 
 def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True) -> Findings:
@@ -79,12 +95,13 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
     of_two, outputs = checked_outputs(of_two, 2), checked_outputs(outputs, 3)
-    axes = _axes(known, two, calls)
+    places = _places(known, two, calls)
+    by_function = frozenset(known[call.module] for call in calls if call.by_function)
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
         _require_no_reentrant_checkpoint(model, x)
     if not outputs.requires_grad:  # the fit has words for that
-        return Findings(axes, True)
+        return Findings(places, by_function, True)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
@@ -98,13 +115,43 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         )
     reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
     if reason is None:
-        return Findings(axes, True)
+        return Findings(places, by_function, True)
     warnings.warn(
         f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
         UserWarning,
         stacklevel=5,
     )
-    return Findings(axes, False)
+    return Findings(places, by_function, False)
+
+
+class LinearFunctions(TorchFunctionMode):
+    """While the mode is on, calls of :func:`torch.nn.functional.linear` with the weight and the bias of one of these layers are handed on,
+    unless the layer's own forward makes them.
+
+    Args:
+        layers: of :class:`torch.nn.Linear`.
+        take: ``(layer, x, output) -> output``.
+        running: the modules whose forward runs.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        take: Callable[[nn.Module, Tensor, Tensor], Tensor],
+        running: Sequence[nn.Module],
+    ) -> None:
+        self._layers = {id(layer.weight): layer for layer in layers}
+        self._take, self._running = take, running
+
+    def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is not F.linear:
+            return out
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+        layer = self._layers.get(id(given["weight"]))
+        if layer is None or given.get("bias") is not layer.bias or layer in self._running:
+            return out
+        return self._take(layer, given["input"], out)
 
 
 @contextmanager
@@ -124,12 +171,20 @@ def _watched(modules: Iterable[nn.Module], calls: list[_Call]) -> Iterator[None]
         nodes = [a.grad_fn for a in inputs]
         calls.append(_Call(module, tuple(running), inputs, out, nodes, node, shape, dict(module.named_parameters())))
 
+    def by_function(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        parameters = dict(module.named_parameters())
+        call = _Call(module, tuple(running), [x], out, [x.grad_fn], out.grad_fn, out.shape, parameters, True)
+        calls.append(call)
+        return out
+
     handles = []
     try:
         for module in modules:
             handles.append(module.register_forward_pre_hook(begin, prepend=True))
             handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
-        yield
+        linear = [module for module in modules if type(module) is nn.Linear]
+        with LinearFunctions(linear, by_function, running):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -166,9 +221,13 @@ def _differ_by_images(one: Tensor, other: Tensor) -> bool:
     return bool(((one - other).abs() > bound).any())  # what is not finite is found in the factors
 
 
-def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]) -> dict[Rule, tuple[int, ...]]:
-    """Where the images are in the outputs of the layers' calls: the axis that is 2 in the one and 3 in the other; set in the calls too."""
-    axes: dict[Rule, tuple[int, ...]] = {}
+def _places(
+    known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]
+) -> dict[Rule, tuple[Place, ...]]:
+    """Where the images are in the outputs of the layers' calls: along the axis that is 2 in the one and 3 in the other, or these numbers
+    times that of positions. Set in the calls too.
+    """
+    places: dict[Rule, tuple[Place, ...]] = {}
     of_three = collections.defaultdict(list)
     for call in three:
         of_three[call.module].append(call)
@@ -180,16 +239,24 @@ def _axes(known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_C
             continue  # what is no tensor is refused when the layer is called
         along = [axis for axis, sizes in enumerate(zip(shape, other.shape, strict=True)) if sizes == (2, 3)]
         allowed = (0, 1) if rule.batch_second and len(shape) > 2 else (0,)
-        axis = next((a for a in along if a in allowed), None)
-        if axis is None:
+        place = next((Place(axis) for axis in along if axis in allowed), None)
+        each = other.shape[0] - shape[0] if shape else 0
+        if place is None and rule.batch_second and each > 1 and (shape[0], other.shape[0]) == (2 * each, 3 * each):
+            place = Place(0, each)
+        if place is None and shape == other.shape:
+            raise ValueError(
+                f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
+                "ones are not there. Expand its input, as torch.arange(T).expand(N, -1) for embeddings of T positions, or freeze the layer."
+            )
+        if place is None:
             raise ValueError(
                 f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other.shape)} "
                 "for N = 3. Positions that share weights must be dimensions of their own, not folded into the batch"
                 + (", and the batch the first or the second axis." if rule.batch_second else ".")
             )
-        other.axis = axis
-        axes[rule] = (*axes.get(rule, ()), axis)
-    return axes
+        other.place = place
+        places[rule] = (*places.get(rule, ()), place)
+    return places
 
 
 def _require_own_parameters(
@@ -201,6 +268,7 @@ def _require_own_parameters(
     """ValueError where a layer was called with something else in its parameter's place, or the graph reaches the parameter by another way
     than through the calls of layers that have it."""
     everywhere = _uses(outputs.grad_fn, ())
+    called = {call.module for call in calls if not call.by_function}
     own: collections.Counter[int] = collections.Counter()
     for call in calls:
         rule = known[call.module]
@@ -211,6 +279,8 @@ def _require_own_parameters(
                     "torch.func.functional_call does: the curvature of what the parameter goes through first is no Kronecker product. "
                     "Call the layer with its own parameter, or freeze it."
                 )
+        if call.by_function and call.module in called:
+            continue  # of both, only calls of the layer are its own
         mine = {id(parameter) for parameter in parameters[rule].values()}
         own.update({leaf: count for leaf, count in _uses(call.node, call.nodes).items() if leaf in mine})
     for rule, its_own in parameters.items():
@@ -275,7 +345,7 @@ def _require_independence(
     image: int,
 ) -> None:
     """ValueError where the outputs of one of three images depend on a layer's output for the others."""
-    calls = [call for call in calls if call.axis is not None]
+    calls = [call for call in calls if call.place is not None]
     if not calls:
         return
     of_image = torch.zeros_like(outputs)
@@ -283,16 +353,24 @@ def _require_independence(
     gradients = torch.autograd.grad(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
-    parts: list[tuple[str, Tensor]] = []
+    parts: list[tuple[_Call, Tensor]] = []
     for call, gradient in zip(calls, gradients, strict=True):
-        rule = known[call.module]
         if gradient is not None and gradient.shape == call.shape:
+            axis, folded = call.place
+            gradient = gradient.unflatten(axis, (3, folded))
             rest = torch.tensor([i for i in range(3) if i != image], device=gradient.device)
-            others = gradient.index_select(call.axis, rest)
+            others = gradient.index_select(axis, rest)
             # What is not finite is found in the factors.
-            parts.append((rule.label, (others.isfinite() & (others != 0)).any()))
+            parts.append((call, (others.isfinite() & (others != 0)).any()))
     mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
-    for (label, _), wrong in zip(parts, mixed, strict=True):
+    for (call, _), wrong in zip(parts, mixed, strict=True):
+        label, (_, folded) = known[call.module].label, call.place
+        if wrong and folded > 1:
+            raise ValueError(
+                f"{label}: {folded} positions of every image are folded into the first axis of its output {tuple(call.shape)}, for three "
+                "images, and an image's positions do not lie together there. Fold them with the batch in front, as flatten(0, 1) of "
+                "(N, T, ...) does, or keep them a dimension of their own."
+            )
         if wrong:
             raise ValueError(
                 f"{label}: an image's outputs depend on its part for other images of the batch, so the curvature is no sum over images. "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
 
@@ -32,7 +33,7 @@ class Use:
 
     Attributes:
         rule: the layer's.
-        axis: of the batch in the layer's input and output, 0 or 1.
+        place: of the images in the layer's input and output.
         state: what the call left on the rule.
         blocks: by parameter that took part, the range of its factor's blocks that did; None is all.
         rows: by parameter, the rows that the call added to the input side.
@@ -40,7 +41,7 @@ class Use:
 
     uses: Uses
     rule: Rule
-    axis: int
+    place: Place
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     blocks: dict[str, range | None] = dataclasses.field(default_factory=dict)
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -52,15 +53,20 @@ class Use:
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         """:meth:`Rule.vjp` of this call."""
-        if self.axis and input_shape is not None:
-            input_shape = torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
+        shape = (
+            input_shape
+            if input_shape is None
+            else _batch_first(torch.empty(input_shape, device="meta"), self.place).shape
+        )
         with self.uses.ready(self):
-            found = self.rule.vjp(self._batch_first(gradient), input_shape)
-        return found if found is None else self._batch_first(found)
+            found = self.rule.vjp(self._batch_first(gradient), shape)
+        if found is None:
+            return None
+        return found.flatten(1, 2) if self.place.folded > 1 else self._batch_first(found)
 
     def _batch_first(self, columns: Tensor) -> Tensor:
-        """Swaps the first two axes behind that of the columns where the batch is the second."""
-        return columns.transpose(1, 2) if self.axis else columns
+        """``(K, *output.shape)`` as ``(K, N, ...)``."""
+        return _batch_first(columns, self.place, 1)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """What took part, by parameter."""
@@ -95,14 +101,14 @@ class Uses:
         kept = [use.state.get("kept") for use in self._all]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept if isinstance(tensor, Tensor))
 
-    def call(self, rule: Rule, arguments: Sequence[Any], axis: int) -> Use:
-        """A call with these arguments, the batch along ``axis``; accumulates its input side."""
-        use = Use(self, rule, axis)
+    def call(self, rule: Rule, arguments: Sequence[Any], place: Place) -> Use:
+        """A call with these arguments, the images at ``place``; accumulates its input side."""
+        use = Use(self, rule, place)
         before = {name: _rows(factor) for name, factor in rule.factors.items()}
         reduced = rule.factors if rule.approximation == "reduce" else {}
         collected = {n: _Summed(f.input_moment) for n, f in reduced.items() if f.input_moment is not None}
         with _exchanged(rule, "input_moment", collected):
-            rule.inputs(*(a.transpose(0, 1) if axis and isinstance(a, Tensor) else a for a in arguments))
+            rule.inputs(*(_batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
         use.state = {key: value for key, value in vars(rule).items() if key not in _OF_THE_RULE}
         use.blocks = rule.touched()
         for name, part in use.parts():
@@ -161,6 +167,13 @@ class Uses:
         """Forget the batch."""
         for each in (self._all, self._counts, self._of, self._inputs, self._sums):
             each.clear()
+
+
+def _batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
+    """The tensor with the images along the first axis behind ``ahead`` others."""
+    if place.folded > 1:
+        return tensor.unflatten(ahead, (-1, place.folded))
+    return tensor.transpose(ahead, ahead + 1) if place.axis else tensor
 
 
 def _rows(factor: KroneckerFactor) -> int:

@@ -304,3 +304,12 @@ def test_sequences_without_a_batch_are_refused():
 def test_the_exact_evidence_refuses_attention(data):
     with pytest.raises(ValueError, match=r"'attention' \(MultiheadAttention\) has its projections inside"):
         exact_log_marginal_likelihood(KronLaplace(randomised(Attention().unused())), *data)
+
+
+def test_other_modes_of_torchs_functions_are_no_obstacle(data):
+    """Such as that of a device, which a mode hands on functions as a whole to."""
+    model = randomised(Attention().unused())
+    expected = KronLaplace(model).fit([data])
+    with torch.device("cpu"):
+        la = KronLaplace(model).fit([data])
+    torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())

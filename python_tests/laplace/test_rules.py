@@ -215,14 +215,73 @@ def test_a_layer_whose_output_goes_nowhere_has_zero_curvature():
     assert la.factors["used.weight"].outputs.any()
 
 
-def test_positions_folded_into_the_batch_are_refused():
-    model = nn.Sequential(
-        nn.Flatten(0, 1), nn.Linear(3, 3), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(6, 3)
-    ).double()
-    with pytest.raises(
-        ValueError, match=r"layer '1' .*batch in front, \(N, ...\), got \(4, 3\) for N = 2 and \(6, 3\) for N = 3"
-    ):
-        KronLaplace(model).fit([labelled(2, 3)])
+class Folded(nn.Module):
+    """Layers on positions that are folded into the batch, ``(N * T, ...)``, or that are an axis of their own."""
+
+    def __init__(self, images_first: bool = True, folded: bool = True) -> None:
+        super().__init__()
+        self.inner, self.norm, self.last = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.images_first, self.folded = images_first, folded
+
+    def forward(self, x):
+        h = x if self.images_first else x.transpose(0, 1)
+        shape = h.shape
+        h = self.norm(self.inner(h.flatten(0, 1) if self.folded else h).tanh()).view(*shape[:2], 4)
+        return self.last(h.sin().mean(1 if self.images_first else 0))
+
+
+@pytest.mark.parametrize("budget", [None, 1])
+def test_positions_folded_behind_the_batch_are_positions(budget, dense_ggn):
+    torch.manual_seed(0)
+    folded, apart = Folded().double(), Folded(folded=False).double()
+    apart.load_state_dict(folded.state_dict())
+    x, y = torch.randn(5, 2, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    la, expected = KronLaplace(folded, memory_budget=budget).fit([(x[:3], y[:3]), (x[3:], y[3:])]), KronLaplace(apart)
+    expected.fit([(x, y)])
+    for name, factor in expected.factors.items():
+        torch.testing.assert_close(la.factors[name].inputs, factor.inputs)
+        torch.testing.assert_close(la.factors[name].outputs, factor.outputs)
+    dense = dense_ggn(folded, x, y)
+    for name in ("inner.bias", "norm.weight", "norm.bias"):
+        torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
+
+
+def test_positions_folded_before_the_batch_are_refused():
+    x, y = torch.randn(5, 2, 3, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])
+    with pytest.raises(ValueError, match=r"layer 'inner' .*2 positions of every image are folded.*do not lie together"):
+        KronLaplace(Folded(images_first=False).double()).fit([(x, y)])
+
+
+def test_frames_folded_into_the_batch_of_a_convolution_are_refused():
+    model = nn.Sequential(nn.Flatten(0, 1), nn.Conv2d(1, 2, 2), nn.Unflatten(0, (-1, 2)), nn.Flatten(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"layer '1' \(Conv2d\).*got \(4, 2, 1, 1\) for N = 2 .*folded into the batch"):
+        KronLaplace(model).fit([(torch.randn(3, 2, 1, 2, 2), torch.tensor([0, 1, 2]))])
+
+
+class Positions(nn.Module):
+    """An embedding of positions, looked up once for all sequences, or for each."""
+
+    def __init__(self, lookups: str) -> None:
+        super().__init__()
+        self.words, self.places, self.head = nn.Embedding(5, 4), nn.Embedding(3, 4), nn.Linear(4, 3)
+        self.lookups = lookups
+
+    def forward(self, x):
+        places = {
+            "once": torch.arange(3),
+            "in one row": torch.arange(3)[None],
+            "each": torch.arange(3).expand(len(x), -1),
+        }
+        return self.head((self.words(x) + self.places(places[self.lookups])).tanh().mean(1))
+
+
+def test_layers_without_the_batch_are_refused_with_what_to_do(dense_ggn):
+    x, y = torch.randint(5, (4, 3)), torch.tensor([0, 1, 2, 0])
+    for lookups in ("once", "in one row"):
+        with pytest.raises(ValueError, match=r"'places' \(Embedding\).*whatever the number of data points.*expand"):
+            KronLaplace(Positions(lookups).double()).fit([(x, y)])
+    la = KronLaplace(Positions("each").double()).fit([(x, y)])
+    torch.testing.assert_close(la.factors["places.weight"].inputs.flatten(), torch.ones(3, dtype=torch.float64))
 
 
 def test_a_users_forward_hook_after_a_layer_counts_as_what_follows(dense_ggn):

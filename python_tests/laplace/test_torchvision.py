@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -66,8 +65,10 @@ def vit() -> nn.Module:
     return models.VisionTransformer(16, 8, 2, 2, 8, 12, num_classes=CLASSES)
 
 
-def swin(parts: type = models.SwinTransformer) -> nn.Module:
-    return parts([4, 4], 8, [1, 1], [2, 2], [2, 2], num_classes=CLASSES)
+def swin(block: type | None = None, depth: int = 1) -> nn.Module:
+    """Whose attention takes the weights of its linear layers by functions, on windows that are folded into the batch."""
+    merging = {"downsample_layer": models.swin_transformer.PatchMergingV2} if block else {}
+    return models.SwinTransformer([4, 4], 8, [depth, 1], [2, 2], [2, 2], num_classes=CLASSES, block=block, **merging)
 
 
 class UNet(nn.Module):
@@ -97,6 +98,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "densenet": (densenet, 32),
     "convnext": (convnext, 32),
     "vit": (vit, 16),
+    "swin": (swin, 32),
+    "swin, shifted": (lambda: swin(depth=2), 32),
     "U-Net": (UNet, 8),
 }
 
@@ -145,15 +148,10 @@ def test_every_parameter_has_its_block_and_the_exact_ones_are_right(network):
             torch.testing.assert_close(found[0], expected, rtol=1e-7, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "build", [swin, partial(swin, models.swin_transformer.SwinTransformer)], ids=["swin", "the class"]
-)
-def test_windows_that_use_weights_by_functions_are_refused_with_what_to_do(build):
-    model = at_test_time(build)
-    with pytest.raises(TypeError, match=r"(?s)relative_position_bias_table.*unknown='freeze'"):
-        KronLaplace(model)
+def test_biases_of_positions_that_a_network_computes_are_refused_with_what_to_do():
+    model = at_test_time(lambda: swin(models.swin_transformer.SwinTransformerBlockV2))
     x, y = torch.randn(IMAGES, 3, 32, 32, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
-    with pytest.raises(ValueError, match=r"'features.1.0.attn.qkv'.*is used outside of the layer's call.*freeze"):
+    with pytest.raises(ValueError, match=r"'features.1.0.attn.cpb_mlp.0'.*whatever the number of data points.*freeze"):
         KronLaplace(model, unknown="freeze").fit([(x, y)])
     for name, p in model.named_parameters():
         p.requires_grad_(".attn." not in name)

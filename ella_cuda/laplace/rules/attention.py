@@ -131,7 +131,8 @@ class _Projections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
-            func = _with_globals(func, {"linear": self._linear})
+            # Nor is the function handed on to other modes, such as that of a device, which would run it as it is.
+            func = _with_globals(func, {"linear": self._linear, "has_torch_function": lambda tensors: False})
         return func(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

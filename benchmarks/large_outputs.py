@@ -54,7 +54,7 @@ def count(la: KronLaplace, loader: TensorLoader) -> float:
     if la.fisher == "mc":
         return 1.0
     with torch.no_grad():
-        each = [len(la.likelihood_function.columns(la.model(x), la.column_tolerance)) for x, _ in loader]
+        each = [len(la.likelihood_function.columns(la.model(x), y, la.column_tolerance)) for x, y in loader]
     return sum(each) / len(each)
 
 

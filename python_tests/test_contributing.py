@@ -32,7 +32,7 @@ OPS = sorted(PUBLIC - COMPOSED.keys() | {op for op in COMPOSED.values() if op})
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_the_files_of_the_page(op):
-    section = PAGE.split("## Adding an op")[1].split("## Adding a layer")[0]
+    section = PAGE.split("## Adding an op")[1].split("## Adding a layer or a curvature rule")[0]
     paths = [p for p in re.findall(r"`([\w/<>.]+\.\w+)`", section) if "/" in p]
     assert len(paths) >= 8
     (family,) = {source.parent.parent.name for source in (ROOT / "csrc").glob(f"*/*/{op}.c*")}
@@ -58,7 +58,7 @@ def executed(section: str) -> dict[str, Any]:
 
 def test_the_example_layer_is_exact():
     """The example's block against the dense generalised Gauss-Newton, N > 1."""
-    names = executed("Adding a layer")
+    names = executed("Adding a layer or a curvature rule")
     model = torch.nn.Sequential(names["ChannelScale"](3), torch.nn.Flatten(), torch.nn.Linear(12, 4)).double()
     x, y = torch.randn(5, 3, 2, 2, dtype=torch.float64), torch.randint(4, (5,))
     la, reduced = (

@@ -38,7 +38,7 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert names["precision"].grad.isfinite().all()
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
     exec(compile(tagged, "use.md", "exec"), names)
-    assert names["tagged"].n_data and "diagonal" in names["tagged"].summary()
+    assert names["with_token"].n_data and "diagonal" in names["with_token"].summary()
     monkeypatch.setattr(laplace.likelihoods, "LIKELIHOODS", dict(laplace.likelihoods.LIKELIHOODS))
     exec(compile(outputs, "use.md", "exec"), names)
     assert names["la"].n_outputs == 35 and names["waiting"].likelihood == "exponential"

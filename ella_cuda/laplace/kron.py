@@ -119,8 +119,8 @@ class KronLaplace:
         likelihood_function: the :class:`Likelihood`. likelihood: its name.
 
     Raises:
-        TypeError: model is no module, or one of its layers with trainable parameters has no rule; the message names it and
-            ``ella_cuda.laplace.register``.
+        TypeError: model is no module, or layers have trainable parameters without a rule; one message names them,
+            ``unknown`` and ``ella_cuda.laplace.register``.
         ValueError: an argument out of range, a parameter of several layers whose factors do not fit, no trainable parameter.
         RuntimeError: a parameter was made in ``torch.inference_mode()``.
 
@@ -272,12 +272,12 @@ class KronLaplace:
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
-        The result does not depend on the batch size, but for the columns that ``column_tolerance`` leaves out of a batch, for what
-        ``fisher="mc"`` draws, and for what products of a float32 network lose: eigenvalues of a factor below 1e-7 of its largest are
-        noise, which the evidence sees where they compare with the prior's precision. Use ``model.double()`` for inputs of such range,
-        or centre and scale them. A model that was compiled runs as it is written, and under autocast as without
-        it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the parameters as
-        they were here: after they changed, fit again.
+        The result does not depend on the batch size, but for what sequences are padded to, for the columns that ``column_tolerance``
+        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: eigenvalues of a factor
+        below 1e-7 of its largest are noise, which the evidence sees where they compare with the prior's precision. Use
+        ``model.double()`` for inputs of such range, or centre and scale them. A model that was compiled runs as it is written, and under
+        autocast as without it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the
+        parameters as they were here: after they changed, fit again.
 
         Args:
             loader: yields ``(x, y)``; moved to the model's device batch by batch. A GPU wants large batches, of a thousand images say:
@@ -295,7 +295,7 @@ class KronLaplace:
         Raises:
             TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool.
             RuntimeError: a parameter was made in ``torch.inference_mode()``.
-            ValueError: the loader is empty, targets or shapes do not fit, a layer was called twice or never, or
+            ValueError: the loader is empty, targets or shapes do not fit, a layer was never called, or
                 parameters changed since the fit that ``override=False`` is to add to.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.

@@ -138,9 +138,9 @@ class CurvaturePass:
             self._attention(),
         ):
             self.findings = probe(self.model, self.rules, x, several)
-        if self.per_example is not None:
-            with _in_plain_products():
-                self.per_example.try_out(x)
+            if self.per_example is not None:
+                with _in_plain_products():
+                    self.per_example.try_out(x)
 
     @contextmanager
     def nodes(self) -> Iterator[None]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
+from ella_cuda.laplace.probe import leaf_uses
 from ella_cuda.laplace.rules import PerExampleRule
 
 
@@ -28,24 +29,34 @@ class PerExampleGradients:
     def __init__(self, model: nn.Module, rules: Sequence[PerExampleRule]) -> None:
         self.model, self.rules = model, rules
         self._together = True
+        self._parameters = {
+            rule.full_name(n): p for rule in rules for n, p in rule.parameters().items() if n in rule.trainable
+        }
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        # Every module that has one, under whatever names the model has the module.
+        self._places = [
+            (module, own, names[id(p)])
+            for module in model.modules()
+            for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(p) in names
+        ]
 
     def _values(self) -> dict[str, Tensor]:
-        return {
-            rule.full_name(n): p.detach()
-            for rule in self.rules
-            for n, p in rule.parameters().items()
-            if n in rule.trainable
-        }
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def try_out(self, x: Inputs) -> None:
-        """Compare both ways on two data points.
+        """Compare both ways on two data points; parameters require a gradient as they do in training.
+
+        Raises:
+            ValueError: the forward takes a parameter from somewhere else than the modules that have it.
 
         Warns:
             UserWarning: vmap cannot take the model, or takes wrong gradients.
         """
         few = take(x, slice(2))
-        with torch.enable_grad():
-            outputs = checked_outputs(run_model(self.model, few), data_points(few)).detach()
+        self._require_read_from_modules(take(x, slice(1)))
+        with torch.no_grad():
+            outputs = checked_outputs(run_model(self.model, few), data_points(few))
         columns = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
             outputs
         )
@@ -90,13 +101,35 @@ class PerExampleGradients:
                     for name in rule.trainable:
                         rule.add(name, found[rule.full_name(name)], data_too=last_columns)
 
+    def _require_read_from_modules(self, x: Inputs) -> None:
+        values = {name: value.requires_grad_() for name, value in self._values().items()}
+        with torch.enable_grad():
+            theirs = leaf_uses(checked_outputs(run_model(self.model, x), 1).grad_fn)
+            replaced = leaf_uses(self._output(values, x).grad_fn)
+        for name, parameter in self._parameters.items():
+            if theirs[id(parameter)] != replaced[id(values[name])]:
+                raise ValueError(
+                    f"fit: the forward takes the parameter {name!r} from somewhere else than the module that has it, such as a list of its "
+                    "own, where no value can be put in its place: gradients of single data points are not to be had. Read it as an attribute "
+                    "of the module, or freeze it."
+                )
+
     def _output(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """The outputs for the only data point of x, with these values of the parameters."""
+        with self._replaced(values):
+            return checked_outputs(run_model(self.model, x), 1)[0]
 
-        def model(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(self.model, dict(values), args, kwargs)
-
-        return checked_outputs(run_model(model, x), 1)[0]
+    @contextmanager
+    def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """For the duration of the context, the modules have these values as their parameters. torch.func.functional_call does not put back
+        the parameter of a module that the model has under two names."""
+        try:
+            for module, own, name in self._places:
+                module._parameters[own] = values[name]
+            yield
+        finally:
+            for module, own, name in self._places:
+                module._parameters[own] = self._parameters[name]
 
     def _by_vmap(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, *outputs)``."""

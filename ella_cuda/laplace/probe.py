@@ -267,7 +267,7 @@ def _require_own_parameters(
 ) -> None:
     """ValueError where a layer was called with something else in its parameter's place, or the graph reaches the parameter by another way
     than through the calls of layers that have it."""
-    everywhere = _uses(outputs.grad_fn, ())
+    everywhere = leaf_uses(outputs.grad_fn)
     called = {call.module for call in calls if not call.by_function}
     own: collections.Counter[int] = collections.Counter()
     for call in calls:
@@ -282,7 +282,7 @@ def _require_own_parameters(
         if call.by_function and call.module in called:
             continue  # of both, only calls of the layer are its own
         mine = {id(parameter) for parameter in parameters[rule].values()}
-        own.update({leaf: count for leaf, count in _uses(call.node, call.nodes).items() if leaf in mine})
+        own.update({leaf: count for leaf, count in leaf_uses(call.node, call.nodes).items() if leaf in mine})
     for rule, its_own in parameters.items():
         for name, parameter in its_own.items():
             if everywhere[id(parameter)] > own[id(parameter)]:
@@ -293,7 +293,7 @@ def _require_own_parameters(
                 )
 
 
-def _uses(end: Node | None, beginnings: Iterable[Node | None]) -> collections.Counter[int]:
+def leaf_uses(end: Node | None, beginnings: Iterable[Node | None] = ()) -> collections.Counter[int]:
     """By the id of a leaf, how many edges lead to it in the graph behind ``end``, up to ``beginnings``."""
     uses: collections.Counter[int] = collections.Counter()
     seen = {node for node in beginnings if node is not None}

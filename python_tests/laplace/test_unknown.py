@@ -185,6 +185,44 @@ def test_a_number_of_two_modules(data, dense_ggn):
     torch.testing.assert_close(la.factors["one.scale"].to_dense()[0], dense_ggn(model, *data)["one.scale"])
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sin()
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "DataParallel"])
+def test_a_module_under_two_names_keeps_its_parameter(wrap, data):
+    scaled, (x, y) = Scaled(), data
+    model = wrap(randomised(nn.Sequential(scaled, nn.Tanh(), scaled, nn.Flatten(), nn.Linear(20, CLASSES))))
+    scale, expected = scaled.scale, torch.zeros(4, 4, dtype=torch.float64)
+    la = KronLaplace(model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
+    assert scaled.scale is scale and scale.requires_grad and scale.grad is None
+    for outputs in model(x):
+        jacobian = torch.stack([torch.autograd.grad(f, scale, retain_graph=True)[0] for f in outputs])
+        p = outputs.detach().softmax(0)
+        expected += jacobian.T @ (p.diag() - p.outer(p)) @ jacobian
+    torch.testing.assert_close(la.factors[la.parameter_names[0]].to_dense()[0], expected)
+
+
+def test_a_parameter_that_the_forward_takes_from_elsewhere_is_refused(data):
+    class Listed(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = [self.scale]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scales[0]
+
+    model = randomised(nn.Sequential(Listed(), nn.Flatten(), nn.Linear(20, CLASSES)))
+    with pytest.raises(ValueError, match=r"'0\.scale' from somewhere else than the module.*freeze it"):
+        KronLaplace(model).fit([data])
+    assert model[0].scale is model[0].scales[0] and model[0].scale.requires_grad
+
+
 @pytest.mark.parametrize("unknown", ["freeze", "diagonal"])
 def test_they_are_saved_added_to_and_listed(unknown, data):
     model, (x, y) = randomised(Tokens()), data

@@ -194,10 +194,11 @@ class CurvaturePass:
                     torch.autograd.grad(outputs, self._anchor, column, retain_graph=keep, allow_unused=True)
                     return column.new_zeros(())
 
-                if chunk.shape[0] == 1:
-                    vjp(chunk[0])
-                else:
-                    torch.func.vmap(vjp)(chunk)
+                with self._attention():  # a checkpoint computes it anew
+                    if chunk.shape[0] == 1:
+                        vjp(chunk[0])
+                    else:
+                        torch.func.vmap(vjp)(chunk)
                 self.uses.flush()
         finally:
             self._differentiating = False

@@ -215,6 +215,15 @@ def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(model, da
         torch.testing.assert_close(parts.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-12)
 
 
+def test_a_checkpoint_around_an_attention_that_returns_no_weights(data, dense_ggn):
+    """As transformer layers call it: torch then has fused kernels, which save other tensors than plain products do."""
+    model = randomised(Attention().unused())
+    model.call, dense = {"need_weights": False}, dense_ggn(model, *data)
+    model.checkpointed = True
+    for budget in (1, None):
+        assert_exact(KronLaplace(model, memory_budget=budget).fit([data]), dense)
+
+
 def test_frozen_parts(data, dense_ggn):
     for frozen in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
         model = randomised(Attention().unused())

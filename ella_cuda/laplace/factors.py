@@ -18,6 +18,8 @@ class FactorShape(NamedTuple):
     ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that
     the input side is the number one, as for a bias: see :meth:`bias`. A side whose numbers are values at the anchors of a
     basis names it; its rows are then collected at the basis' positions, :attr:`row_inputs` or :attr:`row_outputs` of them.
+    ``inputs_first`` says that the tensor's first axis belongs to the input side, as that of a transposed convolution: layers share a tensor
+    in one of two ways.
     """
 
     groups: int
@@ -27,6 +29,7 @@ class FactorShape(NamedTuple):
     constant_input: bool = False
     input_basis: SpatialBasis | None = None
     output_basis: SpatialBasis | None = None
+    inputs_first: bool = False
 
     @classmethod
     def bias(cls, size: int) -> FactorShape:
@@ -40,7 +43,8 @@ class FactorShape(NamedTuple):
         if self.constant_input or other.constant_input or (self.input_basis or self.output_basis) is not None:
             return False
         sizes = [(s.groups * s.inputs, s.outputs) for s in (self, other) if s.output_groups == 1]
-        return len(sizes) == 2 and sizes[0] == sizes[1][::-1]
+        apart = self.inputs_first != other.inputs_first or len({*sizes}) == 2  # of a square, the sizes do not tell
+        return apart and len(sizes) == 2 and sizes[0] == sizes[1][::-1]
 
     @property
     def numel(self) -> int:

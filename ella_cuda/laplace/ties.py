@@ -16,13 +16,15 @@ def by_parameter(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
     layers have one for each other's transpose.
     """
     found: dict[int, tuple[str, KroneckerFactor]] = {}
+    taken: set[KroneckerFactor] = set()  # layers that use the weight in one way have one factor
     for rule in rules:
         parameters = rule.parameters()
         for name, factor in rule.factors.items():
             key = id(parameters[name])
             first, before = found.setdefault(key, (rule.full_name(name), factor))
-            if before is not factor:
+            if before is not factor and factor not in taken:
                 found[key] = first, merged(first, before, factor)
+            taken.add(factor)
     return dict(found.values())
 
 

@@ -316,6 +316,56 @@ def test_an_embedding_tied_to_the_output_layer(sentences, dense_ggn):
         torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
 
 
+class TwoTables(nn.Module):
+    """Two embeddings whose table is the output layer's weight, made in some order."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        made = {"one": nn.Embedding(6, 3), "other": nn.Embedding(6, 3), "head": nn.Linear(3, 6, bias=False)}
+        made["other"].weight = made["head"].weight = made["one"].weight
+        for name in order:
+            self.add_module(name, made[name])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head((self.one(tokens[:, :2]).mean(1) * self.other(tokens[:, 2:]).mean(1)).tanh())
+
+
+def test_the_order_of_layers_with_one_weight_does_not_matter(sentences):
+    found = []
+    for order in (["one", "other", "head"], ["one", "head", "other"], ["head", "one", "other"]):
+        factor = next(iter(KronLaplace(TwoTables(order).double()).fit([sentences]).factors.values()))
+        sides = (factor.inputs, factor.outputs) if order[0] != "head" else (factor.outputs, factor.inputs)
+        found.append(torch.kron(*(side[0] for side in sides)))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])
+
+
+def test_a_square_weight_of_a_convolution_and_of_its_transpose():
+    """Both layers have factors of one shape, and use the weight in two ways."""
+
+    class Coder(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.code, self.back = nn.Conv2d(1, 4, 2, 2, bias=False), nn.ConvTranspose2d(4, 1, 2, 2, bias=False)
+            with torch.no_grad():
+                self.back.weight.copy_(self.code.weight)
+            if tied:
+                self.back.weight = self.code.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(self.code(x).tanh())
+
+    x = torch.randn(3, 1, 4, 4, dtype=torch.float64)
+    la, two = (KronLaplace(Coder(tied).double(), "regression").fit([(x, x)]) for tied in (True, False))
+    there, back = (two.factors[name] for name in ("code.weight", "back.weight"))
+    total = torch.kron(there.inputs[0], there.outputs[0]) + torch.kron(back.outputs[0], back.inputs[0])
+    found = la.factors["code.weight"].to_dense()[0].view(4, 4, 4, 4)
+    for axes in ("abcb->ac", "abad->bd"):
+        torch.testing.assert_close(torch.einsum(axes, found), torch.einsum(axes, total.view(4, 4, 4, 4)))
+
+
 def test_a_transposed_weight_whose_other_use_does_nothing_has_the_layers_own_factor(sentences):
     tied, apart = language_models()
     for model in (tied, apart):

@@ -80,14 +80,18 @@ def _tie(rules: Sequence[Rule]) -> None:
     Raises:
         ValueError: the two factors are neither of one shape nor each other's transposes.
     """
-    owners: dict[int, tuple[Rule, str]] = {}
+    owners: dict[int, list[tuple[Rule, str]]] = {}  # of a parameter, the first layer of each use
     for rule in rules:
-        parameters = rule.parameters()
+        parameters, shapes = rule.parameters(), rule.shapes()
         for name in rule.trainable:
-            owner, its_name = owners.setdefault(id(parameters[name]), (rule, name))
+            before, here = owners.setdefault(id(parameters[name]), []), shapes[name]
+            alike = [(owner, its_name) for owner, its_name in before if owner.shapes()[its_name] == here]
+            if not alike:
+                before.append((rule, name))
+            owner, its_name = (alike or before)[0]
             if owner is rule:
                 continue
-            here, there = rule.shapes()[name], owner.shapes()[its_name]
+            there = owner.shapes()[its_name]
             per_example = [isinstance(r, PerExampleRule) for r in (rule, owner)]
             if all(per_example):
                 rule.trainable = tuple(n for n in rule.trainable if n != name)

@@ -278,6 +278,9 @@ class _Summed(_InPlaceOfAMoment):
     def add_counts(self, counts: Tensor) -> None:
         self._diagonals.append(counts)
 
+    def count(self, rows: int) -> None:
+        """Nothing: what is added at last is counted then."""
+
     def _collect(self, blocks: range | None, rows: Tensor, alpha: float) -> None:
         rows = rows if alpha == 1 else rows * alpha**0.5
         if self._next == len(self._pieces):

@@ -171,6 +171,30 @@ def test_a_table_looked_up_twice_has_no_reduced_factor():
     assert KronLaplace(model).fit([(tokens, y)]).log_marginal_likelihood().isfinite()
 
 
+class TwoLookups(nn.Module):
+    """A padded question and a padded answer, of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(6, 3, padding_idx=0), nn.Linear(3, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens[:, :4]).sin().mean(1) * self.table(tokens[:, 4:]).mean(1))
+
+
+def test_padding_of_several_lookups_does_not_depend_on_batches():
+    torch.manual_seed(0)
+    model = TwoLookups().double()
+    tokens, y = torch.randint(6, (6, 7)), torch.randint(CLASSES, (6,))
+    tokens[0, 1:4], tokens[3, 5:], tokens[4, 2:] = 0, 0, 0
+    whole = KronLaplace(model).fit([(tokens, y)])
+    for size in (1, 2):
+        parts = KronLaplace(model).fit(list(zip(tokens.split(size), y.split(size), strict=True)))
+        for name, factor in whole.factors.items():
+            torch.testing.assert_close(parts.factors[name].inputs, factor.inputs)
+            torch.testing.assert_close(parts.factors[name].outputs, factor.outputs)
+
+
 class Pyramid(nn.Module):
     """A head on positions of two scales, as detectors have."""
 
@@ -399,7 +423,9 @@ def test_tied_weights_are_saved_added_to_and_listed(which, data, sentences, tmp_
 def test_layers_whose_shared_parameter_has_other_blocks_are_refused():
     model = nn.Sequential(nn.Conv2d(4, 4, 1, groups=2), nn.Conv2d(2, 4, 1))
     model[1].weight = model[0].weight
-    with pytest.raises(ValueError, match=r"'1.weight' and '0.weight' are one tied parameter.*different blocks"):
+    with pytest.raises(
+        ValueError, match=r"'1.weight' and '0.weight' are one tied parameter.*1 of 2 x 4 and 2 of 2 x 2"
+    ):
         KronLaplace(model)
 
 

@@ -57,7 +57,10 @@ class EmbeddingRule(Rule):
             # Squared, the weights of a data point's positions are those of a mean.
             self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
             seen = torch.bincount(indices[indices != padding], minlength=m.num_embeddings)
-        self.factors["weight"].input_moment.add_counts(seen)
+        moment = self.factors["weight"].input_moment
+        moment.add_counts(seen)
+        # Several calls share the output side by their positions, padding included: how much of a batch is padding must not matter.
+        moment.count(int((indices == padding).sum()))
 
     def outputs(self, gradient: Tensor) -> None:
         rows = gradient * self.kept.to(gradient.dtype)

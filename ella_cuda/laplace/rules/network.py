@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules.base import Rule, rule_for, served
 from ella_cuda.laplace.rules.per_example import PerExampleRule
 
@@ -101,8 +102,13 @@ def _tie(rules: Sequence[Rule]) -> None:
             elif any(per_example) or not there.is_transpose_of(here):
                 raise ValueError(
                     f"KronLaplace: {rule.full_name(name)!r} and {owner.full_name(its_name)!r} are one tied parameter, and the curvature of "
-                    f"the two uses has different blocks ({here} and {there}). Give each layer its own copy, or freeze it."
+                    f"the two uses has different blocks ({_sizes(here)} and {_sizes(there)}, inputs x outputs). Give each layer its own copy, "
+                    "or freeze it."
                 )
             else:
                 rule.lent.add(name)
                 owner.lent.add(its_name)
+
+
+def _sizes(shape: FactorShape) -> str:
+    return f"{shape.groups} of {shape.inputs} x {shape.outputs}"

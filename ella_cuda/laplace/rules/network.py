@@ -102,8 +102,8 @@ def _tie(rules: Sequence[Rule]) -> None:
             elif any(per_example) or not there.is_transpose_of(here):
                 raise ValueError(
                     f"KronLaplace: {rule.full_name(name)!r} and {owner.full_name(its_name)!r} are one tied parameter, and the curvature of "
-                    f"the two uses has different blocks ({_sizes(here)} and {_sizes(there)}, inputs x outputs). Give each layer its own copy, "
-                    "or freeze it."
+                    f"the two uses has different blocks ({_sizes(here)} and {_sizes(there)}, inputs x outputs). Give each layer its own "
+                    "copy, or freeze it."
                 )
             else:
                 rule.lent.add(name)

@@ -17,7 +17,7 @@ from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import SOURCES
 from ella_cuda.experiments import DENSE_PATH, RunConfig
-from ella_cuda.experiments.fields import settings_of
+from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 

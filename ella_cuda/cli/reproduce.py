@@ -22,8 +22,8 @@ from ella_cuda.cli.grid import (
 )
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
-from ella_cuda.experiments.config import GridConfig
-from ella_cuda.experiments.fields import settings_of
+from ella_cuda.experiments.declaring import settings_of
+from ella_cuda.experiments.hyperparameters import GridConfig
 from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
 
 

@@ -25,7 +25,7 @@ from ella_cuda.cli.grid import (
     wrong_attributes,
 )
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
-from ella_cuda.experiments.fields import settings_of
+from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned

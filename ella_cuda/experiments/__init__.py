@@ -1,9 +1,9 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
-from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running
 from ella_cuda.experiments.grid import run_grid
+from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.hyperparameters import RunConfig
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
 from ella_cuda.run_folder import DIARY_FILE, read_diary, write_diary

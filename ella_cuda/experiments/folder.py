@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import run_folder
-from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.hyperparameters import RunConfig
 from ella_cuda.reports import describe_layers
 from ella_cuda.training.checkpoint import read_checkpoint
 

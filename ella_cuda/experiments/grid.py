@@ -21,9 +21,9 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info, run_folder
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
-from ella_cuda.experiments.config import DENSE_PATH, RunConfig
 from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.folder import read_grid, read_running
+from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
 from ella_cuda.experiments.run import prepare_for, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, write_file

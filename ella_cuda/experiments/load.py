@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ella_cuda.experiments.config import CurvatureConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.experiments.run import build_network
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace

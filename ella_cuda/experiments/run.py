@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
 from ella_cuda.digest import tensors_digest
-from ella_cuda.experiments.config import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files

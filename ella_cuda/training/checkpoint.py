@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ella_cuda.claim import claim
 from ella_cuda.files import remove_temporary_files, write_file
-from ella_cuda.training.arguments import warn
+from ella_cuda.training.checks import warn
 from ella_cuda.training.learners import Learner
 
 FORMAT = 4

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, take
-from ella_cuda.training.arguments import in_words, name_of, warn
 from ella_cuda.training.checkpoint import random_state, restore_random_state
+from ella_cuda.training.checks import in_words, name_of, warn
 
 
 def make_optimizer(

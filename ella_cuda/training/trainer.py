@@ -21,7 +21,6 @@ from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
-from ella_cuda.training.arguments import check_schedule, in_words, name_of, positive, whole
 from ella_cuda.training.checkpoint import (
     Checkpoint,
     plain,
@@ -32,6 +31,7 @@ from ella_cuda.training.checkpoint import (
     threads_of,
     warn_of_unsaved_state,
 )
+from ella_cuda.training.checks import check_schedule, in_words, name_of, positive, whole
 from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch
 from ella_cuda.training.graph import CudaGraphs, GraphedStep

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ella_cuda.experiments.config import recipe
 from ella_cuda.experiments.folder import read_grid
+from ella_cuda.experiments.hyperparameters import recipe
 from ella_cuda.experiments.paper.entry import Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ella_cuda.experiments.config import RunConfig
+from ella_cuda.experiments.hyperparameters import RunConfig
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import TABLES, Printed, Row
 

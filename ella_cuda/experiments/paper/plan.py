@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ella_cuda.experiments.config import DENSE_PATH, DENSE_REASON, RunConfig, configure, recipe
-from ella_cuda.experiments.fields import settings_of
+from ella_cuda.experiments.declaring import settings_of
+from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, RunConfig, configure, recipe
 from ella_cuda.experiments.paper.tables import TABLES, Row, Table
 
 # Whose rows a data set answers in a table that has none of its own, where there are several data sets to choose from.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ella_cuda.training.arguments import in_words
+from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import BufferLearner, Learner
 from ella_cuda.training.learners.prior import Prior, PriorStructure
 from ella_cuda.training.learners.spatial_basis import Anchors, Lengthscales

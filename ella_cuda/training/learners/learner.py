@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.training.arguments import positive
+from ella_cuda.training.checks import positive
 
 
 class Learner:

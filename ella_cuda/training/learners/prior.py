@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Likelihood
-from ella_cuda.training.arguments import in_words
+from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import Learner
 
 PriorStructure = Literal["layerwise", "module", "scalar"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ella_cuda import cli
-from ella_cuda.experiments import RunConfig, config, run_one
-from ella_cuda.experiments.fields import setting, settings_of
+from ella_cuda.experiments import RunConfig, hyperparameters, run_one
+from ella_cuda.experiments.declaring import setting, settings_of
 from ella_cuda.experiments.folder import read_grid
 from ella_cuda.training.checkpoint import read_checkpoint
 
@@ -68,7 +68,7 @@ def test_its_option_and_help_follow(extended, command, capsys):
 )
 def test_its_validation_follows(extended, asked, value, words, capsys):
     with pytest.raises(ValueError, match=re.escape(words)):
-        config.configure("digits", "digit", "conv", "map", label_smoothing=value)
+        hyperparameters.configure("digits", "digit", "conv", "map", label_smoothing=value)
     if isinstance(value, float):
         assert cli.main(["train", "--label-smoothing", str(value)]) == 2
         assert capsys.readouterr().err == f"ella-cuda: wrong usage: {words} (given: --label-smoothing)\n"
@@ -81,7 +81,7 @@ def test_its_default_by_data_set_and_its_place_in_the_name_follow(extended, aske
         0
     }
     assert asked[0].configs[0].name == "digits-digit-conv-map-seed0-smoothing0.1"
-    assert config.configure("mnist", "plain", "conv", "map").label_smoothing == 0
+    assert hyperparameters.configure("mnist", "plain", "conv", "map").label_smoothing == 0
 
 
 def test_its_record_and_checkpoint_follow(extended, tmp_path, capsys):
@@ -111,7 +111,7 @@ def test_a_field_of_a_type_without_an_option_is_refused():
 
 @pytest.mark.parametrize("name", ["epochs", "width", "lr_hyp", "data", "seed"])
 def test_a_field_without_a_default_has_to_be_there(name):
-    values = dataclasses.asdict(config.configure("digits", "digit", "conv", "map"))
+    values = dataclasses.asdict(hyperparameters.configure("digits", "digit", "conv", "map"))
     del values[name]
     with pytest.raises(TypeError, match=name):
         RunConfig(**values)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, get_args
 
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
-from ella_cuda.experiments.fields import SINGLE, setting, settings_of
+from ella_cuda.experiments.declaring import SINGLE, setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS

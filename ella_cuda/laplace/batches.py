@@ -86,7 +86,8 @@ def pair_of(batch: Any, where: str, keys: DictKeys = DEFAULT_KEYS) -> tuple[Inpu
 def _parts(batch: Mapping[Any, Any], where: str, keys: DictKeys) -> tuple[Any, Any]:
     """A mapping's inputs and targets."""
     rest = {key: value for key, value in batch.items() if key != keys.y}
-    if len(rest) == len(batch) or not all(isinstance(key, str) for key in rest):
+    named = keys.x == DEFAULT_KEYS.x or keys.x in rest  # a key that somebody gave is there
+    if len(rest) == len(batch) or not named or not all(isinstance(key, str) for key in rest):
         raise _no_pair(batch, where, keys)
     return (rest[keys.x] if rest.keys() == {keys.x} else rest), batch[keys.y]
 
@@ -148,10 +149,24 @@ def pair_on(batch: Any, device: torch.device, where: str, keys: DictKeys = DEFAU
 
 
 def run_model(model: Callable[..., Any], x: Inputs) -> Any:
-    """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name."""
+    """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name.
+
+    Raises:
+        TypeError: the model takes no argument of such a name, and whatever else the model raises.
+    """
     if isinstance(x, Tensor):
         return model(x)
-    return model(**x) if isinstance(x, Mapping) else model(*x)
+    if not isinstance(x, Mapping):
+        return model(*x)
+    try:
+        return model(**x)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(
+            f"the model was called with a batch's entries by name ({', '.join(x)}), as is done where there is more than dict_key_x and "
+            f"dict_key_y, and refused one ({error}). Take such names in forward, or leave them out of the batch in collate_fn."
+        ) from error
 
 
 def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,11 @@ class CurvaturePass:
     @contextmanager
     def nodes(self) -> Iterator[None]:
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
-        inside = {rule: self._tap(rule) for rule in self.rules if isinstance(rule, MultiheadAttentionRule)}
+        inside = {
+            rule: partial(rule.tapped, tap=self._tap(rule), charge=self._charge_bytes)
+            for rule in self.rules
+            if isinstance(rule, MultiheadAttentionRule)
+        }
         by_function = self.findings.by_function
         hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
         with ExitStack() as stack:
@@ -284,7 +289,9 @@ class CurvaturePass:
 
     def _charge(self, *tensors: Tensor) -> None:
         """A column's gradients of these exist at once, and as much again for temporaries."""
-        size = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        self._charge_bytes(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
+
+    def _charge_bytes(self, size: int) -> None:
         self.column_bytes = max(self.column_bytes, 2 * size)
 
 
@@ -381,15 +388,15 @@ def at_test_time(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def hooked(
-    hooks: Mapping[Rule, Callable[..., Tensor]], taps: Mapping[MultiheadAttentionRule, Tap] | None = None
+    hooks: Mapping[Rule, Callable[..., Tensor]], forwards: Mapping[Rule, Callable[[Any], Any]] | None = None
 ) -> Iterator[None]:
-    """For the duration of the context, a forward hook on the layers of these rules, and taps inside of those. A hook comes first: a user's
-    own then sees, and may change, what comes after the layer."""
+    """For the duration of the context, a forward hook on the layers of these rules, and other forwards, made of theirs, for the layers of
+    those. A hook comes first: a user's own then sees, and may change, what comes after the layer."""
     handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
     tapped = []
     try:
-        for rule, tap in (taps or {}).items():
-            rule.module.forward = rule.tapped(rule.module.forward, tap)
+        for rule, make in (forwards or {}).items():
+            rule.module.forward = make(rule.module.forward)
             tapped.append(rule.module)
         yield
     finally:

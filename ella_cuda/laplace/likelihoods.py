@@ -517,8 +517,10 @@ def checked_outputs(outputs: Any, count: int) -> Tensor:
             "outputs alone."
         )
     if outputs.dim() < 2:
-        remedy = "; of one output per image return outputs[:, None]" if outputs.dim() == 1 else ""
-        raise ValueError(f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)}{remedy}.")
+        remedy = "; of one output per data point return outputs[:, None]" if outputs.dim() == 1 else ""
+        raise ValueError(
+            f"the model must return a tensor (N, K), got shape {tuple(outputs.shape)} for N = {count}{remedy}."
+        )
     if len(outputs) != count:
         raise ValueError(
             f"the model must return the outputs of a data point as one row, (N, ...), got shape {tuple(outputs.shape)} for N = {count}; "

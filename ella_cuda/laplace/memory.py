@@ -17,6 +17,7 @@ from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.ties import merged_shapes
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
 
@@ -35,7 +36,9 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: I
         memory_budget: of the gradients of one backward pass.
         x: a batch of the size that the loader yields, on the model's device; None leaves out what its forward pass keeps.
     """
-    factors, blocks = sum(rule.bytes() for rule in rules), [shape for rule in rules for shape in rule.blocks()]
+    of_ties = [side for s in merged_shapes(rules).values() for side in ((1, s.inputs), (1, s.outputs))]
+    blocks = [side for rule in rules for side in rule.blocks()] + of_ties
+    factors = sum(rule.bytes() for rule in rules) + sum(rows**2 for _, rows in of_ties) * torch.float64.itemsize
     device = next(rules[0].module.parameters()).device
     kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, x)
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))

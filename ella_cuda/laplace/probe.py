@@ -246,7 +246,8 @@ def _places(
         if place is None and shape == other.shape:
             raise ValueError(
                 f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
-                "ones are not there. Expand its input, as torch.arange(T).expand(N, -1) for embeddings of T positions, or freeze the layer."
+                "ones are not there. Expand its input, as torch.arange(T).expand(N, -1) for embeddings of T positions, or freeze the layer "
+                "with requires_grad_(False)."
             )
         if place is None:
             raise ValueError(
@@ -289,7 +290,7 @@ def _require_own_parameters(
                 raise ValueError(
                     f"{rule.label}: its parameter {name!r} is used outside of the layer's call too, by a function such as "
                     "torch.nn.functional.linear, where no rule sees it. Call a layer that has the parameter too, such as nn.Linear with its "
-                    "weight set to this one, or freeze it."
+                    "weight set to this one, or freeze it with requires_grad_(False)."
                 )
 
 

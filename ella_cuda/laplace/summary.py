@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ella_cuda.laplace.rules import PerExampleRule, Rule
+from ella_cuda.laplace.ties import merged_shapes
 
 HEAD = ("parameter", "shape", "rule", "input side", "output side", "bytes", "block")
 REDUCED = ", reduce"  # what is said of a Kronecker product beside that
@@ -16,8 +17,9 @@ REDUCED = ", reduce"  # what is said of a Kronecker product beside that
 def summary(model: nn.Module, rules: Sequence[Rule], columns: str = "") -> str:
     """One line for each parameter tensor of the model: its shape, the rule of its layer, the two sides of its factors as blocks x rows,
     the bytes these take, and whether the block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal ("diagonal"), or a
-    Kronecker product in its place, of KFAC-reduce where it says so. A parameter of several layers has a line for each. Frozen parameters,
-    and those that are left out, have no rule. The last line has the sums.
+    Kronecker product in its place, of KFAC-reduce where it says so. A parameter of several layers has a line for each: "that of" names the
+    one whose factor it has, "one with" the one with whose factor the layer's is merged. Frozen parameters, and those that are left out,
+    have no rule. The last line has the sums, without these.
 
     Args:
         model: the network.
@@ -27,6 +29,7 @@ def summary(model: nn.Module, rules: Sequence[Rule], columns: str = "") -> str:
     """
     lines: dict[int, list[tuple[str, ...]]] = {}
     total = 0
+    merges = merged_shapes(rules)
     for rule in rules:
         shapes, shared, parameters = rule.shapes(), rule.output_owners(), rule.parameters()
         for parameter in rule.trainable:
@@ -54,7 +57,11 @@ def summary(model: nn.Module, rules: Sequence[Rule], columns: str = "") -> str:
             product = f"Kronecker{REDUCED if rule.approximation == 'reduce' else ''}"
             block = "diagonal" if diagonal else "exact" if shape.constant_input else product
             size_of = str(tuple(parameters[parameter].shape))
-            lines.setdefault(id(parameters[parameter]), []).append((name, size_of, type(rule).__name__, *cells, block))
+            same = lines.setdefault(id(parameters[parameter]), [])
+            if same and same[0][0] in merges and parameter not in rule.tied:
+                block += f", one with {same[0][0]}"
+            same.append((name, size_of, type(rule).__name__, *cells, block))
+    total += sum(s.inputs**2 + s.outputs**2 for s in merges.values()) * torch.float64.itemsize
     rows = [HEAD]
     for name, p in model.named_parameters():
         rows += lines.get(

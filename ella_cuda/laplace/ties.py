@@ -28,6 +28,25 @@ def by_parameter(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
     return dict(found.values())
 
 
+def merged_shapes(rules: Sequence[Rule]) -> dict[str, FactorShape]:
+    """Of the factors that :func:`by_parameter` makes of two, which take memory beside these, by the parameters' names."""
+    first: dict[int, tuple[str, FactorShape]] = {}
+    found: dict[str, FactorShape] = {}
+    for rule in rules:
+        parameters, shapes = rule.parameters(), rule.shapes()
+        for parameter in rule.trainable:
+            shape = shapes[parameter]
+            name, before = first.setdefault(id(parameters[parameter]), (rule.full_name(parameter), shape))
+            if shape != before:
+                found[name] = _whole_shape(before)
+    return found
+
+
+def _whole_shape(shape: FactorShape) -> FactorShape:
+    """Of one block."""
+    return FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1)
+
+
 def merged(name: str, one: KroneckerFactor, other: KroneckerFactor) -> KroneckerFactor:
     r"""A Kronecker product in the place of :math:`A_1 \otimes B_1 + B_2 \otimes A_2`, where the second layer's input side is the first's
     output side: the one whose partial traces are those of the sum,
@@ -39,8 +58,6 @@ def merged(name: str, one: KroneckerFactor, other: KroneckerFactor) -> Kronecker
     It does not depend on how a layer's scale is shared out between its inputs and its gradients, and is the layer's own where the other
     one has none.
     """
-    a, b = (f.shape.groups * f.shape.inputs for f in (one, other))
-    shape = FactorShape(1, a, b, 1)
     inputs, outputs = (_whole(m) for m in (one.input_moment, one.output_moment))  # raw sums: A times the number of data
     its_inputs, its_outputs = (_whole(m) for m in (other.input_moment, other.output_moment))
     tr_inputs, tr_outputs, tr_its_inputs, tr_its_outputs = (
@@ -56,7 +73,7 @@ def merged(name: str, one: KroneckerFactor, other: KroneckerFactor) -> Kronecker
         moment = like.clone(f"{name} ({side} side)")
         moment.total, moment.rows = total[None], one.output_moment.rows + other.output_moment.rows
         moments.append(moment)
-    factor = KroneckerFactor(shape, *moments)
+    factor = KroneckerFactor(_whole_shape(one.shape), *moments)
     factor.n_data = one.n_data
     return factor
 

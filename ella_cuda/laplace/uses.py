@@ -37,6 +37,7 @@ class Use:
         state: what the call left on the rule.
         blocks: by parameter that took part, the range of its factor's blocks that did; None is all.
         rows: by parameter, the rows that the call added to the input side.
+        shares: by parameter that other calls use too, the call's part in the output side's mean.
     """
 
     uses: Uses
@@ -45,6 +46,7 @@ class Use:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     blocks: dict[str, range | None] = dataclasses.field(default_factory=dict)
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def outputs(self, gradient: Tensor) -> None:
         """:meth:`Rule.outputs` of this call, ``(K, *output.shape)``."""
@@ -53,13 +55,12 @@ class Use:
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         """:meth:`Rule.vjp` of this call."""
-        shape = (
-            input_shape
-            if input_shape is None
-            else _batch_first(torch.empty(input_shape, device="meta"), self.place).shape
-        )
+        if input_shape is not None and self.place.folded > 1:
+            input_shape = torch.Size((input_shape[0] // self.place.folded, self.place.folded, *input_shape[1:]))
+        elif input_shape is not None and self.place.axis:
+            input_shape = torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
         with self.uses.ready(self):
-            found = self.rule.vjp(self._batch_first(gradient), shape)
+            found = self.rule.vjp(self._batch_first(gradient), input_shape)
         if found is None:
             return None
         return found.flatten(1, 2) if self.place.folded > 1 else self._batch_first(found)
@@ -84,9 +85,8 @@ class Uses:
         self._all: list[Use] = []
         self._counts: collections.Counter[Rule] = collections.Counter()
         self._of: dict[Part, list[tuple[Use, str]]] = {}
-        self._inputs: dict[
-            Part, list[tuple[int, _Summed]]
-        ] = {}  # of KFAC-reduce: positions, and rows that are means over these
+        # Of KFAC-reduce: positions, and rows that are means over these.
+        self._inputs: dict[Part, list[tuple[int, _Summed]]] = {}
         self._sums: dict[Part, _Summed] = {}
 
     def __len__(self) -> int:
@@ -134,13 +134,17 @@ class Uses:
             mean.flush()
         self._inputs.clear()
         for part, calls in self._of.items():
-            _require_blocks_apart(part, calls[0], self._of)
-            factor = part[0]
-            if len(calls) > 1:
-                for use, _ in calls:
-                    use.rule.separate_outputs()
-                if factor.shape.constant_input or calls[0][0].rule.approximation == "reduce":
-                    self._sums[part] = _Summed(factor.output_moment)
+            factor, blocks = part
+            if blocks is not None:
+                _require_blocks_apart(part, calls[0], self._of)
+            if len(calls) == 1:
+                continue
+            total = sum(use.rows[name] for use, name in calls)
+            for use, name in calls:
+                use.rule.separate_outputs()
+                use.shares[name] = use.rows[name] / total if total else 1 / len(calls)
+            if factor.shape.constant_input or calls[0][0].rule.approximation == "reduce":
+                self._sums[part] = _Summed(factor.output_moment)
 
     @contextmanager
     def ready(self, use: Use) -> Iterator[None]:
@@ -151,10 +155,8 @@ class Uses:
             if part in self._sums:
                 self._sums[part].begin()
                 moments[name] = self._sums[part]
-            elif len(self._of[part]) > 1:
-                rows = [of.rows[its_name] for of, its_name in self._of[part]]
-                share = use.rows[name] / sum(rows) if sum(rows) else 1 / len(rows)
-                moments[name] = _Scaled(part[0].output_moment, share)
+            elif name in use.shares:
+                moments[name] = _Scaled(part[0].output_moment, use.shares[name])
         with _exchanged(use.rule, "output_moment", moments):
             yield
 
@@ -183,11 +185,7 @@ def _rows(factor: KroneckerFactor) -> int:
 def _require_blocks_apart(part: Part, call: tuple[Use, str], others: Iterable[Part]) -> None:
     factor, blocks = part
     for other, its_blocks in others:
-        if (
-            other is factor
-            and its_blocks != blocks
-            and (blocks is None or its_blocks is None or {*blocks} & {*its_blocks})
-        ):
+        if other is factor and its_blocks != blocks and {*blocks} & {*its_blocks}:
             use, name = call
             raise ValueError(
                 f"fit: {use.rule.label} was called in one forward pass in ways that have a part of {name!r} in common, as an attention is "

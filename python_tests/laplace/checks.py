@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
+
+
+def randomised(model: nn.Module, std: float = 0.5) -> nn.Module:
+    """In float64 and evaluation mode, with parameters and statistics that are not those of the start."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        nn.init.normal_(p, std=std, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            nn.init.normal_(buffer, generator=generator)
+        elif name.endswith("running_var"):
+            nn.init.uniform_(buffer, 0.3, 2.0, generator=generator)
+    return model.double().eval()
+
+
+def sequences(images: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Data of five positions of four numbers each, float64, with a label each."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(images, 5, 4, generator=generator, dtype=torch.float64)
+    return x, torch.randint(classes, (images,), generator=generator)
 
 
 def image_batches(device: torch.device, side: int) -> list[tuple[Tensor, Tensor]]:

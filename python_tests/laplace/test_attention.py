@@ -12,22 +12,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace.curvature import curvature_pass
+from ella_cuda.laplace.rules import rules_for
+from python_tests.laplace import checks
 
 IMAGES, CLASSES, WIDTH = 4, 3, 4
 
 
 @pytest.fixture
 def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(IMAGES, 5, WIDTH, generator=generator, dtype=torch.float64)
-    return x, torch.randint(CLASSES, (IMAGES,), generator=generator)
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.5, generator=generator)
-    return model.double().eval()
+    return checks.sequences(IMAGES, CLASSES)
 
 
 class Attention(nn.Module):
@@ -80,7 +74,7 @@ MODES = {
 
 @pytest.fixture(params=MODES)
 def model(request) -> Attention:
-    return randomised(MODES[request.param]().unused())
+    return checks.randomised(MODES[request.param]().unused())
 
 
 def exact_blocks(la: KronLaplace) -> list[str]:
@@ -168,14 +162,14 @@ def test_weights_have_the_factors_of_linear_layers(model, data, approximation):
     ids=["no weights", "weights of heads", "mask", "causal", "additive mask"],
 )
 def test_whatever_the_call_asks_for(call, data, dense_ggn):
-    model = randomised(Attention().unused())
+    model = checks.randomised(Attention().unused())
     model.call = call
     assert_exact(KronLaplace(model).fit([data]), dense_ggn(model, *data))
 
 
 @pytest.mark.parametrize("mode", ["self", "cross"])
 def test_called_twice(mode, data, dense_ggn):
-    model = randomised(Attention(mode, times=2).unused())
+    model = checks.randomised(Attention(mode, times=2).unused())
     la = KronLaplace(model).fit([data])
     assert_exact(la, dense_ggn(model, *data))
     # The input side of a projection adds over calls, its output side is their mean: both calls have five positions.
@@ -217,7 +211,7 @@ def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(model, da
 
 def test_a_checkpoint_around_an_attention_that_returns_no_weights(data, dense_ggn):
     """As transformer layers call it: torch then has fused kernels, which save other tensors than plain products do."""
-    model = randomised(Attention().unused())
+    model = checks.randomised(Attention().unused())
     model.call, dense = {"need_weights": False}, dense_ggn(model, *data)
     model.checkpointed = True
     for budget in (1, None):
@@ -226,7 +220,7 @@ def test_a_checkpoint_around_an_attention_that_returns_no_weights(data, dense_gg
 
 def test_frozen_parts(data, dense_ggn):
     for frozen in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
-        model = randomised(Attention().unused())
+        model = checks.randomised(Attention().unused())
         model.attention.get_parameter(frozen).requires_grad_(False)
         la = KronLaplace(model).fit([data])
         assert f"attention.{frozen}" not in la.factors and len(la.factors) == 5
@@ -239,7 +233,7 @@ def test_frozen_parts(data, dense_ggn):
 
 
 def test_biases_of_keys_and_values_are_unknown(data, dense_ggn):
-    model = randomised(Attention(add_bias_kv=True).unused())
+    model = checks.randomised(Attention(add_bias_kv=True).unused())
     with pytest.raises(TypeError, match=r"'bias_k', 'bias_v'.*unknown='freeze'"):
         KronLaplace(model)
     la = KronLaplace(model, unknown="diagonal").fit([data])
@@ -277,7 +271,7 @@ class WithDecoder(nn.Module):
     ids=["encoder", "norm first", "encoder and decoder"],
 )
 def test_transformers(build, data, dense_ggn):
-    model = randomised(build())
+    model = checks.randomised(build())
     fastpath, before = torch.backends.mha.get_fastpath_enabled(), copy.deepcopy(model.state_dict())
     la = KronLaplace(model).fit([data])
     assert la.parameter_names == [name for name, _ in model.named_parameters()]
@@ -290,7 +284,7 @@ def test_transformers(build, data, dense_ggn):
 
 
 def test_a_failing_forward_leaves_the_model_as_it_was(data):
-    model = randomised(Attention().unused())
+    model = checks.randomised(Attention().unused())
     model.call = {"attn_mask": torch.zeros(2, 2)}
     with pytest.raises(RuntimeError, match="attn_mask"):
         KronLaplace(model).fit([data])
@@ -312,13 +306,26 @@ def test_sequences_without_a_batch_are_refused():
 
 def test_the_exact_evidence_refuses_attention(data):
     with pytest.raises(ValueError, match=r"'attention' \(MultiheadAttention\) has its projections inside"):
-        exact_log_marginal_likelihood(KronLaplace(randomised(Attention().unused())), *data)
+        exact_log_marginal_likelihood(KronLaplace(checks.randomised(Attention().unused())), *data)
 
 
 def test_other_modes_of_torchs_functions_are_no_obstacle(data):
     """Such as that of a device, which a mode hands on functions as a whole to."""
-    model = randomised(Attention().unused())
+    model = checks.randomised(Attention().unused())
     expected = KronLaplace(model).fit([data])
     with torch.device("cpu"):
         la = KronLaplace(model).fit([data])
     torch.testing.assert_close(la.log_marginal_likelihood(), expected.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_columns_gradients_of_the_attention_weights_are_charged(batch_first):
+    """Two heads on 200 x 200 pairs of positions are more than any layer's output of width 4."""
+    model = checks.randomised(Attention(batch_first=batch_first).unused())
+    x = torch.randn(3, 200, WIDTH, dtype=torch.float64)
+    rules = rules_for(model, "shared")
+    for rule in rules:
+        rule.allocate()
+    with curvature_pass(model, rules, 1 << 20) as run, run.nodes():
+        run.forward(x)
+        assert run.column_bytes == 2 * 3 * 2 * 200 * 200 * 8

@@ -292,3 +292,26 @@ def test_a_reentrant_checkpoint_is_found_among_several_inputs():
 
     with pytest.raises(ValueError, match="Call it with use_reentrant=False"):
         KronLaplace(Checkpointed()).fit([((X, NUMBER, torch.arange(20)), Y)])
+
+
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, image):
+        return self.layer(image)
+
+
+def test_a_key_that_was_given_and_is_not_there_is_named():
+    batch = {"image": torch.randn(4, 5), "label": torch.tensor([0, 1, 2, 0])}
+    with pytest.raises(TypeError, match=r"dict_key_x='img' .*its keys are 'image' \(Tensor\), 'label'"):
+        KronLaplace(nn.Linear(5, 3), dict_key_x="img", dict_key_y="label").fit([batch])
+    assert KronLaplace(ByName(), dict_key_y="label").fit([batch]).n_data == 4
+
+
+def test_an_entry_that_the_model_does_not_take_is_named():
+    batch = {"image": torch.randn(4, 5), "name": list("abcd"), "label": torch.tensor([0, 1, 2, 0])}
+    la = KronLaplace(ByName(), dict_key_x="image", dict_key_y="label")
+    with pytest.raises(TypeError, match=r"by name \(image, name\).*unexpected keyword argument 'name'.*collate_fn"):
+        la.fit([batch])

@@ -417,9 +417,11 @@ def test_values_that_do_not_fit_are_noted_and_harmless(case, wrong):
 
 
 def test_outputs_that_are_no_matrix_are_refused():
-    with pytest.raises(ValueError, match=r"got shape \(2,\); of one output per image return outputs\[:, None\]\.$"):
+    with pytest.raises(
+        ValueError, match=r"got shape \(2,\) for N = 2; of one output per data point return outputs\[:, None\]\.$"
+    ):
         checked_outputs(torch.zeros(2), 2)
-    with pytest.raises(ValueError, match=r"must return a tensor \(N, K\), got shape \(\)\.$"):
+    with pytest.raises(ValueError, match=r"must return a tensor \(N, K\), got shape \(\) for N = 2\.$"):
         checked_outputs(torch.zeros(()), 2)
     with pytest.raises(TypeError, match=r"must return a tensor \(N, K\), got tuple of 2; wrap"):
         checked_outputs((torch.zeros(2, 3), None), 2)

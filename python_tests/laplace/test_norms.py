@@ -12,20 +12,9 @@ from torch import Tensor, nn
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, memory
 from ella_cuda.laplace.rules import rules_for
+from python_tests.laplace import checks
 
 IMAGES, CLASSES = 5, 3
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    """In float64 and evaluation mode, with parameters and statistics that are not those of the start."""
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.7)
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_mean"):
-            nn.init.normal_(buffer)
-        elif name.endswith("running_var"):
-            nn.init.uniform_(buffer, 0.3, 2.0)
-    return model.double().eval()
 
 
 class Transposed(nn.Module):
@@ -51,7 +40,7 @@ def around(norm: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         nn.Flatten(),
         nn.Linear(size, CLASSES),
     )
-    return randomised(nn.Sequential(*layers))
+    return checks.randomised(nn.Sequential(*layers), 0.7)
 
 
 LAYERS = {
@@ -176,7 +165,7 @@ def test_a_slope_of_numbers(dense_ggn):
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.slope(self.first(x).squeeze(1))[:, None])
 
-    model = randomised(Numbers())
+    model = checks.randomised(Numbers())
     x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
     found = KronLaplace(model).fit([(x, y)]).factors["slope.weight"].to_dense()[0]
     torch.testing.assert_close(found, dense_ggn(model, x, y)["slope.weight"], rtol=1e-9, atol=1e-12)

@@ -10,22 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from python_tests.laplace import checks
 
 IMAGES, CLASSES = 6, 3
 
 
 @pytest.fixture
 def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(IMAGES, 5, 4, generator=generator, dtype=torch.float64)
-    return x, torch.randint(CLASSES, (IMAGES,), generator=generator)
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.5, generator=generator)
-    return model.double().eval()
+    return checks.sequences(IMAGES, CLASSES)
 
 
 class Tokens(nn.Module):
@@ -65,6 +57,7 @@ def test_they_are_refused_in_one_message_that_names_them():
         "unknown='diagonal'",
     ):
         assert word in text
+    assert text.count("Those with several axes are at fault (token, position)") == 2
     with pytest.raises(ValueError, match="unknown must be one of 'error', 'freeze', 'diagonal', got 'none'"):
         KronLaplace(model, unknown="none")
 
@@ -72,7 +65,7 @@ def test_they_are_refused_in_one_message_that_names_them():
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("budget", [None, 1, 5000])
 def test_diagonals_and_blocks_are_those_of_the_dense_matrix(likelihood, budget, data, dense_ggn):
-    model, (x, y) = randomised(Tokens()), data
+    model, (x, y) = checks.randomised(Tokens()), data
     if likelihood == "regression":
         y = torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     la = KronLaplace(model, likelihood, unknown="diagonal", memory_budget=budget)
@@ -91,7 +84,7 @@ def test_diagonals_and_blocks_are_those_of_the_dense_matrix(likelihood, budget, 
 
 
 def test_frozen_ones_are_constants(data):
-    model = randomised(Tokens())
+    model = checks.randomised(Tokens())
     la = KronLaplace(model, unknown="freeze").fit([data])
     assert all(p.requires_grad for p in model.parameters())
     same = copy.deepcopy(model)
@@ -133,10 +126,10 @@ def test_layers_that_a_rule_refuses_are_frozen_but_not_given_a_diagonal():
 
 
 def test_a_model_that_vmap_cannot_take_goes_one_data_point_at_a_time(data, dense_ggn):
-    model = randomised(Tokens(looks=True))
+    model = checks.randomised(Tokens(looks=True))
     with pytest.warns(UserWarning, match=r"vmap cannot take the model.*\(token, position, scale, ...\)"):
         la = KronLaplace(model, unknown="diagonal").fit([data])
-    dense = dense_ggn(randomised(Tokens()), *data)
+    dense = dense_ggn(checks.randomised(Tokens()), *data)
     torch.testing.assert_close(la.factors["token"].to_dense().flatten(), dense["token"].diagonal())
     torch.testing.assert_close(la.factors["gains"].to_dense()[0], dense["gains"])
 
@@ -144,7 +137,7 @@ def test_a_model_that_vmap_cannot_take_goes_one_data_point_at_a_time(data, dense
 def test_there_is_no_warning_where_vmap_takes_it(data):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        KronLaplace(randomised(Tokens()), unknown="diagonal").fit([data])
+        KronLaplace(checks.randomised(Tokens()), unknown="diagonal").fit([data])
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -157,7 +150,7 @@ class ChannelNorm(nn.LayerNorm):
 
 def test_a_subclass_with_a_forward_of_its_own_has_exact_blocks(dense_ggn):
     net = nn.Sequential(nn.Conv2d(1, 4, 3), ChannelNorm(4), nn.GELU(), nn.Flatten(), nn.Linear(16, CLASSES))
-    model = randomised(net)
+    model = checks.randomised(net)
     x, y = torch.randn(3, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 2, 1])
     la, dense = KronLaplace(model).fit([(x, y)]), dense_ggn(model, x, y)
     for name in ("1.weight", "1.bias", "0.bias"):
@@ -179,7 +172,7 @@ class Shared(nn.Module):
 
 
 def test_a_number_of_two_modules(data, dense_ggn):
-    model = randomised(Shared())
+    model = checks.randomised(Shared())
     la = KronLaplace(model).fit([data])
     assert list(la.factors) == ["one.scale", "head.weight", "head.bias"]
     torch.testing.assert_close(la.factors["one.scale"].to_dense()[0], dense_ggn(model, *data)["one.scale"])
@@ -197,7 +190,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "DataParallel"])
 def test_a_module_under_two_names_keeps_its_parameter(wrap, data):
     scaled, (x, y) = Scaled(), data
-    model = wrap(randomised(nn.Sequential(scaled, nn.Tanh(), scaled, nn.Flatten(), nn.Linear(20, CLASSES))))
+    model = wrap(checks.randomised(nn.Sequential(scaled, nn.Tanh(), scaled, nn.Flatten(), nn.Linear(20, CLASSES))))
     scale, expected = scaled.scale, torch.zeros(4, 4, dtype=torch.float64)
     la = KronLaplace(model).fit([(x[:2], y[:2]), (x[2:], y[2:])])
     assert scaled.scale is scale and scale.requires_grad and scale.grad is None
@@ -217,7 +210,7 @@ def test_a_parameter_that_the_forward_takes_from_elsewhere_is_refused(data):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.scales[0]
 
-    model = randomised(nn.Sequential(Listed(), nn.Flatten(), nn.Linear(20, CLASSES)))
+    model = checks.randomised(nn.Sequential(Listed(), nn.Flatten(), nn.Linear(20, CLASSES)))
     with pytest.raises(ValueError, match=r"'0\.scale' from somewhere else than the module.*freeze it"):
         KronLaplace(model).fit([data])
     assert model[0].scale is model[0].scales[0] and model[0].scale.requires_grad
@@ -225,7 +218,7 @@ def test_a_parameter_that_the_forward_takes_from_elsewhere_is_refused(data):
 
 @pytest.mark.parametrize("unknown", ["freeze", "diagonal"])
 def test_they_are_saved_added_to_and_listed(unknown, data):
-    model, (x, y) = randomised(Tokens()), data
+    model, (x, y) = checks.randomised(Tokens()), data
     whole = KronLaplace(model, unknown=unknown).fit([data])
     half = KronLaplace(model, unknown=unknown).fit([(x[:2], y[:2])])
     other = KronLaplace(model, unknown=unknown)
@@ -242,7 +235,7 @@ def test_they_are_saved_added_to_and_listed(unknown, data):
 
 
 def test_one_sampled_column_is_right_on_average(data, dense_ggn):
-    model = randomised(Tokens())
+    model = checks.randomised(Tokens())
     dense = dense_ggn(model, *data)
     la = KronLaplace(model, unknown="diagonal", fisher="mc")
     generator = torch.Generator().manual_seed(0)
@@ -257,4 +250,4 @@ def test_one_sampled_column_is_right_on_average(data, dense_ggn):
 
 def test_the_exact_evidence_refuses_them(data):
     with pytest.raises(ValueError, match=r"layer '\(the model itself\)' \(Tokens\) has no rule of its own"):
-        exact_log_marginal_likelihood(KronLaplace(randomised(Tokens()), unknown="diagonal"), *data)
+        exact_log_marginal_likelihood(KronLaplace(checks.randomised(Tokens()), unknown="diagonal"), *data)

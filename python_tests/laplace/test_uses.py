@@ -6,22 +6,15 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.nn import FactoredLinear2d
+from python_tests.laplace import checks
 
 IMAGES, CLASSES = 5, 3
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.6)
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_var"):
-            nn.init.uniform_(buffer, 0.3, 2.0)
-    return model.double().eval()
 
 
 class Repeated(nn.Module):
@@ -78,7 +71,7 @@ def data() -> tuple[Tensor, Tensor]:
 def network(request) -> Repeated:
     torch.manual_seed(0)
     build, shape = LAYERS[request.param]
-    return randomised(Repeated(build(), 3, shape))
+    return checks.randomised(Repeated(build(), 3, shape))
 
 
 def test_exact_blocks_are_those_of_the_dense_matrix(network, data, dense_ggn):
@@ -116,11 +109,18 @@ def test_neither_batches_nor_the_budget_nor_checkpoints_change_factors(network, 
             torch.testing.assert_close(other.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-12)
 
 
-def test_reduced_sides_are_those_of_the_mean_input_and_the_summed_gradient(network, data):
-    """KFAC-reduce over calls and positions, from the rows that hooks and autograd see."""
-    if not isinstance(network.layer, nn.Linear):
-        pytest.skip("the formula below is of linear layers")
-    x, y = data
+def of_positions(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """What the layer's weight meets, ``(N, T, a)``, and the gradients there, ``(N, T, b)``."""
+    if isinstance(layer, nn.Conv2d):
+        return F.unfold(x, layer.kernel_size, padding=layer.padding).mT, gradient.flatten(2).mT
+    return x.reshape(len(x), -1, x.shape[-1]), gradient.reshape(len(x), -1, gradient.shape[-1])
+
+
+@pytest.mark.parametrize("name", ["Linear", "Linear without bias", "Linear, sequences", "Conv2d"])
+def test_reduced_sides_are_those_of_the_mean_input_and_the_summed_gradient(name, data):
+    """KFAC-reduce over calls and positions, from what hooks and autograd see."""
+    build, shape = LAYERS[name]
+    network, (x, y) = checks.randomised(Repeated(build(), 3, shape)), data
     la = KronLaplace(network, approximation="reduce").fit([(x[:2], y[:2]), (x[2:], y[2:])])
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -132,23 +132,25 @@ def test_reduced_sides_are_those_of_the_mean_input_and_the_summed_gradient(netwo
     handle = network.layer.register_forward_hook(see)
     f = network(x)
     handle.remove()
-    mean = torch.stack(inputs).flatten(2, -2).mean((0, 2)) if inputs[0].dim() > 2 else torch.stack(inputs).mean(0)
-    expected = torch.zeros(outputs[0].shape[-1], outputs[0].shape[-1], dtype=torch.float64)
+    sums = None
+    expected = torch.zeros_like(la.factors["layer.weight"].outputs[0])
     p = f.detach().softmax(1)
     for n in range(len(x)):
         root = torch.linalg.eigh(p[n].diag() - p[n][:, None] * p[n])
         for value, vector in zip(root.eigenvalues.clamp(min=0), root.eigenvectors.T, strict=True):
             found = torch.autograd.grad(f[n] @ vector * value.sqrt(), outputs, retain_graph=True)
-            s = sum(g[n].reshape(-1, g.shape[-1]).sum(0) for g in found)
+            met = [of_positions(network.layer, a, g) for a, g in zip(inputs, found, strict=True)]
+            s = sum(g[n].sum(0) for _, g in met)
             expected += torch.outer(s, s)
-    torch.testing.assert_close(la.factors["layer.weight"].inputs[0], mean.T @ mean / len(x), rtol=1e-9, atol=1e-12)
+            sums = torch.cat([a for a, _ in met], 1).mean(1)
+    torch.testing.assert_close(la.factors["layer.weight"].inputs[0], sums.T @ sums / len(x), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(la.factors["layer.weight"].outputs[0], expected, rtol=1e-7, atol=1e-10)
 
 
 def test_one_call_or_copies_make_no_difference_to_reduced_factors_of_one_call(data):
     torch.manual_seed(0)
     for build, shape in LAYERS.values():
-        model = randomised(Repeated(build(), 1, shape))
+        model = checks.randomised(Repeated(build(), 1, shape))
         la, apart = (KronLaplace(m, approximation="reduce").fit([data]) for m in (model, model.apart()))
         for name, factor in la.factors.items():
             other = apart.factors[name.replace("layer", "copies.0")]
@@ -212,7 +214,7 @@ class Pyramid(nn.Module):
 def test_calls_with_more_positions_have_more_weight(data, dense_ggn):
     """The output side is the mean over all positions: 8 of the first call and 2 of the second."""
     torch.manual_seed(0)
-    model = randomised(Pyramid())
+    model = checks.randomised(Pyramid())
     apart = copy.deepcopy(model)
     apart.other = copy.deepcopy(apart.head)
     la, two = KronLaplace(model).fit([data]), KronLaplace(apart).fit([data])
@@ -238,7 +240,7 @@ class Recurrent(nn.Module):
 
 def test_a_recurrence_by_hand(data, dense_ggn):
     torch.manual_seed(1)
-    model = randomised(Recurrent())
+    model = checks.randomised(Recurrent())
     la, dense = KronLaplace(model).fit([data]), dense_ggn(model, *data)
     for name in ("inner.bias", "head.bias"):
         torch.testing.assert_close(la.factors[name].outputs[0], dense[name])
@@ -272,7 +274,7 @@ def test_positions_folded_into_calls_are_refused(data):
 
 def tied_network(tied: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = randomised(
+    model = checks.randomised(
         nn.Sequential(
             nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, CLASSES)
         )
@@ -318,7 +320,7 @@ def sentences() -> tuple[Tensor, Tensor]:
 
 def language_models() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(2)
-    tied = randomised(LanguageModel(True))
+    tied = checks.randomised(LanguageModel(True))
     apart = LanguageModel(False).double()
     apart.load_state_dict(tied.state_dict())
     return tied, apart
@@ -400,6 +402,21 @@ def test_a_transposed_weight_whose_other_use_does_nothing_has_the_layers_own_fac
     torch.testing.assert_close(la.factors["table.weight"].to_dense()[0], torch.kron(head.outputs[0], head.inputs[0]))
 
 
+def test_what_a_merged_factor_takes_is_counted(sentences):
+    """Beside the two that it is made of: 6 x 6 and 3 x 3 numbers of the table, once more."""
+    tied, apart = language_models()
+    la, two = KronLaplace(tied).fit([sentences]), KronLaplace(apart).fit([sentences])
+    assert la.memory_estimate() - two.memory_estimate() >= (36 + 9) * 8
+
+    def last(la: KronLaplace) -> int:
+        return int(la.summary().splitlines()[-1].split()[-1].replace(",", ""))
+
+    # The bias of the output layer has a side of its own where the weight is another layer's too.
+    assert last(la) - last(two) == (36 + 9 + 36) * 8
+    (line,) = (line for line in la.summary().splitlines() if line.startswith("head.weight"))
+    assert line.endswith("Kronecker, one with table.weight")
+
+
 @pytest.mark.parametrize("which", ["Linear", "Embedding"])
 def test_tied_weights_are_saved_added_to_and_listed(which, data, sentences, tmp_path):
     model, (x, y) = (tied_network(), data) if which == "Linear" else (language_models()[0], sentences)
@@ -432,7 +449,7 @@ def test_layers_whose_shared_parameter_has_other_blocks_are_refused():
 def test_the_exact_evidence_refuses_what_is_used_twice(data):
     torch.manual_seed(0)
     build, shape = LAYERS["Linear"]
-    repeated = randomised(Repeated(build(), 2, shape))
+    repeated = checks.randomised(Repeated(build(), 2, shape))
     with pytest.raises(ValueError, match="called twice in one forward pass"):
         exact_log_marginal_likelihood(KronLaplace(repeated), *data)
     with pytest.raises(ValueError, match=r"weights of several layers .2.weight: one tied parameter"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.laplace.rules.base import Rule, arguments_in_order, register
 
 # (arguments of inputs, output, axis of the batch) -> the output, of which the rule gets the gradient
 Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
@@ -69,17 +69,22 @@ class MultiheadAttentionRule(Rule):
         first = (weight.storage_offset() - packed.storage_offset()) // (e * e)
         return "in_proj_weight", range(first, first + weight.shape[0] // e)
 
-    def tapped(self, forward: Callable[..., Any], tap: Tap) -> Callable[..., Any]:
-        """The module's forward with a tap behind every projection."""
+    def tapped(self, forward: Callable[..., Any], tap: Tap, charge: Callable[[int], None]) -> Callable[..., Any]:
+        """The module's forward with a tap behind every projection; ``charge`` gets the bytes of the attention's weights,
+        ``(N, heads, L, S)``, whose gradients a column takes too.
+        """
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            query = args[0] if args else kwargs["query"]
+            query, key, *_ = arguments_in_order(self.module, args, kwargs, forward)
             if query.dim() != 3:
                 raise ValueError(
                     f"{self.label}: expected queries (N, L, {self.module.embed_dim}) or (L, N, {self.module.embed_dim}), got shape "
                     f"{tuple(query.shape)}; add a batch axis."
                 )
-            images = query.shape[0 if self.module.batch_first else 1]
+            batch, length = (0, 1) if self.module.batch_first else (1, 0)
+            images = query.shape[batch]
+            pairs = images * self.module.num_heads * query.shape[length] * key.shape[length]
+            charge(pairs * query.element_size())
             with _Projections(self, tap, images):
                 return forward(*args, **kwargs)
 

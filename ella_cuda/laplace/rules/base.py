@@ -274,12 +274,14 @@ def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
     return decorate
 
 
-def arguments_in_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call gave a module's forward, in the order of the parameters there, whichever were named."""
+def arguments_in_order(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> list[Any]:
+    """What a call gave a module's forward, or another one, in the order of the parameters there, whichever were named."""
     if not kwargs:
         return list(args)
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound = inspect.signature(forward or module.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):  # a forward that has no signature, or hides it
         return [*args, *kwargs.values()]
     return [*bound.args, *bound.kwargs.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -202,18 +203,10 @@ def add_summed_outputs(rule: Rule, rows: Tensor) -> None:
         rule.factors["bias"].output_moment.add(rows[:, None])
 
 
-def add_mean_patches(
-    rule: Rule,
-    x: Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] | None = None,
-    dilation: Sequence[int] | None = None,
-    sides: Sequence[tuple[int, int]] | None = None,
-    padding_mode: str = "circular",
-) -> None:
+def add_mean_patches(rule: Rule, x: Tensor, kernel_size: Sequence[int], *geometry: Any) -> None:
     """Add the mean over positions of each data point's patches to the input side of the weight, and set ``rule.positions``; geometry as
     for :func:`summed_patches`."""
-    sums, rule.positions = summed_patches(x, kernel_size, stride, dilation, sides, padding_mode)
+    sums, rule.positions = summed_patches(x, kernel_size, *geometry)
     factor = rule.factors["weight"]
     factor.input_moment.add((sums.flatten(1) / max(rule.positions, 1)).unflatten(1, (factor.shape.groups, -1)))
 

@@ -45,15 +45,23 @@ def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", 
             left = {n: p for n, p in own.items() if n not in rule.trainable}
             refused = rule.unknown_to_it(left)
             rules.append(rule)
-        exact = all(PerExampleRule.is_exact(p) for p in left.values())
-        if left and isinstance(refused, TypeError) and (exact or unknown == "diagonal"):
+        several_axes = [n for n, p in left.items() if not PerExampleRule.is_exact(p)]
+        if left and isinstance(refused, TypeError) and (not several_axes or unknown == "diagonal"):
             rules.append(PerExampleRule(module, name, resolution, list(left)))
         elif left and unknown != "freeze":
-            refusals.append(refused)
+            refusals.append(_at_fault(refused, several_axes, left))
     if refusals:
         raise _together(refusals, unknown)
     _tie(rules)
     return rules
+
+
+def _at_fault(refusal: TypeError | ValueError, names: Sequence[str], of: Sequence[str]) -> TypeError | ValueError:
+    """The refusal of a module without a rule; where some of its parameters would have been served, with the names of the others."""
+    if not isinstance(refusal, TypeError) or len(names) == len(of):
+        return refusal
+    words = f" Those with several axes are at fault ({', '.join(names)}): without them in this module, the others get exact blocks."
+    return TypeError(str(refusal).removesuffix(served()) + words + served())
 
 
 def _together(refusals: Sequence[TypeError | ValueError], unknown: str) -> TypeError | ValueError:

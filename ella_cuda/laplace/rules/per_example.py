@@ -23,8 +23,6 @@ class PerExampleRule(Rule):
         names: the parameters that it serves.
     """
 
-    reduces = True
-
     def __init__(self, module: nn.Module, name: str, resolution: str, names: Sequence[str]) -> None:
         self._names = tuple(names)
         super().__init__(module, name, resolution)

@@ -208,7 +208,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.stem(x.view(-1, 1, 2, 2).repeat_interleave(2, 3)).tanh()
         small = nn.functional.avg_pool2d(h, 2)
-        return self.head(h).sum((2, 3)) + (self.other or self.head)(small.sin()).sum((2, 3))
+        return self.head(h).sin().sum((2, 3)) + (self.other or self.head)(small.sin()).cos().sum((2, 3))
 
 
 def test_calls_with_more_positions_have_more_weight(data, dense_ggn):

@@ -283,6 +283,13 @@ def test_transformers(build, data, dense_ggn):
         assert torch.equal(tensor, before[name])
 
 
+def test_the_fast_path_is_off_during_a_fit(data):
+    model, seen = checks.randomised(Encoder()), []
+    model.head.register_forward_hook(lambda *_: seen.append(torch.backends.mha.get_fastpath_enabled()))
+    KronLaplace(model).fit([data])
+    assert seen and not any(seen)
+
+
 def test_a_failing_forward_leaves_the_model_as_it_was(data):
     model = checks.randomised(Attention().unused())
     model.call = {"attn_mask": torch.zeros(2, 2)}

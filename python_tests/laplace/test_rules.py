@@ -215,6 +215,22 @@ def test_a_layer_whose_output_goes_nowhere_has_zero_curvature():
     assert la.factors["used.weight"].outputs.any()
 
 
+class CalledAndUsed(nn.Module):
+    """A layer that is called, and whose parameters a function uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return F.linear(self.layer(x).tanh(), self.layer.weight, self.layer.bias)
+
+
+def test_a_layer_that_is_called_and_used_by_a_function_is_refused():
+    with pytest.raises(ValueError, match=r"layer 'layer' \(Linear\): its parameter 'weight' is used outside"):
+        KronLaplace(CalledAndUsed().double()).fit([labelled(3)])
+
+
 class Folded(nn.Module):
     """Layers on positions that are folded into the batch, ``(N * T, ...)``, or that are an axis of their own."""
 

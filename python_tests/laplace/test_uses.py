@@ -224,6 +224,18 @@ def test_calls_with_more_positions_have_more_weight(data, dense_ggn):
     torch.testing.assert_close(la.factors["head.bias"].outputs[0], dense_ggn(model, *data)["head.bias"])
 
 
+def test_the_mean_input_is_over_all_positions_of_all_calls(data):
+    """Eight of the first call and two of the second."""
+    torch.manual_seed(0)
+    model, (x, y) = checks.randomised(Pyramid()), data
+    la = KronLaplace(model, approximation="reduce").fit([data])
+    with torch.no_grad():
+        h = model.stem(x.view(-1, 1, 2, 2).repeat_interleave(2, 3)).tanh()
+        small = F.avg_pool2d(h, 2).sin()
+        mean = (h.sum((2, 3)) + small.sum((2, 3))) / 10
+    torch.testing.assert_close(la.factors["head.weight"].inputs[0], mean.T @ mean / len(x))
+
+
 class Recurrent(nn.Module):
     """A network whose number of steps is that of its input, with a cell of linear layers."""
 

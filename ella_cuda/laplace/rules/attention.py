@@ -136,8 +136,7 @@ class _Projections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
-            # Nor is the function handed on to other modes, such as that of a device, which would run it as it is.
-            func = _with_globals(func, {"linear": self._linear, "has_torch_function": lambda tensors: False})
+            func = _with_globals(func, {"linear": self._linear})
         return func(*args, **(kwargs or {}))
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -151,7 +150,9 @@ class _Projections(TorchFunctionMode):
 
 
 def _with_globals(function: Any, names: dict[str, Any]) -> Any:
-    """A copy of the function, and of the functions of its module that it calls, with other objects under these global names."""
+    """A copy of the function, and of the functions of its module that it names, itself among them (which other modes are handed), with
+    other objects under these global names.
+    """
     own = {**function.__globals__, **names}
     for name in function.__code__.co_names:
         inner = own.get(name)

@@ -227,7 +227,7 @@ def test_calls_with_more_positions_have_more_weight(data, dense_ggn):
 def test_the_mean_input_is_over_all_positions_of_all_calls(data):
     """Eight of the first call and two of the second."""
     torch.manual_seed(0)
-    model, (x, y) = checks.randomised(Pyramid()), data
+    model, (x, _) = checks.randomised(Pyramid()), data
     la = KronLaplace(model, approximation="reduce").fit([data])
     with torch.no_grad():
         h = model.stem(x.view(-1, 1, 2, 2).repeat_interleave(2, 3)).tanh()

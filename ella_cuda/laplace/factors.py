@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ class FactorShape(NamedTuple):
     ``output_groups`` is ``groups``, or 1 where all blocks share one output-side factor. ``constant_input`` says that
     the input side is the number one, as for a bias: see :meth:`bias`. A side whose numbers are values at the anchors of a
     basis names it; its rows are then collected at the basis' positions, :attr:`row_inputs` or :attr:`row_outputs` of them.
-    ``inputs_first`` says that the tensor's first axis belongs to the input side, as that of a transposed convolution: layers share a tensor
-    in one of two ways.
+    ``layout`` is the order in which the tensor's elements have block g, input a and output b, the last fastest: "gba" as a linear layer's or
+    a convolution's weight, "bga" or "gab"; see :meth:`to_blocks`.
     """
 
     groups: int
@@ -29,7 +30,7 @@ class FactorShape(NamedTuple):
     constant_input: bool = False
     input_basis: SpatialBasis | None = None
     output_basis: SpatialBasis | None = None
-    inputs_first: bool = False
+    layout: str = "gba"
 
     @classmethod
     def bias(cls, size: int) -> FactorShape:
@@ -43,13 +44,31 @@ class FactorShape(NamedTuple):
         if self.constant_input or other.constant_input or (self.input_basis or self.output_basis) is not None:
             return False
         sizes = [(s.groups * s.inputs, s.outputs) for s in (self, other) if s.output_groups == 1]
-        apart = self.inputs_first != other.inputs_first or len({*sizes}) == 2  # of a square, the sizes do not tell
+        # Of a square, the sizes do not tell; the tensor's first axis is the one's inputs and the other's outputs.
+        apart = (self.layout == "gab") != (other.layout == "gab") or len({*sizes}) == 2
         return apart and len(sizes) == 2 and sizes[0] == sizes[1][::-1]
 
     @property
     def numel(self) -> int:
         """Elements of the parameter tensor."""
         return self.groups * self.inputs * self.outputs
+
+    def to_blocks(self, tensor: Tensor, axes: int = 0) -> Tensor:
+        """The parameter tensor, or what belongs to its elements, as ``(..., G, inputs, outputs)``; a view where torch allows for one.
+
+        Args:
+            tensor: ``(..., *parameter.shape)``.
+            axes: how many axes are in front.
+        """
+        sizes = {"g": self.groups, "a": self.inputs, "b": self.outputs}
+        split = tensor.reshape(*tensor.shape[:axes], *(sizes[axis] for axis in self.layout))
+        return split.permute(*range(axes), *(axes + self.layout.index(axis) for axis in "gab"))
+
+    def from_blocks(self, blocks: Tensor, shape: Sequence[int]) -> Tensor:
+        """The inverse of :meth:`to_blocks`: ``(..., G, inputs, outputs) -> (..., *shape)``, shape that of the parameter tensor."""
+        axes = blocks.dim() - 3
+        split = blocks.permute(*range(axes), *(axes + "gab".index(axis) for axis in self.layout))
+        return split.reshape(*blocks.shape[:axes], *shape)
 
     @property
     def row_inputs(self) -> int:

@@ -44,7 +44,8 @@ def merged_shapes(rules: Sequence[Rule]) -> dict[str, FactorShape]:
 
 def _whole_shape(shape: FactorShape) -> FactorShape:
     """Of one block."""
-    return FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1)
+    layout = "gab" if shape.layout == "gab" else "gba"
+    return FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1, layout=layout)
 
 
 def merged(name: str, one: KroneckerFactor, other: KroneckerFactor) -> KroneckerFactor:

@@ -108,7 +108,7 @@ class Rule(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, FactorShape]:
-        """Sizes of the factors of every parameter the rule knows; called before anything is allocated."""
+        """Sizes of the factors of every parameter the rule knows, and the order of its elements; called before anything is allocated."""
 
     @abstractmethod
     def inputs(self, *args: Tensor) -> None:

@@ -82,7 +82,7 @@ class ConvTransposeRule(Rule):
         m = self.module
         b = m.out_channels // m.groups * math.prod(m.kernel_size)
         return {
-            "weight": FactorShape(m.groups, m.in_channels // m.groups, b, m.groups, inputs_first=True),
+            "weight": FactorShape(m.groups, m.in_channels // m.groups, b, m.groups, layout="gab"),
             "bias": FactorShape.bias(m.out_channels),
         }
 

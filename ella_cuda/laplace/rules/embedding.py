@@ -38,7 +38,7 @@ class EmbeddingRule(Rule):
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
-        return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1, inputs_first=True)}
+        return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1, layout="gab")}
 
     def inputs(self, indices: Tensor) -> None:
         m, self.positions = self.module, math.prod(indices.shape[1:])

@@ -41,6 +41,18 @@ class Columns:
         return self._build(begin, max(begin, end))
 
 
+def unit_columns(outputs: Tensor) -> Columns:
+    """One for each entry of a data point's outputs, whose vector-Jacobian product is the gradient of the entry."""
+    entries = math.prod(outputs.shape[1:])
+
+    def build(begin: int, end: int) -> Tensor:
+        places = torch.arange(begin, end, device=outputs.device)
+        units = F.one_hot(places, entries).to(outputs.dtype).view(-1, 1, *outputs.shape[1:])
+        return units.expand(-1, *outputs.shape)
+
+    return Columns(entries, build, outputs.element_size() * entries)
+
+
 def bytes_each(columns: Columns | Tensor) -> int:
     """What a further column takes until it is there: nothing where all are."""
     return columns.bytes_each if isinstance(columns, Columns) else 0
@@ -388,14 +400,7 @@ class Regression(IndependentLikelihood):
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """The unit vectors; all of one size, so that none is left out."""
-        entries = math.prod(outputs.shape[1:])
-
-        def build(begin: int, end: int) -> Tensor:
-            places = torch.arange(begin, end, device=outputs.device)
-            units = F.one_hot(places, entries).to(outputs.dtype).view(-1, 1, *outputs.shape[1:])
-            return units.expand(-1, *outputs.shape)
-
-        return Columns(entries, build, outputs.element_size() * entries)
+        return unit_columns(outputs)
 
 
 @register_likelihood("binary")

@@ -94,12 +94,15 @@ class PerExampleGradients:
             part = columns[begin : begin + wide]
             for first in range(0, count, step):
                 some = slice(first, first + step)
-                gradients = self._by_vmap if self._together else self._one_by_one
-                found = gradients(take(x, some), part[:, some])
+                found = self.gradients(take(x, some), part[:, some])
                 last_columns = begin + wide >= len(columns)
                 for rule in self.rules:
                     for name in rule.trainable:
                         rule.add(name, found[rule.full_name(name)], data_too=last_columns)
+
+    def gradients(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
+        """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once."""
+        return (self._by_vmap if self._together else self._one_by_one)(x, columns)
 
     def _require_read_from_modules(self, x: Inputs) -> None:
         values = {name: value.requires_grad_() for name, value in self._values().items()}

@@ -48,6 +48,10 @@ class Use:
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    def keep_state(self) -> None:
+        """Remember what the call left on the rule."""
+        self.state = {key: value for key, value in vars(self.rule).items() if key not in _OF_THE_RULE}
+
     def outputs(self, gradient: Tensor) -> None:
         """:meth:`Rule.outputs` of this call, ``(K, *output.shape)``."""
         with self.uses.ready(self):
@@ -67,7 +71,7 @@ class Use:
 
     def _batch_first(self, columns: Tensor) -> Tensor:
         """``(K, *output.shape)`` as ``(K, N, ...)``."""
-        return _batch_first(columns, self.place, 1)
+        return batch_first(columns, self.place, 1)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """What took part, by parameter."""
@@ -108,8 +112,8 @@ class Uses:
         reduced = rule.factors if rule.approximation == "reduce" else {}
         collected = {n: _Summed(f.input_moment) for n, f in reduced.items() if f.input_moment is not None}
         with _exchanged(rule, "input_moment", collected):
-            rule.inputs(*(_batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
-        use.state = {key: value for key, value in vars(rule).items() if key not in _OF_THE_RULE}
+            rule.inputs(*(batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
+        use.keep_state()
         use.blocks = rule.touched()
         for name, part in use.parts():
             self._of.setdefault(part, []).append((use, name))
@@ -171,7 +175,7 @@ class Uses:
             each.clear()
 
 
-def _batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
+def batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
     """The tensor with the images along the first axis behind ``ahead`` others."""
     if place.folded > 1:
         return tensor.unflatten(ahead, (-1, place.folded))

@@ -67,6 +67,11 @@ def circular_conv2d_pool(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
     return _pool(x, weight, bias, float(norm))[0]
 
 
+def circular_conv2d_pool_index(x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: float = 2) -> Tensor:
+    """The component that :func:`circular_conv2d_pool` chooses for each image, ``(N,)``, int64."""
+    return _pool(x, weight, bias, float(norm))[1]
+
+
 def _pool_of_two(x: Tensor, weight: Tensor, bias: Tensor | None, norm: float) -> tuple[Tensor, Tensor]:
     require_convolution("circular_conv2d_pool", x, weight, bias)
     if x.shape[2] % 2 or x.shape[3] % 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, arguments_in_order, register
 
 # (arguments of inputs, output, axis of the batch) -> the output, of which the rule gets the gradient
@@ -105,7 +106,7 @@ class MultiheadAttentionRule(Rule):
         weight = self.name_of_call
         bias = "out_proj.bias" if weight == "out_proj.weight" else "in_proj_bias"
         blocks = {weight: self.blocks_of_call if weight == "in_proj_weight" else None, bias: None}
-        return {name: part for name, part in blocks.items() if name in self.factors}
+        return {name: part for name, part in blocks.items() if name in self.trainable}
 
     def outputs(self, gradient: Tensor) -> None:
         name, blocks = self.name_of_call, self.blocks_of_call
@@ -123,6 +124,20 @@ class MultiheadAttentionRule(Rule):
             e = self.module.embed_dim
             around = (blocks.start * e, (3 - blocks.stop) * e) if bias == "in_proj_bias" else (0, 0)
             self.factors[bias].output_moment.add(F.pad(summed.flatten(0, 1), around)[:, None])
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        x, name, blocks = arguments
+        e = self.module.embed_dim
+        found = {}
+        if name in self.trainable:
+            rows = x[:, :, None].expand(-1, -1, len(blocks), -1)
+            part = blocks if name == "in_proj_weight" else None
+            found[name] = Jacobian(gradient.unflatten(3, (len(blocks), e)), rows, blocks=part)
+        bias = "out_proj.bias" if name == "out_proj.weight" else "in_proj_bias"
+        if bias in self.trainable:
+            around = (blocks.start * e, (3 - blocks.stop) * e) if bias == "in_proj_bias" else (0, 0)
+            found[bias] = Jacobian.of_bias(F.pad(gradient.sum(2), around))
+        return found
 
 
 class _Projections(TorchFunctionMode):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
+from ella_cuda.laplace.jacobian import Jacobian, by_autograd
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
@@ -131,6 +132,26 @@ class Rule(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define vjp.")
 
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        """Of the trainable parameters that took part in a call, the gradients of single data points, which predictions need.
+
+        Here they are autograd's, of the layer alone. A rule that knows them as products of input and gradient rows defines this anew, and
+        saves most of the time and memory.
+
+        Args:
+            arguments: of the call, as :meth:`inputs` gets them.
+            gradient: K gradients at its output, ``(K, N, ...)``.
+        """
+        shapes, names = self.shapes(), list(self.touched())
+        found = by_autograd(self.module, names, arguments, gradient)
+        return {name: Jacobian(shapes[name].to_blocks(found[name], 2)) for name in names}
+
+    def knows_jacobians(self) -> bool:
+        """Whether :meth:`jacobians` is of the class that defines the factors, or of one derived from it."""
+        order = type(self).__mro__
+        owners = {m: next(i for i, c in enumerate(order) if m in vars(c)) for m in ("jacobians", "shapes", "inputs")}
+        return owners["jacobians"] <= min(owners.values()) and order[owners["jacobians"]] is not Rule
+
     def release(self) -> None:
         """Drop what was kept of a batch; called when its columns are done."""
         self.kept = None
@@ -150,7 +171,7 @@ class Rule(ABC):
 
     def touched(self) -> dict[str, Any]:
         """Of the last call: the parameters that took part in it, each with the blocks of its factor that did; None is all of them."""
-        return dict.fromkeys(self.factors)
+        return dict.fromkeys(self.trainable)
 
     def shares_outputs(self) -> dict[str, str]:
         """Parameters whose output side is another one's: name -> that one's name. Both trainable."""

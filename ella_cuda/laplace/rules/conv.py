@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d
 from ella_cuda.ops.circular_conv2d import mirrored
+from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_index
+from ella_cuda.ops.circular_pad2d import circular_pad2d
 
 
 @register(CircularConv2d)
@@ -86,6 +89,14 @@ class Conv2dRule(Rule):
         self.outputs(gradient)
         return None if input_shape is None else self._at_input(gradient, input_shape)
 
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        return convolution_jacobians(self, self._patches(arguments[0]), gradient)
+
+    def _patches(self, x: Tensor) -> Tensor | None:
+        """What the filters see of the images at every position, ``(N, T, groups, a)``; None where nobody wants them."""
+        m = self.layer
+        return patches(pad(x, side_padding(m), m.padding_mode), m) if "weight" in self.trainable else None
+
     def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
         flat = gradient.flatten(0, 1)
@@ -153,6 +164,13 @@ class SparseConv2dRule(Conv2dRule):
         self.layer.weight = nn.Parameter(self.module.kernel().detach(), requires_grad=False)
         super().inputs(x)
 
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        rows = self._patches(arguments[0])
+        if rows is not None:
+            psi = self.module.basis.matrix().to(rows)
+            rows = (rows.unflatten(3, (-1, psi.shape[1])) @ psi.T).flatten(3)
+        return convolution_jacobians(self, rows, gradient)
+
 
 @register(StridedCircularConv2d)
 class StridedCircularConv2dRule(Rule):
@@ -179,6 +197,13 @@ class StridedCircularConv2dRule(Rule):
 
     def outputs(self, gradient: Tensor) -> None:
         add_output_sides(self, gradient, 4 * math.prod(gradient.shape[3:]))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        x, m, rows = arguments[0], self.module, None
+        if "weight" in self.trainable:
+            chosen = circular_conv2d_pool_index(x, m.weight.detach(), m.bias, m.norm)
+            rows = patches(circular_pad2d(x, *(k // 2 for k in m.kernel_size), chosen), m, (2, 2))
+        return convolution_jacobians(self, rows, gradient)
 
 
 def add_output_sides(rule: Rule, gradient: Tensor, positions: int) -> None:
@@ -250,6 +275,42 @@ def _tap_counts(
     met = padded.unfold(0, dilation * (kernel_size - 1) + 1, stride)[:, ::dilation]  # (positions, taps)
     counts = torch.zeros(size + 1, kernel_size, dtype=torch.float64)
     return counts.scatter_add_(0, met, torch.ones(met.shape, dtype=torch.float64))[1:], met.shape[0]
+
+
+def pad(x: Tensor, sides: Sequence[tuple[int, int]], padding_mode: str) -> Tensor:
+    """Images with padding before and after, for every axis."""
+    amounts = [p for side in reversed(sides) for p in side]
+    return F.pad(x, amounts, mode="constant" if padding_mode == "zeros" else padding_mode) if any(amounts) else x
+
+
+def patches(x: Tensor, m: nn.Module, stride: Sequence[int] | None = None) -> Tensor:
+    """What a convolution sees of padded images of one to three axes, ``(N, C, ...)``, at every position: ``(N, T, groups, a)``, with a the
+    channels of the group and the taps.
+
+    Args:
+        x: the images.
+        m: the convolution, for its kernel's size, dilation and groups.
+        stride: None is the convolution's.
+    """
+    axes = len(m.kernel_size)
+    stride, dilation = stride or m.stride, getattr(m, "dilation", (1,) * axes)
+    for axis, (k, s, d) in enumerate(zip(m.kernel_size, stride, dilation, strict=True), start=2):
+        x = x.unfold(axis, d * (k - 1) + 1, s)[..., ::d]
+    x = x.unflatten(1, (getattr(m, "groups", 1), -1))  # (N, groups, C, *positions, *taps)
+    positions = range(3, 3 + axes)
+    return x.permute(0, *positions, 1, 2, *range(3 + axes, 3 + 2 * axes)).flatten(2 + axes).flatten(1, axes)
+
+
+def convolution_jacobians(rule: Rule, rows: Tensor | None, gradient: Tensor) -> dict[str, Jacobian]:
+    """Of the weight and the bias of a convolution: rows ``(N, T, groups, a)``, gradient ``(K, N, D, ...)`` at the T positions."""
+    outputs = gradient.flatten(3)
+    found = {}
+    if "weight" in rule.trainable:
+        blocks = rule.shapes()["weight"].groups
+        found["weight"] = Jacobian(outputs.unflatten(2, (blocks, -1)).permute(0, 1, 4, 2, 3), rows)
+    if "bias" in rule.trainable:
+        found["bias"] = Jacobian.of_bias(outputs.sum(3))
+    return found
 
 
 def convolution_shapes(m: nn.Module) -> dict[str, FactorShape]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.laplace.rules.conv import (
     add_mean_patches,
     add_output_sides,
+    convolution_jacobians,
     convolution_shapes,
+    pad,
+    patches,
     side_padding,
     summed_patches,
 )
@@ -43,13 +49,16 @@ class ConvNdRule(Rule):
         if self.approximation == "reduce":
             add_mean_patches(self, x, m.kernel_size, m.stride, m.dilation, side_padding(m), m.padding_mode)
             return
-        pads = [p for sides in reversed(side_padding(m)) for p in sides]
-        if any(pads):
-            x = F.pad(x, pads, mode="constant" if m.padding_mode == "zeros" else m.padding_mode)
+        x = pad(x, side_padding(m), m.padding_mode)
         _add_patches(self.factors["weight"].input_moment, x, m, (0,) * len(m.kernel_size), 1.0)
 
     def outputs(self, gradient: Tensor) -> None:
         add_output_sides(self, gradient.flatten(3)[..., None, :], math.prod(gradient.shape[3:]))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        m, x = self.module, arguments[0]
+        rows = patches(pad(x, side_padding(m), m.padding_mode), m) if "weight" in self.trainable else None
+        return convolution_jacobians(self, rows, gradient)
 
 
 @register(nn.ConvTranspose1d)
@@ -107,6 +116,17 @@ class ConvTransposeRule(Rule):
                 _add_patches(moment, flat, m, m.padding, 1 / max(self.positions, 1))
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(flat.flatten(2).sum(2)[:, None])
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        m, x = self.module, arguments[0]
+        found = {}
+        if "weight" in self.trainable:
+            rows = x.flatten(2).transpose(1, 2).unflatten(2, (m.groups, -1))
+            seen = patches(pad(gradient.flatten(0, 1), [(p, p) for p in m.padding], "zeros"), m)
+            found["weight"] = Jacobian(seen.unflatten(0, gradient.shape[:2]), rows)
+        if "bias" in self.trainable:
+            found["bias"] = Jacobian.of_bias(gradient.flatten(3).sum(3))
+        return found
 
 
 def _add_patches(moment: SecondMoment, x: Tensor, m: nn.Module, padding: tuple[int, ...], alpha: float) -> None:

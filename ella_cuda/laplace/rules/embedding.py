@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 
 
@@ -57,6 +60,8 @@ class EmbeddingRule(Rule):
             # Squared, the weights of a data point's positions are those of a mean.
             self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
             seen = torch.bincount(indices[indices != padding], minlength=m.num_embeddings)
+        if "weight" not in self.factors:
+            return
         moment = self.factors["weight"].input_moment
         moment.add_counts(seen)
         # Several calls share the output side by their positions, padding included: how much of a batch is padding must not matter.
@@ -67,6 +72,17 @@ class EmbeddingRule(Rule):
         if self.approximation == "reduce" and rows.dim() > 3:
             rows = rows.flatten(2, -2).sum(2)
         self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        indices = arguments[0]
+        rows = gradient.flatten(2, -2) if gradient.dim() > 3 else gradient[:, :, None]  # (K, N, T, b)
+        return self._looked_up(indices.reshape(len(indices), -1), rows)
+
+    def _looked_up(self, indices: Tensor, rows: Tensor) -> dict[str, Jacobian]:
+        """From gradients at the look-ups, ``(K, N, T, b)``; none goes to ``padding_idx``."""
+        if self.module.padding_idx is not None:
+            rows = rows.masked_fill((indices == self.module.padding_idx)[None, :, :, None], 0)
+        return {"weight": Jacobian(rows[:, :, :, None], index=indices)}
 
 
 @register(nn.EmbeddingBag)
@@ -100,3 +116,10 @@ class EmbeddingBagRule(EmbeddingRule):
         counted = (self.kept != 0).sum(1).double()
         each = 1 / counted.clamp(min=1) if self.module.mode == "mean" else torch.ones_like(counted)
         self.kept = each * counted if self.approximation == "reduce" else each
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        indices = arguments[0]
+        if self.module.mode == "mean":
+            counted = indices != (-1 if self.module.padding_idx is None else self.module.padding_idx)
+            gradient = gradient / counted.sum(1).clamp(min=1)[:, None]
+        return self._looked_up(indices, gradient[:, :, None].expand(-1, -1, indices.shape[1], -1))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
 
@@ -52,16 +56,12 @@ class FactoredLinear2dRule(Rule):
         return shapes | {"bias_in": FactorShape.bias(d), "bias_out": FactorShape.bias(y)}
 
     def inputs(self, x: Tensor) -> None:
-        m = self.module
         x = x.flatten(2)
         self.collect_weights()
         if "weight_in" in self.factors:
             self.factors["weight_in"].input_moment.add(x)
         if "weight_out" in self.factors:
-            z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0))  # (C, N, D)
-            if m.bias_in is not None:
-                z += m.bias_in.detach()
-            self.factors["weight_out"].input_moment.add(z.permute(1, 2, 0))
+            self.factors["weight_out"].input_moment.add(self.intermediate(x))
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         factors = self.factors
@@ -86,6 +86,33 @@ class FactoredLinear2dRule(Rule):
             return None
         dx = found[0] if len(found) == 1 else torch.cat(found)
         return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        x, g = arguments[0].flatten(2), gradient.flatten(3)  # (N, C, X), (K, N, D, Y)
+        found = {}
+        if "weight_out" in self.trainable:
+            found["weight_out"] = Jacobian(self.on_basis(g, "out")[:, :, None], self.intermediate(x)[:, None])
+        if "weight_in" in self.trainable or "bias_in" in self.trainable:
+            rows = g.flatten(0, 1).transpose(0, 1)  # (D, KN, Y)
+            dz = torch.bmm(rows, self._weight_out.transpose(1, 2)).unflatten(1, gradient.shape[:2])  # (D, K, N, C)
+            if "weight_in" in self.trainable:
+                found["weight_in"] = Jacobian(dz.permute(1, 2, 3, 0)[:, :, None], self.on_basis(x, "in")[:, None])
+            if "bias_in" in self.trainable:
+                found["bias_in"] = Jacobian.of_bias(dz.sum(3).permute(1, 2, 0))
+        if "bias_out" in self.trainable:
+            found["bias_out"] = Jacobian.of_bias(g.sum(2))
+        return found
+
+    def on_basis(self, values: Tensor, side: str) -> Tensor:
+        """What a side's weight sees of values at all positions, ``(..., X)``."""
+        return values
+
+    def intermediate(self, x: Tensor) -> Tensor:
+        """z ``(N, D, C)`` of x ``(N, C, X)``."""
+        z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0))  # (C, N, D)
+        if self.module.bias_in is not None:
+            z += self.module.bias_in.detach()
+        return z.permute(1, 2, 0)
 
     def _rows_at_once(self, g: Tensor) -> int:
         """Rows of g in a chunk: a multiple of :data:`MIN_ROWS` whose dz takes at most :data:`MAX_INTERMEDIATE`; on other devices than
@@ -141,3 +168,9 @@ class SparseFactoredLinear2dRule(FactoredLinear2dRule):
             "weight_out": FactorShape(d, c, b, d if per_channel else 1, output_basis=m.basis_out, layout="gab"),
             "bias_in": FactorShape.bias(d),
         }
+
+    def on_basis(self, values: Tensor, side: str) -> Tensor:
+        return values @ getattr(self.module, f"basis_{side}").matrix().to(values).T
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        return super().jacobians(arguments, gradient)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import add_summed_outputs, summed_patches
+from ella_cuda.laplace.rules.conv import add_summed_outputs, convolution_jacobians, pad, patches, summed_patches
 from ella_cuda.nn import GroupFilter2d
 
 
@@ -70,3 +73,12 @@ class GroupFilter2dRule(Rule):
             moment.count(slices.shape[0] * height * width)
         if "bias" in self.factors or self.approximation == "reduce":
             add_summed_outputs(self, gradient.sum((3, 4, 5)).flatten(0, 1))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        x, rows = arguments[0], None
+        if "weight" in self.trainable:
+            sides = [(k // 2, k // 2) for k in self.module.kernel_size]
+            rows = patches(pad(self._seen(x), sides, "circular"), self.module, (1, 1))  # (N*G, HW, 1, a)
+            blocks = self.shapes()["weight"].groups
+            rows = rows.flatten(2).unflatten(2, (blocks, -1)).unflatten(0, (x.shape[0], -1)).flatten(1, 2)
+        return convolution_jacobians(self, rows, gradient)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 
 
@@ -65,6 +68,20 @@ class LinearRule(Rule):
                 else gradient.reshape(-1, 1, gradient.shape[-1])
             )
 
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        return linear_jacobians(self, arguments[0], gradient)
+
+
+def linear_jacobians(rule: Rule, x: Tensor, gradient: Tensor) -> dict[str, Jacobian]:
+    """Of a map of the input's last axis to the output's: x ``(N, ..., in)``, gradient ``(K, N, ..., out)``."""
+    outputs = gradient.reshape(*gradient.shape[:2], -1, 1, gradient.shape[-1])  # (K, N, T, 1, out)
+    found = {}
+    if "weight" in rule.trainable:
+        found["weight"] = Jacobian(outputs, x.reshape(x.shape[0], -1, 1, x.shape[-1]))
+    if "bias" in rule.trainable:
+        found["bias"] = Jacobian.of_bias(outputs[:, :, :, 0].sum(2))
+    return found
+
 
 @register(nn.Bilinear)
 class BilinearRule(Rule):
@@ -102,3 +119,7 @@ class BilinearRule(Rule):
                 moment.add(gradient.reshape(-1, 1, gradient.shape[-1]), 1 / max(positions, 1))
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(summed)
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        x1, x2 = arguments
+        return linear_jacobians(self, (x1[..., :, None] * x2[..., None, :]).flatten(-2), gradient)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.rules.base import Rule, register
 
 
@@ -46,6 +49,13 @@ class ScaleRule(Rule):
             self.factors["weight"].output_moment.add(self._rows(gradient * self.kept))
         if "bias" in self.factors:
             self.factors["bias"].output_moment.add(self._rows(gradient))
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        values = {"weight": lambda: gradient * self._normalised(arguments[0]), "bias": lambda: gradient}
+        return {
+            name: Jacobian.of_bias(self._rows(values[name]()).unflatten(0, gradient.shape[:2])[:, :, 0])
+            for name in self.trainable
+        }
 
 
 @register(nn.BatchNorm1d)
@@ -142,3 +152,6 @@ class PReLURule(ScaleRule):
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.clamp(max=0)
+
+    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
+        return super().jacobians(arguments, gradient)

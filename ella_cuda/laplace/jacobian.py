@@ -1,0 +1,151 @@
+"""Jacobians of a network's outputs in one parameter tensor, of single data points, in the layout of the tensor's factor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.factors import FactorShape
+
+
+class Jacobian(NamedTuple):
+    r"""Of K outputs of each of N data points:
+    :math:`M_{kngij} = \sum_t \mathtt{inputs}_{ntgi}\, \mathtt{outputs}_{kntgj}` over T shared positions.
+
+    Attributes:
+        outputs: ``(K, N, T, G, b)``; without ``inputs`` and ``index`` M itself, ``(K, N, G, a, b)``.
+        inputs: ``(N, T, G, a)``, or None.
+        index: ``(N, T)``, where the inputs are one-hot, as an embedding's: the block of each position, in the place of ``inputs``; a = 1
+            and ``outputs`` is ``(K, N, T, 1, b)``.
+        blocks: the blocks that g counts, of all that the tensor has; None is all.
+    """
+
+    outputs: Tensor
+    inputs: Tensor | None = None
+    index: Tensor | None = None
+    blocks: range | None = None
+
+    @classmethod
+    def of_bias(cls, rows: Tensor) -> Jacobian:
+        """Of a parameter without an input side: ``rows`` ``(K, N, b)``."""
+        return cls(rows[:, :, None, None])
+
+    def dense(self, groups: int) -> Tensor:
+        """M, ``(K, N, groups, a, b)``."""
+        if self.index is not None:
+            columns, n, _, _, b = self.outputs.shape
+            whole = self.outputs.new_zeros(columns, n, groups, b)
+            return whole.scatter_add(
+                2, self.index[None, :, :, None].expand(columns, -1, -1, b), self.outputs[:, :, :, 0]
+            )[:, :, :, None]
+        m = self.outputs if self.inputs is None else torch.einsum("ntgi,kntgj->kngij", self.inputs, self.outputs)
+        if self.blocks is None or len(self.blocks) == groups:
+            return m
+        whole = m.new_zeros(*m.shape[:2], groups, *m.shape[3:])
+        whole[:, :, self.blocks.start : self.blocks.stop] = m
+        return whole
+
+    def in_shape(self, shape: FactorShape, other: FactorShape, parameter: Tensor) -> Jacobian:
+        """The same Jacobian by the blocks of another factor of the parameter."""
+        if shape == other:
+            return self
+        tensor = shape.from_blocks(self.dense(shape.groups), parameter.shape)
+        return Jacobian(other.to_blocks(tensor, 2))
+
+
+def total(parts: Sequence[Jacobian], groups: int) -> Jacobian:
+    """The sum of Jacobians in the same blocks: positions of several calls are positions of one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    kinds = {(part.inputs is None, part.index is None, part.blocks) for part in parts}
+    if len(kinds) == 1 and first.inputs is not None:
+        inputs = torch.cat([part.inputs for part in parts], 1)
+        return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), inputs=inputs)
+    if len(kinds) == 1 and first.index is not None:
+        index = torch.cat([part.index for part in parts], 1)
+        return first._replace(outputs=torch.cat([part.outputs for part in parts], 2), index=index)
+    if len(kinds) == 1:
+        return first._replace(outputs=torch.stack([part.outputs for part in parts]).sum(0))
+    return Jacobian(torch.stack([part.dense(groups) for part in parts]).sum(0))
+
+
+def by_autograd(
+    module: nn.Module, names: Sequence[str], arguments: Sequence[Any], gradient: Tensor
+) -> dict[str, Tensor]:
+    """Gradients in a layer's own parameters from those at its output, by autograd of the layer alone, one data point after the other
+    where :func:`torch.func.vmap` cannot take the layer.
+
+    Args:
+        module: the layer; its forward is called without hooks.
+        names: of the parameters.
+        arguments: of the call, tensors ``(N, ...)``.
+        gradient: ``(K, N, ...)``.
+
+    Returns:
+        ``(K, N, *parameter.shape)`` of each.
+    """
+    values = {name: module.get_parameter(name).detach() for name in names}
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+
+    def outputs(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Tensor:
+        those = iter(parts)
+        call = [next(those)[None] if isinstance(a, Tensor) else a for a in arguments]
+        with _replaced(module, parameters):
+            return module.forward(*call)[0]
+
+    def of_one(parts: list[Tensor], columns: Tensor) -> dict[str, Tensor]:
+        _, vjp = torch.func.vjp(lambda parameters: outputs(parameters, parts), values)
+        return torch.func.vmap(lambda column: vjp(column)[0])(columns)
+
+    with _without_hooks(module):
+        try:
+            return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors, gradient)
+        except Exception:  # whatever the layer's functions raise under vmap
+            found = [
+                _one(values, lambda p, n=n: outputs(p, [t[n] for t in tensors]), gradient[:, n])
+                for n in range(gradient.shape[1])
+            ]
+    return {name: torch.stack([each[name] for each in found], 1) for name in names}
+
+
+def _one(
+    values: Mapping[str, Tensor], outputs: Callable[[Mapping[str, Tensor]], Tensor], columns: Tensor
+) -> dict[str, Tensor]:
+    """The gradients ``(K, *parameter.shape)`` of one data point by plain autograd."""
+    leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+    with torch.enable_grad():
+        out = outputs(leaves)
+    rows = [
+        torch.autograd.grad(out, list(leaves.values()), c, retain_graph=True, materialize_grads=True) for c in columns
+    ]
+    return {name: torch.stack(parts) for name, parts in zip(leaves, zip(*rows, strict=True), strict=True)}
+
+
+@contextlib.contextmanager
+def _replaced(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    before = {name: module._parameters[name] for name in values}
+    try:
+        module._parameters.update(values)
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """For the duration of the context, modules inside of the layer call none of their hooks: those of a pass are among them."""
+    inside = list(module.modules())
+    before = [m._forward_hooks for m in inside]
+    try:
+        for m in inside:
+            m._forward_hooks = OrderedDict()
+        yield
+    finally:
+        for m, hooks in zip(inside, before, strict=True):
+            m._forward_hooks = hooks

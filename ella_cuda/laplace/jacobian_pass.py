@@ -1,0 +1,249 @@
+"""Jacobians of all outputs in all parameters, layer by layer, while columns go back through the network once.
+
+No Jacobian is there for all layers at once: a layer's is handed to whoever wants it as soon as the gradients at the layer's output are
+there. What is kept for all layers are the layers' inputs.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.batches import Inputs, data_points, take
+from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, requiring_grad
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian, total
+from ella_cuda.laplace.likelihoods import Columns
+from ella_cuda.laplace.probe import Place
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.uses import Use, Uses, batch_first
+from ella_cuda.nn._autocast import full
+
+Take = Callable[[str, Jacobian], None]  # (name of the parameter, its Jacobian)
+ColumnsOf = Callable[[Tensor, slice], Columns | Tensor]  # of outputs and which data points they are of
+
+
+class JacobianPass(CurvaturePass):
+    """The passes of a prediction; see :func:`jacobian_pass`.
+
+    Args:
+        model: the network.
+        rules: of its layers with trainable parameters, new.
+        shapes: by name, of the parameters whose Jacobians are wanted, those of their factors.
+        memory_budget: bytes that the gradients of a pass may take.
+    """
+
+    def __init__(
+        self, model: nn.Module, rules: Sequence[Rule], shapes: Mapping[str, FactorShape], memory_budget: int
+    ) -> None:
+        super().__init__(model, rules, memory_budget)
+        self.shapes = shapes
+        self._names = {id(p): name for name, p in model.named_parameters() if name in shapes}
+        for rule in self.rules:
+            if not rule.knows_jacobians():
+                rule.allocate(_Nothing)  # what its inputs add to
+        self.uses = _KeptUses(self._seen)
+        self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
+        self._take: Take = lambda name, jacobian: None
+
+    def run(self, x: Inputs, columns: ColumnsOf, take_jacobian: Callable[[slice], Take], each_alone: bool) -> Tensor:
+        """The outputs ``(N, ...)`` of all data points, some at a time, whose Jacobians are handed out.
+
+        Args:
+            x: inputs.
+            columns: what is to go back.
+            take_jacobian: who gets the Jacobians of these data points: all columns of a parameter in one call, or, with ``each_alone``,
+                some after the other.
+            each_alone: whether columns may be handed out apart.
+        """
+        count, outputs = data_points(x), []
+        step = self._step(take(x, slice(1)), columns) if count else 1
+        for begin in range(0, max(count, 1), step):
+            which = slice(begin, begin + step)
+            self._take = take_jacobian(which)
+            outputs.append(self._some(take(x, which), lambda out, w=which: columns(out, w), each_alone))
+        return torch.cat(outputs)
+
+    def _step(self, one: Inputs, columns: ColumnsOf) -> int:
+        """How many data points go together: as many as the budget has room for with all columns, one at least."""
+        with self.nodes():
+            outputs = self.forward(one)
+            wanted = len(columns(outputs.detach(), slice(1)))
+        self.release()
+        return max(self.memory_budget // max(self.column_bytes * wanted, 1), 1)
+
+    def _some(self, x: Inputs, columns: Callable[[Tensor], Columns | Tensor], each_alone: bool) -> Tensor:
+        with self.nodes():
+            outputs = self.forward(x)
+            found = outputs.detach()
+            back = columns(found)
+            room = max(self.memory_budget // max(self.column_bytes, 1), 1)
+            size = min(len(back), room) if each_alone else len(back)
+            try:
+                for begin in range(0, len(back), size):
+                    self._go_back(outputs, back[begin : begin + size])
+                    self._hand_out()
+            finally:
+                self._awaited.clear()
+                self.release()
+        if self.per_example is not None and len(found):
+            for begin in range(0, len(back), size):
+                for name, gradient in self.per_example.gradients(x, back[begin : begin + size]).items():
+                    if name in self.shapes:
+                        self._take(name, Jacobian(self.shapes[name].to_blocks(gradient, 2)))
+        return found
+
+    def _go_back(self, outputs: Tensor, columns: Tensor) -> None:
+        if not (len(self.uses) and outputs.requires_grad and len(outputs)):
+            return
+        self.uses.together = self.findings.batched
+        self._differentiating = True
+        try:
+            with self._attention():
+
+                def vjp(column: Tensor) -> Tensor:
+                    torch.autograd.grad(outputs, self._anchor, column, retain_graph=True, allow_unused=True)
+                    return column.new_zeros(())
+
+                if self.findings.batched:
+                    torch.func.vmap(vjp)(columns)
+                else:
+                    for column in columns:
+                        vjp(column)
+                    self.uses.join()
+        finally:
+            self._differentiating = False
+
+    def _seen(self, use: _KeptUse, gradient: Tensor) -> None:
+        """Take what a call's gradients say, ``(K, N, ...)``."""
+        with torch.no_grad():
+            parameters, shapes = use.rule.parameters(), use.rule.shapes()
+            for name, jacobian in use.rule.jacobians(use.arguments, gradient).items():
+                parameter = parameters[name]
+                full = self._names.get(id(parameter))
+                if full is None:
+                    continue
+                jacobian = jacobian.in_shape(shapes[name], self.shapes[full], parameter)
+                key = full, jacobian.blocks
+                calls = self._awaited.setdefault(key, [])
+                calls.append(jacobian)
+                if len(calls) == self.uses.calls_of(parameter, use.took_part[name]):
+                    self._hand_on(key)
+
+    def _hand_on(self, key: tuple[str, range | None]) -> None:
+        name, _ = key
+        self._take(name, total(self._awaited.pop(key), self.shapes[name].groups))
+
+    def _hand_out(self) -> None:
+        """What is left: of parameters some of whose calls have no part in the outputs."""
+        with torch.no_grad():
+            for key in list(self._awaited):
+                self._hand_on(key)
+
+
+class _KeptUse(Use):
+    """A call with its arguments, their versions, and the blocks of the parameters that took part."""
+
+    arguments: Sequence[Any] = ()
+    versions: Sequence[int] = ()
+    took_part: Mapping[str, range | None]
+
+    def outputs(self, gradient: Tensor) -> None:
+        with self.uses.ready(self):
+            self.uses.see(self, self._batch_first(gradient))
+
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        found = super().vjp(gradient, input_shape)
+        self.uses.see(self, self._batch_first(gradient))
+        return found
+
+
+class _KeptUses(Uses):
+    """The calls of one batch with their arguments; nothing is accumulated.
+
+    Attributes:
+        together: whether a call gets the gradients of all columns at once.
+    """
+
+    def __init__(self, seen: Callable[[_KeptUse, Tensor], None]) -> None:
+        super().__init__()
+        self._seen, self.together = seen, True
+        self._calls: collections.Counter[tuple[int, range | None]] = collections.Counter()
+        self._apart: dict[_KeptUse, list[Tensor]] = {}
+
+    def call(self, rule: Rule, arguments: Sequence[Any], place: Place) -> _KeptUse:
+        use = _KeptUse(self, rule, place)
+        use.arguments = [full(batch_first(a, place)) if isinstance(a, Tensor) else a for a in arguments]
+        use.versions = [a._version for a in use.arguments if isinstance(a, Tensor)]
+        rule.inputs(*use.arguments)
+        use.keep_state()
+        use.took_part = rule.touched()
+        parameters = rule.parameters()
+        for name, blocks in use.took_part.items():
+            self._calls[id(parameters[name]), blocks] += 1
+        self._all.append(use)
+        self._counts[rule] += 1
+        return use
+
+    def calls_of(self, parameter: nn.Parameter, blocks: range | None) -> int:
+        """How many calls have a part in the gradient of these blocks of a parameter."""
+        return self._calls[id(parameter), blocks]
+
+    def see(self, use: _KeptUse, gradient: Tensor) -> None:
+        """A call's gradients, of some or of all columns."""
+        if [a._version for a in use.arguments if isinstance(a, Tensor)] != use.versions:
+            raise ValueError(
+                f"{use.rule.label}: its input was changed in place after the call; its Jacobian needs it as it was. Change a copy."
+            )
+        if self.together:
+            self._seen(use, gradient)
+        else:
+            self._apart.setdefault(use, []).append(gradient)
+
+    def join(self) -> None:
+        """All columns of calls that got them one after the other are there."""
+        for use, gradients in self._apart.items():
+            with self.ready(use):
+                self._seen(use, torch.cat(gradients))
+        self._apart.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._calls.clear()
+        self._apart.clear()
+
+
+class _Nothing(SecondMoment):
+    """Takes what a rule adds, and keeps nothing of it."""
+
+    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: Any = None) -> None:
+        super().__init__(0, 0, like, name, basis)
+        self.total = self.total.new_zeros(()).expand(groups, size, size)
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    add = add_to = add_weighted = add_counts = add_diagonal = add_windows = add_patches = count = _ignore
+
+    def clone(self, name: str) -> _Nothing:
+        return self
+
+
+@contextmanager
+def jacobian_pass(
+    model: nn.Module, rules: Sequence[Rule], shapes: Mapping[str, FactorShape], memory_budget: int
+) -> Iterator[JacobianPass]:
+    """The passes of a prediction over a model :func:`at_test_time` whose parameters and buffers are constants, for the duration of the
+    context."""
+    run = JacobianPass(model, rules, shapes, memory_budget)
+    with at_test_time(model), requiring_grad([*run.parameters, *run.hyperparameters], False):
+        try:
+            yield run
+        finally:
+            run.release()

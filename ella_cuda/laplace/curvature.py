@@ -126,13 +126,14 @@ class CurvaturePass:
         self.column_bytes = 0
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         self._differentiating = False  # whether columns are on their way back
+        self._aside = False  # whether the network runs for somebody else
         self.hyperparameters = list(hyperparameters(model).values())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.findings = Findings({}, frozenset(), True)
 
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
-        self._attention = _in_plain_products if several else nullcontext
+        self._attention = in_plain_products if several else nullcontext
         with (
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
@@ -140,8 +141,17 @@ class CurvaturePass:
         ):
             self.findings = probe(self.model, self.rules, x, several)
             if self.per_example is not None:
-                with _in_plain_products():
+                with in_plain_products():
                     self.per_example.try_out(x)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For the duration of the context, within :meth:`nodes`, layers' calls make no nodes."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     @contextmanager
     def nodes(self) -> Iterator[None]:
@@ -173,7 +183,7 @@ class CurvaturePass:
     def add_per_example(self, x: Inputs, columns: Columns | Tensor) -> None:
         """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`."""
         if self.per_example is not None:
-            with _in_plain_products():
+            with in_plain_products():
                 self.per_example.add(x, columns, max(self.column_bytes, bytes_each(columns)), self.memory_budget)
 
     def backward(self, outputs: Tensor, columns: Columns | Tensor) -> None:
@@ -228,6 +238,8 @@ class CurvaturePass:
 
         def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
             kind = type(out)
+            if self._aside:
+                return out
             if self._differentiating:
                 # A checkpoint computes the layer anew, for what others saved: our nodes and this sum save nothing.
                 out = plain_tensor(out)
@@ -259,6 +271,8 @@ class CurvaturePass:
 
     def _used_by_function(self, module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """What a function made of a linear layer's parameters, behind our node."""
+        if self._aside:
+            return out
         if self._differentiating:
             return out + self._anchor
         rule = self._by_module[module]
@@ -268,6 +282,8 @@ class CurvaturePass:
         """What stands behind the projections inside of an attention."""
 
         def tap(arguments: tuple[Any, ...], out: Tensor, axis: int) -> Tensor:
+            if self._aside:
+                return out
             if self._differentiating:
                 return out + self._anchor
             return self._node(rule, arguments, out, Place(axis))
@@ -344,7 +360,7 @@ run_as_written = _ProcessWide(_run_eagerly)
 """For the duration of the context, compiled modules run as they are written."""
 _without_fastpath = _ProcessWide(_leave_fastpath)
 """For the duration of the context, transformer layers call their parts, which they skip where nothing requires a gradient."""
-_in_plain_products = _ProcessWide(_multiply_attention_out)
+in_plain_products = _ProcessWide(_multiply_attention_out)
 """For the duration of the context, attention is products and a softmax, which vmap takes; it loops over the columns of a fused kernel."""
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from ella_cuda.laplace.cusolver import BATCHED_IN_TORCH, CusolverError, batched_eigenvalues
 from ella_cuda.laplace.lapack import calls_at_once, map_at_once
+
+Found = TypeVar("Found", Tensor, tuple[Tensor, Tensor])  # of blocks: eigenvalues, or eigenvectors too
 
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
 AT_ONCE_ON_CPU, AT_ONCE_ELSEWHERE = 1 << 20, 1 << 27
@@ -63,8 +67,21 @@ def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
             values = eigenvalues(torch.cat([sets[p] for p in together]) if together[1:] else sets[together[0]])
             found |= zip(together, values.split([sets[p].shape[0] for p in together]), strict=True)
     on_cpu = [place for place, blocks in enumerate(sets) if blocks.is_cpu]
-    found |= zip(on_cpu, _by_threads([sets[p] for p in on_cpu]), strict=True)
+    found |= zip(on_cpu, _by_threads([sets[p] for p in on_cpu], _decompose), strict=True)
     return [found[place] for place in range(len(sets))]
+
+
+def eigenbases_of_all(sets: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues ``(G, d)`` as :func:`eigenvalues` and eigenvectors ``(G, d, d)``, columns, float64, of each set of blocks, as constants.
+    On the CPU threads share the blocks.
+
+    Raises:
+        torch.linalg.LinAlgError: where a block's do not converge.
+    """
+    sets = [blocks.detach() for blocks in sets]
+    if all(blocks.is_cpu for blocks in sets):
+        return _by_threads(sets, _decompose_whole)
+    return [_joined([_decompose_whole(part) for part in _split(blocks)]) for blocks in sets]
 
 
 def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:
@@ -77,28 +94,38 @@ def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:
     return 3 * torch.float64.itemsize * most
 
 
-def _by_threads(sets: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`eigenvalues` of each, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large that a
+def _by_threads(sets: Sequence[Tensor], decompose: Callable[[Tensor], Found]) -> list[Found]:
+    """What ``decompose`` gives of each, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large that a
     thread may not hold one, and what would otherwise keep one thread busy when the others are done."""
     parts = [(place, part) for place, blocks in enumerate(sets) for part in _split(blocks)]
     costs = [part.shape[0] * part.shape[1] ** 3 for _, part in parts]
     most = sum(costs) / calls_at_once()
-    found: dict[int, Tensor] = {}
+    found: dict[int, Found] = {}
     shared = []
     for at in sorted(range(len(parts)), key=costs.__getitem__, reverse=True):
         if parts[at][1].shape[1] ** 2 > AT_ONCE_ON_CPU or costs[at] > most:
-            found[at] = _decompose(parts[at][1])
+            found[at] = decompose(parts[at][1])
         else:
             shared.append(at)
-    found |= zip(shared, map_at_once(_decompose, [parts[at][1] for at in shared]), strict=True)
-    by_set: list[list[Tensor]] = [[] for _ in sets]
+    found |= zip(shared, map_at_once(decompose, [parts[at][1] for at in shared]), strict=True)
+    by_set: list[list[Found]] = [[] for _ in sets]
     for at, (place, _) in enumerate(parts):
         by_set[place].append(found[at])
-    return [torch.cat(values) for values in by_set]
+    return [_joined(values) for values in by_set]
+
+
+def _joined(parts: Sequence[Found]) -> Found:
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def _decompose(blocks: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(blocks.double())
+
+
+def _decompose_whole(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return tuple(torch.linalg.eigh(blocks.double()))
 
 
 def _split(blocks: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, take
-from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, requiring_grad
+from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, total
 from ella_cuda.laplace.likelihoods import Columns
@@ -25,8 +25,21 @@ from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.uses import Use, Uses, batch_first
 from ella_cuda.nn._autocast import full
 
-Take = Callable[[str, Jacobian], None]  # (name of the parameter, its Jacobian)
 ColumnsOf = Callable[[Tensor, slice], Columns | Tensor]  # of outputs and which data points they are of
+
+
+class Consumer:
+    """Takes Jacobians: between :meth:`begin` and :meth:`end`, of some data points and some columns, each parameter's once; a parameter
+    without a part in the outputs may be missing, and one whose blocks come from several calls comes in parts."""
+
+    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
+        """What follows is of these data points, whose outputs are ``(N, ...)``, and columns."""
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        """A parameter's."""
+
+    def end(self) -> None:
+        """All parameters' were there."""
 
 
 class JacobianPass(CurvaturePass):
@@ -50,53 +63,55 @@ class JacobianPass(CurvaturePass):
                 rule.allocate(_Nothing)  # what its inputs add to
         self.uses = _KeptUses(self._seen)
         self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
-        self._take: Take = lambda name, jacobian: None
+        self._consumer = Consumer()
 
-    def run(self, x: Inputs, columns: ColumnsOf, take_jacobian: Callable[[slice], Take], each_alone: bool) -> Tensor:
-        """The outputs ``(N, ...)`` of all data points, some at a time, whose Jacobians are handed out.
+    def run(
+        self, x: Inputs, columns: ColumnsOf, consumer: Consumer, all_data: bool = False, each_alone: bool = False
+    ) -> Tensor:
+        """Hand the Jacobians of all data points out, those of some points at a time; returns the outputs ``(N, ...)``.
 
         Args:
             x: inputs.
             columns: what is to go back.
-            take_jacobian: who gets the Jacobians of these data points: all columns of a parameter in one call, or, with ``each_alone``,
-                some after the other.
-            each_alone: whether columns may be handed out apart.
+            consumer: who gets them.
+            all_data: whether the Jacobians of a parameter are wanted of all data points at once.
+            each_alone: whether columns may come some at a time; otherwise a parameter's come together.
         """
         count, outputs = data_points(x), []
-        step = self._step(take(x, slice(1)), columns) if count else 1
+        step = max(count, 1) if all_data or not count else self._step(take(x, slice(1)), columns, each_alone)
         for begin in range(0, max(count, 1), step):
             which = slice(begin, begin + step)
-            self._take = take_jacobian(which)
-            outputs.append(self._some(take(x, which), lambda out, w=which: columns(out, w), each_alone))
+            outputs.append(self._some(take(x, which), which, columns, consumer, each_alone))
         return torch.cat(outputs)
 
-    def _step(self, one: Inputs, columns: ColumnsOf) -> int:
+    def _step(self, one: Inputs, columns: ColumnsOf, each_alone: bool) -> int:
         """How many data points go together: as many as the budget has room for with all columns, one at least."""
         with self.nodes():
             outputs = self.forward(one)
             wanted = len(columns(outputs.detach(), slice(1)))
         self.release()
-        return max(self.memory_budget // max(self.column_bytes * wanted, 1), 1)
+        return max(self.memory_budget // max(self.column_bytes * (1 if each_alone else wanted), 1), 1)
 
-    def _some(self, x: Inputs, columns: Callable[[Tensor], Columns | Tensor], each_alone: bool) -> Tensor:
+    def _some(self, x: Inputs, which: slice, columns: ColumnsOf, consumer: Consumer, each_alone: bool) -> Tensor:
         with self.nodes():
             outputs = self.forward(x)
             found = outputs.detach()
-            back = columns(found)
+            back = columns(found, which)
             room = max(self.memory_budget // max(self.column_bytes, 1), 1)
-            size = min(len(back), room) if each_alone else len(back)
+            size = max(min(len(back), room) if each_alone else len(back), 1)
             try:
                 for begin in range(0, len(back), size):
-                    self._go_back(outputs, back[begin : begin + size])
+                    part = slice(begin, min(begin + size, len(back)))
+                    consumer.begin(found, which, part)
+                    self._consumer = consumer
+                    chunk = back[part]
+                    self._go_back(outputs, chunk)
                     self._hand_out()
+                    self._hand_out_per_example(x, chunk)
+                    consumer.end()
             finally:
                 self._awaited.clear()
                 self.release()
-        if self.per_example is not None and len(found):
-            for begin in range(0, len(back), size):
-                for name, gradient in self.per_example.gradients(x, back[begin : begin + size]).items():
-                    if name in self.shapes:
-                        self._take(name, Jacobian(self.shapes[name].to_blocks(gradient, 2)))
         return found
 
     def _go_back(self, outputs: Tensor, columns: Tensor) -> None:
@@ -120,6 +135,16 @@ class JacobianPass(CurvaturePass):
         finally:
             self._differentiating = False
 
+    def _hand_out_per_example(self, x: Inputs, columns: Tensor) -> None:
+        """Of the parameters that no rule knows."""
+        if self.per_example is None or not data_points(x):
+            return
+        with self.aside(), in_plain_products():
+            found = self.per_example.gradients(x, columns)
+        for name, gradient in found.items():
+            if name in self.shapes:
+                self._consumer.take(name, Jacobian(self.shapes[name].to_blocks(gradient, 2)))
+
     def _seen(self, use: _KeptUse, gradient: Tensor) -> None:
         """Take what a call's gradients say, ``(K, N, ...)``."""
         with torch.no_grad():
@@ -138,7 +163,7 @@ class JacobianPass(CurvaturePass):
 
     def _hand_on(self, key: tuple[str, range | None]) -> None:
         name, _ = key
-        self._take(name, total(self._awaited.pop(key), self.shapes[name].groups))
+        self._consumer.take(name, total(self._awaited.pop(key), self.shapes[name].groups))
 
     def _hand_out(self) -> None:
         """What is left: of parameters some of whose calls have no part in the outputs."""

@@ -26,11 +26,14 @@ from ella_cuda.laplace.batches import (
 )
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
+from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
+from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, rules_for
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
@@ -59,7 +62,7 @@ def _running_the_model(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class KronLaplace:
+class KronLaplace(Predictive):
     r"""Laplace approximation of a network's posterior with block-Kronecker curvature.
 
     Every parameter tensor is a block of its own, with a prior precision of its own. Names follow laplace-torch. ``fit``
@@ -90,6 +93,8 @@ class KronLaplace:
             of a class with such a name. The log probability of a data point is the sum over its targets.
         prior_precision: a positive number, or one per trainable parameter tensor in ``model.named_parameters()`` order.
         sigma_noise: standard deviation of the Gaussian likelihood of a regression; must be 1 for others.
+        prior_mean: of the parameters, a number or one per element, ``(P,)``.
+        temperature: T, positive: likelihood and curvature are divided by it, so that a smaller one concentrates the posterior.
         fisher: "exact", or "mc": one random column per data point, unbiased and K-1 times cheaper.
         resolution: "shared" (the paper): one output-side factor for all channels of an F-FC weight; "per_channel": one
             per channel, with which each channel's own part of the block is exact for a single data point.
@@ -135,6 +140,8 @@ class KronLaplace:
         *,
         prior_precision: Value = 1.0,
         sigma_noise: Value = 1.0,
+        prior_mean: Value = 0.0,
+        temperature: float = 1.0,
         fisher: str = "exact",
         resolution: str = "shared",
         approximation: str = "expand",
@@ -171,8 +178,10 @@ class KronLaplace:
         self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
+        self.temperature = temperature
         self._hold([])
         self._forget()
+        self.prior_mean = prior_mean
 
     def __copy__(self) -> KronLaplace:
         """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
@@ -247,6 +256,7 @@ class KronLaplace:
         factors = by_parameter(rules)
         self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
         self._spectra = Spectra(self._factors.values())
+        self._eigenbases: dict[str, Eigenbasis] | None = None
         self._modules = list(self.model.modules())  # an evidence step is shorter than a walk through them
         self._no_scale = torch.zeros((), dtype=torch.float64, device=self._device)
 
@@ -259,6 +269,7 @@ class KronLaplace:
         self._bases = FittedBases(self.model)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
+        self._seen_versions: list[tuple[int, int]] = []
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
@@ -313,7 +324,7 @@ class KronLaplace:
             require_memory(self.model, rules)
         data_fit = DataFitGradient(self.model)
         fingerprint = fingerprint_of(self.model)
-        norms = torch.stack([p.detach().double().square().sum() for p in parameters.values()])
+        norms = self._norms(parameters, self._prior_mean)
         if anew:
             self._describe(parameters)
             self._rules = rules
@@ -369,7 +380,7 @@ class KronLaplace:
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
-        self._fingerprint = fingerprint
+        self._fingerprint, self._seen_versions = fingerprint, []
         return self
 
     def _taken(self, batch: Any) -> tuple[Inputs, Tensor]:
@@ -484,6 +495,51 @@ class KronLaplace:
     def sigma_noise(self, value: Value) -> None:
         self._sigma_noise = self._sigma(value)
 
+    @property
+    def prior_mean(self) -> Tensor:
+        """Of the parameters, 0-dim, or one value per element, ``(P,)``, in ``parameter_names`` order, float64; may be set, after a fit while
+        the parameters are those of the fit."""
+        return self._prior_mean
+
+    @prior_mean.setter
+    def prior_mean(self, value: Value) -> None:
+        mean = as_float64("prior_mean", value, self._device).detach().clone()
+        if mean.numel() != 1 and tuple(mean.shape) != (self.n_params,):
+            raise ValueError(
+                f"prior_mean: expected a number or one value for each of the {self.n_params} parameters, got shape {tuple(mean.shape)}."
+            )
+        if not mean.isfinite().all():
+            raise ValueError("prior_mean: expected finite values, got inf or nan.")
+        mean = mean.reshape(()) if mean.numel() == 1 else mean
+        if self.n_data:
+            self.require_unchanged()
+            self._square_norms = self._norms({n: self.model.get_parameter(n) for n in self.parameter_names}, mean)
+        self._prior_mean = mean
+
+    def _norms(self, parameters: Mapping[str, Tensor], mean: Tensor) -> Tensor:
+        """Of each parameter tensor, the squared distance from the prior's mean."""
+        mean = mean.to(next(iter(parameters.values())).device)
+        if not mean.dim():
+            return torch.stack([(p.detach().double() - mean).square().sum() for p in parameters.values()])
+        means = mean.split([p.numel() for p in parameters.values()])
+        return torch.stack(
+            [
+                (p.detach().double().flatten() - m).square().sum()
+                for p, m in zip(parameters.values(), means, strict=True)
+            ]
+        )
+
+    @property
+    def temperature(self) -> float:
+        """T, by which likelihood and curvature are divided."""
+        return self._temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        value = as_float64("temperature", value, torch.device("cpu"))
+        check_positive("temperature", value)
+        self._temperature = value.item()
+
     def _precisions(self, value: Value) -> Tensor:
         count = len(self.parameter_names)
         value = as_float64("prior_precision", value, self._device)
@@ -525,7 +581,9 @@ class KronLaplace:
                     )
                 # Adds nothing but the gradient.
                 statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
-        return self.likelihood_function.log_likelihood(statistic, self._n_targets, sigma)
+        if self._temperature == 1:
+            return self.likelihood_function.log_likelihood(statistic, self._n_targets, sigma)
+        return self.likelihood_function.log_likelihood(statistic / self._temperature, self._n_targets, sigma)
 
     def _sizes(self) -> Tensor:
         return torch.tensor(self._numels, dtype=torch.float64, device=self._device)
@@ -548,7 +606,7 @@ class KronLaplace:
 
     @property
     def scatter(self) -> Tensor:
-        """``sum_l delta_l ||theta_l||^2``, theta at the fit, 0-dim float64."""
+        """``sum_l delta_l ||theta_l - prior mean||^2``, theta at the fit, 0-dim float64."""
         self._fitted()
         return (self.prior_precision * self._square_norms).sum()
 
@@ -570,9 +628,10 @@ class KronLaplace:
 
     def _log_scale(self, log_sigma: Tensor | None) -> Tensor:
         """Logarithm of the curvature's factor, which is kept at sigma = 1; None: at ``self.sigma_noise``."""
+        scale = self._no_scale if self._temperature == 1 else self._no_scale - math.log(self._temperature)
         if log_sigma is None and not self.likelihood_function.has_noise:
-            return self._no_scale
-        return -2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
+            return scale
+        return scale - 2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
 
     def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
         """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
@@ -632,6 +691,38 @@ class KronLaplace:
                 optimizer.step()
         self.prior_precision = log_precision.detach().exp()
         return self.prior_precision
+
+    # the posterior ---------------------------------------------------------------------------------------------------
+
+    @property
+    def posterior_precision(self) -> KronPosterior:
+        """P = curvature + prior precision, at the present hyperparameters. The eigenvectors of the factors, as many numbers as these have,
+        are computed once for a fit."""
+        self._fitted()
+        self._bases.check()
+        return self.posterior_at(self.prior_precision)
+
+    def posterior_at(self, prior_precision: Value) -> KronPosterior:
+        """:attr:`posterior_precision` at another prior precision."""
+        if self._eigenbases is None:
+            shapes = {name: self.model.get_parameter(name).shape for name in self.parameter_names}
+            self._eigenbases = eigenbases(self._factors, shapes)
+        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
+        scale = self._log_scale(None).exp().detach()
+        return KronPosterior(self._eigenbases, self._precisions(prior_precision).detach(), scale, dtype)
+
+    def require_unchanged(self) -> None:
+        """RuntimeError where this is not fitted, or the model's parameters or buffers are not what they were at the fit."""
+        self._fitted()
+        versions = [(id(t), t._version) for t in (*self.model.parameters(), *self.model.buffers())]
+        if versions == self._seen_versions:
+            return
+        present = fingerprint_of(self.model).to(self._device)
+        if not torch.allclose(present, self._fingerprint, rtol=1e-12, atol=0):
+            raise RuntimeError(
+                "KronLaplace: the model's parameters or buffers changed since the fit, whose curvature is not theirs; call fit again."
+            )
+        self._seen_versions = versions
 
     # effective parameters --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.laplace.links import sigmoid_probabilities, softmax_probabilities
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.nn._autocast import full
 
@@ -69,12 +70,14 @@ class Likelihood(ABC):
         name: that it is registered under.
         has_noise: whether ``sigma_noise`` scales it: :meth:`log_prob` is then at sigma = 1 without normaliser, :meth:`log_likelihood` is
             complete, and the Hessian at sigma is that of :meth:`columns` over sigma^2.
-        has_classes: whether :meth:`hits` counts predictions that are right.
+        has_classes: whether :meth:`hits` counts predictions that are right, and predictions are :meth:`probabilities`.
+        couples_outputs: whether :meth:`probabilities` may take the covariances of a data point's outputs.
     """
 
     name: ClassVar[str] = ""
     has_noise: ClassVar[bool] = False
     has_classes: ClassVar[bool] = False
+    couples_outputs: ClassVar[bool] = False
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -114,6 +117,20 @@ class Likelihood(ABC):
         """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
         return _mean(-self.log_prob(full(outputs), targets).sum(), targets)
+
+    def response(self, outputs: Tensor) -> Tensor:
+        """What outputs ``(..., K)`` say of targets, of the same shape: here the outputs themselves."""
+        return outputs
+
+    def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+        """The mean of :meth:`response` under a Gaussian over outputs, ``(N, ..., K)``, of a likelihood with classes.
+
+        Args:
+            link: one of :data:`ella_cuda.laplace.links.LINKS` but "mc".
+            mean: ``(N, ..., K)``.
+            covariance: ``(N, ..., K, K)``; variances ``(N, ..., K)`` for a link that takes no others, and where outputs are not coupled.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define probabilities, as it has classes.")
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets of a right shape with values that :meth:`loss` takes in the place of those that it does not, and whether there were none
@@ -219,6 +236,7 @@ class Classification(Likelihood):
     label of its own; those with the label ``ignore_index`` have no part in the likelihood and its Hessian."""
 
     has_classes = True
+    couples_outputs = True
 
     def __init__(self, ignore_index: int = IGNORED) -> None:
         self.ignore_index = ignore_index
@@ -333,6 +351,12 @@ class Classification(Likelihood):
         rows = n * k if chosen is None else 2 * n * k  # copies of what is gathered
         return Columns(count, build, 3 * 8 * rows + outputs.element_size() * outputs.numel())
 
+    def response(self, outputs: Tensor) -> Tensor:
+        return torch.softmax(outputs, -1)
+
+    def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+        return softmax_probabilities(link, mean, covariance)
+
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
         p = torch.softmax(outputs.flatten(0, -2), 1)
         drawn = torch.multinomial(_on_device_of(p, generator), 1, generator=generator).to(p.device)
@@ -425,6 +449,12 @@ class Binary(IndependentLikelihood):
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.sigmoid(outputs) * torch.sigmoid(-outputs)
 
+    def response(self, outputs: Tensor) -> Tensor:
+        return torch.sigmoid(outputs)
+
+    def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+        return sigmoid_probabilities(link, mean, covariance)
+
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return targets, self._fits(targets).all()
 
@@ -454,6 +484,9 @@ class Poisson(IndependentLikelihood):
         return targets * outputs - outputs.exp() - torch.lgamma(targets + 1)
 
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.exp()
+
+    def response(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

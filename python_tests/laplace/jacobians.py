@@ -143,13 +143,20 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "our conv": (
         _images(
-            ella_nn.CircularConv2d(2, 3, 3), nn.Tanh(), ella_nn.StridedCircularConv2d(3, 4, 3), ella_nn.SparseConv2d(4, 3), channels=3
+            ella_nn.CircularConv2d(2, 3, 3),
+            nn.Tanh(),
+            ella_nn.StridedCircularConv2d(3, 4, 3),
+            ella_nn.SparseConv2d(4, 3),
+            channels=3,
         ),
         _real(2, 8, 8),
     ),
     "factored": (
         _images(
-            ella_nn.FactoredLinear2d(2, 3, 8, 4), nn.Tanh(), ella_nn.SparseFactoredLinear2d(3, 2, 4, 4, num_anchors=5), channels=2
+            ella_nn.FactoredLinear2d(2, 3, 8, 4),
+            nn.Tanh(),
+            ella_nn.SparseFactoredLinear2d(3, 2, 4, 4, num_anchors=5),
+            channels=2,
         ),
         _real(2, 8, 8),
     ),
@@ -181,7 +188,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         _real(2, 8),
     ),
-    "transposed": (_images(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), channels=3), _real(2, 4, 4)),
+    "transposed": (
+        _images(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), channels=3),
+        _real(2, 4, 4),
+    ),
     "twice": (Twice, _real(2, 8, 8)),
     "tied": (Tied, _words),
     "attention": (Attending, _real(3, 4)),
@@ -204,6 +214,9 @@ def dense_jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     rows = []
     for image in x:
         outputs = model(image[None]).flatten()
-        rows += [torch.autograd.grad(o, list(parameters.values()), retain_graph=True, materialize_grads=True) for o in outputs]
+        rows += [
+            torch.autograd.grad(o, list(parameters.values()), retain_graph=True, materialize_grads=True)
+            for o in outputs
+        ]
     stacked = [torch.stack(parts).unflatten(0, (len(x), -1)) for parts in zip(*rows, strict=True)]
     return dict(zip(parameters, stacked, strict=True))

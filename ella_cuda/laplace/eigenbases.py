@@ -1,0 +1,117 @@
+"""Eigenvectors of factors, in which a posterior's covariance is a diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.eigenvalues import eigenbases_of_all
+from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
+from ella_cuda.laplace.second_moment import SecondMoment
+
+
+class Eigenbasis(NamedTuple):
+    r"""Of a parameter tensor's curvature, :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T` in block g.
+
+    Attributes:
+        shape: of the factor.
+        parameter_shape: of the tensor.
+        values_in: :math:`\lambda`, ``(G, a)``, float64. values_out: :math:`\mu`, ``(G or 1, b)``, float64.
+        vectors_in: U, ``(G, a, a)``, of the parameter's dtype; None where it is the number one.
+        vectors_out: V, ``(G or 1, b, b)``.
+    """
+
+    shape: FactorShape
+    parameter_shape: torch.Size
+    values_in: Tensor
+    values_out: Tensor
+    vectors_in: Tensor | None
+    vectors_out: Tensor
+
+    def precisions(self, prior: Tensor, scale: Tensor) -> Tensor:
+        r""":math:`s \lambda \mu + \delta`, ``(G, a, b)``, float64."""
+        return scale * self.values_in[:, :, None] * self.values_out[:, None] + prior
+
+    def rotated(self, blocks: Tensor) -> Tensor:
+        """``(..., G, a, b)`` into the basis."""
+        return self.outputs_in(self.inputs_in(blocks))
+
+    def back(self, blocks: Tensor) -> Tensor:
+        """``(..., G, a, b)`` out of the basis."""
+        blocks = blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype) @ blocks
+        return blocks @ self.vectors_out.to(blocks.dtype).mT
+
+    def inputs_in(self, blocks: Tensor) -> Tensor:
+        """The input side alone of ``(..., G, a, b)``."""
+        return blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype).mT @ blocks
+
+    def outputs_in(self, blocks: Tensor) -> Tensor:
+        """The output side alone of ``(..., G, a, b)``."""
+        return blocks @ self.vectors_out.to(blocks.dtype)
+
+    def input_rows_in(self, rows: Tensor, blocks: range | None = None) -> Tensor:
+        """The rows ``(..., G, a)`` of the input side."""
+        return rows if self.vectors_in is None else _rows_in(rows, _some(self.vectors_in, blocks))
+
+    def output_rows_in(self, rows: Tensor, blocks: range | None = None) -> Tensor:
+        """The rows ``(..., G, b)`` of the output side."""
+        return _rows_in(rows, _some(self.vectors_out, blocks))
+
+    def restricted(self, blocks: range | None) -> Eigenbasis:
+        """The basis of these blocks alone."""
+        if blocks is None or len(blocks) == self.shape.groups:
+            return self
+        vectors_in = None if self.vectors_in is None else _some(self.vectors_in, blocks)
+        return self._replace(
+            values_in=_some(self.values_in, blocks),
+            values_out=_some(self.values_out, blocks),
+            vectors_in=vectors_in,
+            vectors_out=_some(self.vectors_out, blocks),
+        )
+
+
+def _some(of_blocks: Tensor, blocks: range | None) -> Tensor:
+    """What belongs to these blocks; what all share as it is."""
+    whole = blocks is None or of_blocks.shape[0] == 1
+    return of_blocks if whole else of_blocks[blocks.start : blocks.stop]
+
+
+def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
+    vectors = vectors.to(rows.dtype)
+    if vectors.shape[0] == 1:
+        return rows @ vectors[0]
+    return torch.einsum("...gi,gij->...gj", rows, vectors)
+
+
+def eigenbases(
+    factors: Mapping[str, KroneckerFactor], parameter_shapes: Mapping[str, torch.Size]
+) -> dict[str, Eigenbasis]:
+    """Of all factors, those that share a side with one decomposition of it.
+
+    Raises:
+        FloatingPointError, ArithmeticError: see :meth:`SecondMoment.eigenvalues`.
+        torch.linalg.LinAlgError: a block's eigenvectors did not converge.
+    """
+    sides = {m: None for f in factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
+    with torch.no_grad():
+        SecondMoment.decompose_all(sides)  # has words for what is wrong with a factor
+        moments = list(sides)
+        found = dict(zip(moments, eigenbases_of_all([m.projected() for m in moments]), strict=True))
+    result = {}
+    for name, factor in factors.items():
+        values_out, vectors_out = _taken(found[factor.output_moment], factor.output_moment)
+        values_in, vectors_in = values_out.new_ones(factor.shape.groups, 1), None
+        if factor.input_moment is not None:
+            values_in, vectors_in = _taken(found[factor.input_moment], factor.input_moment)
+            values_in = values_in / factor.n_data
+        vectors_in = None if factor.shape.inputs == 1 else vectors_in
+        result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values_in, values_out, vectors_in, vectors_out)
+    return result
+
+
+def _taken(found: tuple[Tensor, Tensor], moment: SecondMoment) -> tuple[Tensor, Tensor]:
+    values, vectors = found
+    return values.clamp(min=0), vectors.to(moment.dtype)

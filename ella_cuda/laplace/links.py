@@ -1,0 +1,71 @@
+"""Class probabilities from a Gaussian over logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.values import check_choice
+
+LINKS = ("probit", "probit_full", "mc", "bridge", "bridge_norm")
+DIAGONAL = ("probit",)  # those that read nothing but variances
+
+
+def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+    """Approximations of the softmax's mean under ``N(mean, covariance)``.
+
+    Args:
+        link: "probit" scales each logit by its variance; "probit_full" compares every pair of logits by the variance of their difference,
+            so that nothing depends on what is added to all of them; "bridge" is a Dirichlet's mean, "bridge_norm" with its correction of
+            large variances.
+        mean: ``(..., K)``. covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
+
+    Returns:
+        ``(..., K)``, sums of one.
+
+    Source: MacKay, "The evidence framework applied to classification networks", 1992 (probit); Hobbhahn, Kristiadi and Hennig, "Fast
+    predictive uncertainty for classification with Bayesian deep networks", UAI 2022 (bridge).
+    """
+    if link == "probit":
+        return torch.softmax(mean * _shrink(covariance), -1)
+    if link == "probit_full":
+        return _pairwise(mean, covariance)
+    return _bridge(mean, covariance, link == "bridge_norm")
+
+
+def sigmoid_probabilities(link: str, mean: Tensor, variance: Tensor) -> Tensor:
+    """The sigmoid's mean under independent Gaussians, by the probit approximation; ``(...)`` each.
+
+    Raises:
+        ValueError: the link is a Dirichlet's, of several classes.
+    """
+    check_choice("link_approx with likelihood='binary'", link, ("probit", "probit_full", "mc"))
+    return torch.sigmoid(mean * _shrink(variance))
+
+
+def _shrink(variance: Tensor) -> Tensor:
+    return 1 / (1 + math.pi / 8 * variance).sqrt()
+
+
+def _pairwise(mean: Tensor, covariance: Tensor) -> Tensor:
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    of_differences = (variances[..., :, None] + variances[..., None, :] - 2 * covariance).clamp(min=0)
+    differences = mean[..., None, :] - mean[..., :, None]  # of the others to each
+    return torch.softmax(-torch.logsumexp(differences * _shrink(of_differences), -1), -1)
+
+
+def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
+    classes = mean.shape[-1]
+    rows = covariance.sum(-1)
+    whole = rows.sum(-1, keepdim=True)
+    # Condition on logits that sum to zero.
+    mean = mean - rows * mean.sum(-1, keepdim=True) / whole
+    variances = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / whole
+    if normalised:
+        size = variances.mean(-1, keepdim=True) / math.sqrt(classes / 2)
+        mean, variances = mean / size.sqrt(), variances / size
+    log_sum = torch.logsumexp(-mean, -1, keepdim=True)
+    alpha = (1 - 2 / classes + (mean + log_sum).exp() / classes**2) / variances
+    return alpha / alpha.sum(-1, keepdim=True)

@@ -1,0 +1,236 @@
+"""The Gaussian posterior of a Kronecker-factored approximation: its precision, covariances of outputs, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from ella_cuda.laplace.eigenbases import Eigenbasis
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
+
+ON_CPU, ELSEWHERE = 32 << 20, 256 << 20  # bytes of a Jacobian that are written out at a time
+
+
+class Contraction(NamedTuple):
+    """Adds to a covariance of outputs.
+
+    Attributes:
+        take: ``(name, Jacobian)``, of one parameter.
+        finish: once all parameters' are there.
+    """
+
+    take: Callable[[str, Jacobian], None]
+    finish: Callable[[], None] = lambda: None
+
+
+class KronPosterior:
+    r"""The precision :math:`P = s H + \delta` of a posterior whose curvature H is Kronecker-factored, with a prior precision for each tensor.
+
+    Vectors of all parameters are in ``model.named_parameters()`` order, flattened one after the other. Nothing of the size of P is formed but
+    by :meth:`to_matrix`.
+
+    Args:
+        bases: of the factors, by parameter name, in order.
+        prior_precision: one value per tensor, float64.
+        scale: s, 0-dim float64: :math:`1/(\sigma^2 T)`.
+        dtype: of samples and of what :meth:`diag` and :meth:`to_matrix` give.
+    """
+
+    def __init__(self, bases: Mapping[str, Eigenbasis], prior_precision: Tensor, scale: Tensor, dtype: torch.dtype):
+        self.bases, self.prior_precision, self.scale, self.dtype = bases, prior_precision, scale, dtype
+        self._prior = dict(zip(bases, prior_precision.unbind(), strict=True))
+        self._sizes = [basis.shape.numel for basis in bases.values()]
+        self.n_params = sum(self._sizes)
+
+    @property
+    def shapes(self) -> dict[str, FactorShape]:
+        """Of the factors, by parameter name."""
+        return {name: basis.shape for name, basis in self.bases.items()}
+
+    def logdet(self) -> Tensor:
+        """``log|P|``, 0-dim float64."""
+        parts = [
+            ops.kron_logdet(basis.values_in, basis.values_out * self.scale, self._prior[name])
+            for name, basis in self.bases.items()
+        ]
+        return torch.stack(parts).sum()
+
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        """``P^exponent`` times vectors ``(..., P)``."""
+        found = [
+            basis.back(basis.rotated(part) * self._power(name, exponent)) for name, basis, part in self._parts(vectors)
+        ]
+        return self._joined(found).to(vectors.dtype)
+
+    def square_form(self, vectors: Tensor, exponent: float = 1) -> Tensor:
+        """``v^T P^exponent v`` of vectors ``(..., P)``: ``(...)``, float64."""
+        terms = [
+            (basis.rotated(part).square() * self._power(name, exponent)).sum((-3, -2, -1))
+            for name, basis, part in self._parts(vectors)
+        ]
+        return torch.stack(terms).sum(0)
+
+    def inv_square_form(self, jacobians: Tensor) -> Tensor:
+        """``J P^-1 J^T`` of ``(N, K, P)``: ``(N, K, K)``."""
+        variance = jacobians.new_zeros(*jacobians.shape[:2], jacobians.shape[1], dtype=torch.float64)
+        self._add_flat(variance, jacobians)
+        return variance.to(jacobians.dtype)
+
+    def joint_square_form(self, jacobians: Tensor) -> Tensor:
+        """``J P^-1 J^T`` of all rows of ``(N, K, P)`` or ``(N K, P)``: ``(N K, N K)``."""
+        rows = jacobians.reshape(1, -1, self.n_params)
+        return self.inv_square_form(rows)[0]
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        """The diagonal of ``P^exponent``, ``(P,)``: with -1 the parameters' variances."""
+        found = []
+        for name, basis in self.bases.items():
+            values = self._power(name, exponent)
+            if basis.vectors_in is not None:
+                values = basis.vectors_in.double().square() @ values
+            found.append(values @ basis.vectors_out.double().square().mT)
+        return self._joined(found).to(self.dtype)
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """``P^exponent``, ``(P, P)``. For small networks and tests."""
+        return self.bmm(torch.eye(self.n_params, dtype=self.dtype, device=self.scale.device), exponent)
+
+    def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from ``N(0, P^-1)``, ``(n_samples, P)``: the generator's numbers in the eigenbases."""
+        device = self.scale.device
+        drawn = torch.randn(
+            n_samples,
+            self.n_params,
+            dtype=self.dtype,
+            device=device if generator is None else generator.device,
+            generator=generator,
+        ).to(device)
+        found = [basis.back(part * self._power(name, -0.5).to(self.dtype)) for name, basis, part in self._parts(drawn)]
+        return self._joined(found)
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        """What adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
+
+        Args:
+            variance: float64, ``(N, K, K)``, or ``(N, K)`` for the diagonal alone, or with ``joint`` ``(N K, N K)``.
+        """
+
+        def add(name: str, jacobian: Jacobian) -> None:
+            basis = self.bases[name].restricted(jacobian.blocks)
+            jacobian = jacobian._replace(blocks=None)
+            if joint:
+                self._add_joint(variance, jacobian, basis, self._prior[name])
+            elif jacobian.index is not None:
+                self._add_looked_up(variance, jacobian, basis, self._prior[name])
+            else:
+                self._add(variance, jacobian, basis, self._prior[name])
+
+        return Contraction(add)
+
+    def _add(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
+        outputs, inputs = jacobian.outputs, jacobian.inputs
+        given = (basis.values_in, basis.values_out, prior, self.scale)
+        if inputs is not None:
+            columns, _, positions, groups, b = outputs.shape
+            a = inputs.shape[3]
+            # Rows are rotated where there are fewer of them than the Jacobian has, which is otherwise rotated when it is written out.
+            early_in, early_out = positions <= columns * b, positions <= a
+            inputs = basis.input_rows_in(inputs) if early_in else inputs
+            outputs = basis.output_rows_in(outputs) if early_out else outputs
+            if early_in and early_out:
+                ops.kron_variance_(variance, inputs, outputs, *given)
+                return
+            each = columns * groups * a * b * outputs.element_size()
+        else:
+            early_in = early_out = False
+            each = outputs[:, :1].numel() * outputs.element_size()
+        step = max((ON_CPU if outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
+        for begin in range(0, outputs.shape[1], step):
+            some = slice(begin, begin + step)
+            m = _written_out(outputs[:, some], None if inputs is None else inputs[some])  # (K, N, G, a, b)
+            m = m if early_in else basis.inputs_in(m)
+            m = m if early_out else basis.outputs_in(m)
+            ops.kron_variance_(variance[some], None, m, *given)
+
+    def _add_looked_up(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
+        rows, index = _without_repeats(jacobian)  # (K, N, T, b), (N, T)
+        rows = basis.output_rows_in(rows[:, :, :, None])[:, :, :, 0]
+        values_out = basis.values_out if len(basis.values_out) == 1 else basis.values_out[index]
+        precisions = self.scale * basis.values_in[index] * values_out + prior  # (N, T, b)
+        scaled = (rows.double() / precisions).transpose(0, 1).flatten(2)  # (N, K, T b)
+        rows = rows.transpose(0, 1).flatten(2).double()
+        variance += (scaled * rows).sum(2) if variance.dim() == 2 else scaled @ rows.mT
+
+    def _add_joint(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
+        outputs, inputs = jacobian.outputs, jacobian.inputs
+        columns, count = outputs.shape[:2]
+        if jacobian.index is not None:
+            groups, inverse = jacobian.index.unique(return_inverse=True)
+            m = jacobian._replace(index=inverse).dense(len(groups))
+            values_out = basis.values_out if len(basis.values_out) == 1 else basis.values_out[groups]
+            self._add_rows(variance, basis.outputs_in(m), basis.values_in[groups], values_out, prior)
+        elif inputs is None:
+            self._add_rows(variance, basis.rotated(outputs), basis.values_in, basis.values_out, prior)
+        else:
+            inputs, outputs = basis.input_rows_in(inputs), basis.output_rows_in(outputs)
+            a, b = inputs.shape[3], outputs.shape[4]
+            each = columns * count * b * outputs.element_size()
+            step = max((ON_CPU if outputs.is_cpu else ELSEWHERE) // max(each, 1), 1)
+            for g in range(inputs.shape[2]):
+                own = min(g, len(basis.values_out) - 1)
+                for begin in range(0, a, step):
+                    some = slice(begin, begin + step)
+                    m = _written_out(outputs[:, :, :, g : g + 1], inputs[:, :, g : g + 1, some])
+                    values = basis.values_in[g : g + 1, some], basis.values_out[own : own + 1]
+                    self._add_rows(variance, m, *values, prior)
+
+    def _add_rows(self, variance: Tensor, m: Tensor, values_in: Tensor, values_out: Tensor, prior: Tensor) -> None:
+        """Add what M ``(K, N, G, a, b)``, in the eigenbases, says of all pairs of data points."""
+        rows = m.transpose(0, 1).flatten(0, 1)[:, None]  # (N K, 1, G, a, b)
+        ops.kron_variance_(variance[None], None, rows, values_in, values_out, prior, self.scale)
+
+    def _add_flat(self, variance: Tensor, jacobians: Tensor) -> None:
+        contraction = self.contraction(variance)
+        for name, _, part in self._parts(jacobians):
+            contraction.take(name, Jacobian(part.transpose(0, 1)))
+
+    def _power(self, name: str, exponent: float) -> Tensor:
+        return self.bases[name].precisions(self._prior[name], self.scale).pow(exponent)
+
+    def _parts(self, vectors: Tensor) -> Iterator[tuple[str, Eigenbasis, Tensor]]:
+        """Of vectors ``(..., P)`` what belongs to each parameter, ``(..., G, a, b)``."""
+        axes = vectors.dim() - 1
+        for (name, basis), part in zip(self.bases.items(), vectors.split(self._sizes, -1), strict=True):
+            whole = part.reshape(*part.shape[:-1], *basis.parameter_shape)
+            yield name, basis, basis.shape.to_blocks(whole, axes)
+
+    def _joined(self, blocks: list[Tensor]) -> Tensor:
+        flat = [
+            basis.shape.from_blocks(part, (basis.shape.numel,))
+            for basis, part in zip(self.bases.values(), blocks, strict=True)
+        ]
+        return torch.cat(flat, -1)
+
+
+def _written_out(outputs: Tensor, inputs: Tensor | None) -> Tensor:
+    """M ``(K, N, G, a, b)``."""
+    if inputs is None:
+        return outputs
+    columns, n, positions, groups, b = outputs.shape
+    left = inputs.permute(0, 2, 3, 1).reshape(n * groups, -1, positions)
+    right = outputs.permute(1, 3, 2, 0, 4).reshape(n * groups, positions, columns * b)
+    return (left @ right).unflatten(0, (n, groups)).unflatten(3, (columns, b)).permute(3, 0, 1, 2, 4)
+
+
+def _without_repeats(jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+    """Rows ``(K, N, T, b)`` and their blocks ``(N, T)``, where the rows of a data point's positions of one block are summed at the first of
+    these, and zero at the others."""
+    rows, index = jacobian.outputs[:, :, :, 0], jacobian.index
+    first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)  # (N, T)
+    target = first[None, :, :, None].expand(rows.shape)
+    return torch.zeros_like(rows).scatter_add(2, target, rows), index

@@ -1,0 +1,305 @@
+"""Predictions of a fitted approximation: what the linearised network's Gaussian says of outputs, and of targets."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model
+from ella_cuda.laplace.curvature import at_test_time, in_plain_products
+from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, jacobian_pass
+from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
+from ella_cuda.laplace.links import DIAGONAL, LINKS
+from ella_cuda.laplace.posterior import Contraction, KronPosterior
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.tangent import ReplacedParameters, jvp
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.nn._autocast import widened
+from ella_cuda.ops._precision import autocast_is_on, without_autocast
+
+PREDICTIONS = ("glm", "nn")
+SAMPLED = 256 << 20  # bytes of parameters that are drawn at a time
+
+
+class Predictive:
+    """What approximations with a Gaussian posterior over parameters share: see :class:`ella_cuda.laplace.KronLaplace`."""
+
+    model: nn.Module
+    likelihood_function: Likelihood
+    memory_budget: int
+    parameter_names: list[str]
+    dict_key_x: str
+    dict_key_y: str
+    _device: torch.device
+    present_rules: Callable[[], list[Rule]]
+    require_unchanged: Callable[[], None]
+    posterior_precision: KronPosterior
+
+    def __call__(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The posterior predictive at x, whose names and shapes are laplace-torch's.
+
+        The network is linearised at its parameters, so that its outputs are Gaussian: the mean is the network's output, the covariance
+        ``J P^-1 J^T``. Memory does not depend on the number of parameters times that of outputs; with many outputs pass
+        ``diagonal_output=True``, or ``link_approx="probit"``, which take variances alone, or "mc".
+
+        Args:
+            x: the model's inputs, ``(N, ...)``: a tensor, a tuple or list of arguments, or a mapping of them by name; moved to the model's
+                device. Of a mapping with ``dict_key_x`` alone, or with targets beside it, the model gets what is under that key.
+            pred_type: "glm", or "nn": the network itself at samples of its parameters, with ``link_approx="mc"``; a warning says why not.
+            joint: for likelihoods without classes, the covariance of all data points' outputs together.
+            link_approx: how class probabilities come from Gaussian logits: "probit", "probit_full" (with covariances), "mc" (samples),
+                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.links`. Others ignore it.
+            n_samples: of "mc" and "nn".
+            diagonal_output: leave covariances between a data point's outputs out.
+            generator: of the samples, on any device; None is torch's global one.
+
+        Returns:
+            classification, binary: probabilities ``(N, ..., K)``. Others: mean ``(N, K)`` and covariance ``(N, K, K)`` of the outputs, or
+            variances ``(N, K)`` with ``diagonal_output``; with ``joint`` ``(N K,)`` and ``(N K, N K)``. A regression's noise is not among
+            them: add ``sigma_noise**2``. With "nn" the samples' mean and variance.
+
+        Raises:
+            RuntimeError: not fitted, or the model's parameters or buffers are not those of the fit.
+            ValueError: an argument is none of its choices, or x does not fit.
+
+        Source: Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger
+        et al., "Laplace redux", NeurIPS 2021.
+        """
+        check_choice("pred_type", pred_type, PREDICTIONS)
+        check_choice("link_approx", link_approx, LINKS)
+        likelihood = self.likelihood_function
+        if pred_type == "nn" or (likelihood.has_classes and link_approx == "mc"):
+            if pred_type == "nn" and link_approx != "mc":
+                raise ValueError(
+                    f"link_approx must be 'mc' with pred_type='nn', which averages over samples of the parameters; got {link_approx!r}."
+                )
+            samples = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
+            return samples.mean(0) if likelihood.has_classes else (samples.mean(0), samples.var(0))
+        if likelihood.has_classes:
+            diagonal = diagonal_output or link_approx in DIAGONAL or not likelihood.couples_outputs
+            mean, covariance = self._moments(x, diagonal=diagonal)
+            covariance = _by_position(mean, covariance)
+            if diagonal and link_approx not in DIAGONAL and likelihood.couples_outputs:
+                covariance = torch.diag_embed(covariance)
+            return likelihood.probabilities(link_approx, mean, covariance)
+        if joint:
+            mean, covariance = self._moments(x, joint=True)
+            return mean.flatten(), covariance
+        mean, covariance = self._moments(x, diagonal=diagonal_output)
+        return mean, covariance.view_as(mean) if diagonal_output else covariance
+
+    def functional_variance(self, x: Any) -> Tensor:
+        """Covariances ``J P^-1 J^T`` of each data point's outputs, ``(N, K, K)``, K the entries of a data point's outputs.
+
+        Args:
+            x: the model's inputs, as for a call; or their Jacobians ``(N, K, P)``, P all parameters of ``parameter_names``.
+        """
+        if self._is_jacobian(x, 3):
+            return self.posterior_precision.inv_square_form(x)
+        return self._moments(x)[1]
+
+    def functional_covariance(self, x: Any) -> Tensor:
+        """The covariance of all data points' outputs, ``(N K, N K)``; x as for :meth:`functional_variance`, Jacobians also ``(N K, P)``."""
+        if self._is_jacobian(x, 2) or self._is_jacobian(x, 3):
+            return self.posterior_precision.joint_square_form(x)
+        return self._moments(x, joint=True)[1]
+
+    def functional_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Samples of the outputs, ``(n_samples, N, ...)``. A sample is one of the parameters, which all data points share: that of the
+        linearised network, a Jacobian-vector product each, or with "nn" of the network itself. Calls with generators of one state draw the
+        same functions.
+
+        Args:
+            x: the model's inputs, as for a call.
+            pred_type: "glm" or "nn".
+            n_samples: how many.
+            diagonal_output: with "glm", draw every output by itself, from its variance; samples are then no functions.
+            generator: on any device; None is torch's global one.
+        """
+        check_choice("pred_type", pred_type, PREDICTIONS)
+        if n_samples < 1:
+            raise ValueError(f"n_samples must be positive, got {n_samples!r}.")
+        if pred_type == "glm" and diagonal_output:
+            mean, variance = self._moments(x, diagonal=True)
+            drawn = _normal((n_samples, *mean.shape), mean, generator)
+            return mean + variance.view_as(mean).sqrt() * drawn
+        if pred_type == "nn":
+            warnings.warn(
+                "pred_type='nn' puts samples of a posterior whose curvature is that of the linearised network into the network itself, which "
+                "underfits (Immer et al., AISTATS 2021); pred_type='glm' is consistent with it.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return self._sampled(x, pred_type, n_samples, generator)
+
+    def predictive_samples(
+        self,
+        x: Any,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """:meth:`functional_samples` through the likelihood's inverse link: probabilities of classes, rates of counts; a regression's as they
+        are, without noise. ``(n_samples, N, ...)``."""
+        samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+        return self.likelihood_function.response(samples)
+
+    # the posterior over parameters -----------------------------------------------------------------------------------
+
+    @property
+    def mean(self) -> Tensor:
+        """The parameters at the fit, ``(P,)``, in ``parameter_names`` order."""
+        self.require_unchanged()
+        return torch.cat([self.model.get_parameter(name).detach().flatten() for name in self.parameter_names])
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draws of all parameters from the posterior, ``(n_samples, P)``, in ``parameter_names`` order."""
+        return self.mean + self.posterior_precision.sample(n_samples, generator)
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """``(v - mean)^T P (v - mean)`` of parameters ``(..., P)``, float64."""
+        return self.posterior_precision.square_form(self._checked_vector(value) - self.mean)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """The posterior's log density at parameters ``(..., P)``, float64; without its normaliser if not ``normalized``."""
+        exponent = -0.5 * self.square_norm(value)
+        if not normalized:
+            return exponent
+        precision = self.posterior_precision
+        return exponent + 0.5 * (precision.logdet() - precision.n_params * math.log(2 * math.pi))
+
+    def _checked_vector(self, value: Tensor) -> Tensor:
+        count = self.posterior_precision.n_params
+        if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != count:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"value: expected all parameters, a tensor (..., {count}), got {got}.")
+        return value.to(self._device)
+
+    # passes ----------------------------------------------------------------------------------------------------------
+
+    def _is_jacobian(self, x: Any, axes: int) -> bool:
+        return isinstance(x, Tensor) and x.dim() == axes and x.shape[-1] == sum(self._numels)
+
+    def _inputs(self, x: Any) -> Inputs:
+        """On the model's device."""
+        if isinstance(x, Mapping) and self.dict_key_x in x and x.keys() <= {self.dict_key_x, self.dict_key_y}:
+            x = x[self.dict_key_x]
+        elif isinstance(x, Mapping):
+            x = {key: value for key, value in x.items() if key != self.dict_key_y}
+        x = inputs_on(x, self._device, type(self).__name__)
+        x = map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
+        return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
+
+    def _moments(self, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+        """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)``, or with ``joint`` ``(N K, N K)``."""
+        self.require_unchanged()
+        posterior = self.posterior_precision
+        mean, (covariance,) = self._moments_under(self._inputs(x), [posterior], joint, diagonal)
+        return mean, covariance
+
+    def _moments_under(
+        self, x: Inputs, posteriors: Sequence[KronPosterior], joint: bool = False, diagonal: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Under several posteriors of one mean, for one pass through the network."""
+        moments = _Moments(posteriors, data_points(x), joint, diagonal)
+        with self._pass() as run, without_autocast(self._device.type):
+            if data_points(x):
+                run.try_out(x, several=True)
+            mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
+        return mean, [v.to(mean.dtype) for v in moments.covariances]
+
+    def _pass(self) -> AbstractContextManager[JacobianPass]:
+        return jacobian_pass(self.model, self.present_rules(), self.posterior_precision.shapes, self.memory_budget)
+
+    def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
+        """Outputs of the network or of its linearisation at samples of the parameters, of as many at a time as there is room for."""
+        posterior, x = self.posterior_precision, self._inputs(x)
+        parameters = ReplacedParameters(self.model, self.parameter_names)
+        mean = self.mean
+        at_once = max(SAMPLED // (4 * mean.numel() * mean.element_size()), 1)
+        found = []
+        with at_test_time(self.model), in_plain_products(), without_autocast(self._device.type), torch.no_grad():
+            outputs = checked_outputs(run_model(self.model, x), data_points(x))
+
+            def function(values: dict[str, Tensor]) -> Tensor:
+                with parameters.replaced(values):
+                    return checked_outputs(run_model(self.model, x), data_points(x))
+
+            for begin in range(0, n_samples, at_once):
+                drawn = posterior.sample(min(at_once, n_samples - begin), generator)
+                if pred_type == "glm":
+                    found.append(outputs + jvp(function, parameters.values(), parameters.split(drawn)))
+                else:
+                    found += [function(parameters.split(one))[None] for one in mean + drawn]
+        return torch.cat(found)
+
+
+class _Moments(Consumer):
+    """Adds up the covariance of outputs over parameters.
+
+    Attributes:
+        covariances: under each of the posteriors, float64: ``(N, K, K)``, variances ``(N, K)``, or ``(N K, N K)``.
+    """
+
+    def __init__(self, posteriors: Sequence[KronPosterior], count: int, joint: bool, diagonal: bool) -> None:
+        self._posteriors, self._count, self._joint, self._diagonal = posteriors, count, joint, diagonal
+        self.covariances: list[Tensor] = []
+        self._adds: list[Contraction] = []
+        self._parts: list[Tensor] = []
+
+    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
+        entries = math.prod(outputs.shape[1:])
+        if not self.covariances:
+            size = (self._count, entries) if self._diagonal else (self._count, entries, entries)
+            size = (self._count * entries,) * 2 if self._joint else size
+            self.covariances = [outputs.new_zeros(size, dtype=torch.float64) for _ in self._posteriors]
+        self._parts = [
+            v if self._joint else v[which, columns] if self._diagonal else v[which] for v in self.covariances
+        ]
+        self._adds = [p.contraction(part, self._joint) for p, part in zip(self._posteriors, self._parts, strict=True)]
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        for add in self._adds:
+            add.take(name, jacobian)
+
+    def end(self) -> None:
+        for add in self._adds:
+            add.finish()
+
+
+def _by_position(mean: Tensor, covariance: Tensor) -> Tensor:
+    """The covariance ``(N, E, E)`` or variance ``(N, E)`` of flattened outputs as ``(N, ..., K, K)`` or ``(N, ..., K)``."""
+    if covariance.dim() == 2:
+        return covariance.view_as(mean)
+    classes, positions = mean.shape[-1], math.prod(mean.shape[1:-1])
+    blocks = covariance.view(len(mean), positions, classes, positions, classes).diagonal(dim1=1, dim2=3)
+    return blocks.movedim(-1, 1).reshape(*mean.shape, classes)
+
+
+def _normal(size: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    return torch.randn(size, dtype=like.dtype, device=device, generator=generator).to(like.device)

@@ -1,0 +1,87 @@
+"""Derivatives of a network along directions of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Values = dict[str, Tensor]
+
+
+class ReplacedParameters:
+    """A model's parameters under other values, wherever a module has them.
+
+    Args:
+        model: the network.
+        names: of the parameters, as ``model.named_parameters()`` has them.
+    """
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.parameters = {name: model.get_parameter(name) for name in names}
+        known = {id(p): name for name, p in self.parameters.items()}
+        # Every module that has one, under whatever names the model has the module.
+        self._places = [
+            (module, own, known[id(p)])
+            for module in model.modules()
+            for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if id(p) in known
+        ]
+
+    def values(self) -> Values:
+        """The parameters' own, detached."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    @contextmanager
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """For the duration of the context, the modules have these values as their parameters. torch.func.functional_call does not put back
+        the parameter of a module that the model has under two names."""
+        try:
+            for module, own, name in self._places:
+                module._parameters[own] = values[name]
+            yield
+        finally:
+            for module, own, name in self._places:
+                module._parameters[own] = self.parameters[name]
+
+    def split(self, vectors: Tensor) -> Values:
+        """Vectors ``(..., P)`` of all these parameters, one after the other, by name: ``(..., *parameter.shape)``."""
+        parts = vectors.split([p.numel() for p in self.parameters.values()], -1)
+        shapes = zip(self.parameters.items(), parts, strict=True)
+        return {name: part.reshape(*part.shape[:-1], *p.shape).to(p.dtype) for (name, p), part in shapes}
+
+
+def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values) -> Tensor:
+    """The derivatives of a function of parameters along S directions, in forward mode, or by two passes of reverse mode where a function
+    has no forward mode.
+
+    Args:
+        function: of values by name, to a tensor.
+        values: where it is differentiated.
+        directions: ``(S, *shape)`` each.
+
+    Returns:
+        ``(S, *function(values).shape)``.
+    """
+
+    def forward(direction: Values) -> Tensor:
+        return torch.func.jvp(function, (values,), (direction,))[1]
+
+    def reverse(direction: Values) -> Tensor:
+        outputs, vjp = torch.func.vjp(function, values)
+        _, transposed = torch.func.vjp(lambda cotangent: vjp(cotangent)[0], torch.zeros_like(outputs))
+        return transposed(direction)[0]
+
+    count = len(next(iter(directions.values())))
+    for way in (forward, reverse):
+        try:
+            return torch.func.vmap(way)(directions)
+        except Exception:  # whatever the model's functions raise under transforms
+            try:
+                return torch.stack([way({name: d[s] for name, d in directions.items()}) for s in range(count)])
+            except Exception:
+                if way is reverse:
+                    raise
+    raise AssertionError

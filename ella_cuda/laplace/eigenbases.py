@@ -14,7 +14,8 @@ from ella_cuda.laplace.second_moment import SecondMoment
 
 
 class Eigenbasis(NamedTuple):
-    r"""Of a parameter tensor's curvature, :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T` in block g.
+    r"""Of a parameter tensor's curvature, in block g
+    :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T`.
 
     Attributes:
         shape: of the factor.

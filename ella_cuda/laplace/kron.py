@@ -40,6 +40,7 @@ from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
+from ella_cuda.laplace.tuning import Loss, check_arguments, fixed_points, grid_search, raise_evidence
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
@@ -665,32 +666,90 @@ class KronLaplace(Predictive):
         penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
         return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
 
-    def optimize_prior_precision(self, *, n_steps: int = 100, lr: float = 0.1) -> Tensor:
-        """Raise the evidence by Adam on the logarithms of the precisions, from the present ones on.
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        n_steps: int = 100,
+        lr: float = 0.1,
+        init_prior_prec: Value | None = None,
+        prior_structure: str = "layerwise",
+        val_loader: Iterable[Any] | None = None,
+        loss: Loss | None = None,
+        log_prior_prec_min: float = -4.0,
+        log_prior_prec_max: float = 4.0,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        progress_bar: bool = False,
+        *,
+        tune_sigma: bool = True,
+    ) -> Tensor:
+        """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted.
 
         Args:
-            n_steps: how many steps.
+            pred_type, link_approx, n_samples: of the predictions of "gridsearch", see a call.
+            method: "marglik" raises the evidence by Adam on the logarithms; "mackay" repeats the evidence's fixed points in closed form,
+                until they rest; "gridsearch" takes the precision with the best predictions of ``val_loader``.
+            n_steps: how many steps, at most.
             lr: of Adam, in units of the logarithm.
+            init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``.
+            prior_structure: "layerwise", one for each parameter tensor, or "scalar", one for all; "gridsearch" takes "scalar" alone.
+            val_loader: yields ``(x, y)``, as for :meth:`fit`.
+            loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
+                variance of the outputs, both ``(N, K)``; None is the mean negative log density of the targets, noise included.
+            log_prior_prec_min, log_prior_prec_max, grid_size: of the grid, powers of ten.
+            progress_bar: show one.
+            tune_sigma: whether "marglik" and "mackay" choose ``sigma_noise`` too, of a likelihood that has one.
 
         Returns:
-            ``self.prior_precision``, now the last step's: one value per parameter tensor.
+            ``self.prior_precision``: one value per parameter tensor.
 
         Raises:
-            ValueError: n_steps or lr is not positive.
+            ValueError: an argument does not fit, the loader is empty; nothing is changed then.
             RuntimeError: as :meth:`log_marginal_likelihood`.
+
+        Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
         """
-        if n_steps < 1 or lr <= 0:
-            raise ValueError(f"optimize_prior_precision: n_steps and lr must be positive, got {n_steps!r} and {lr!r}.")
+        check_arguments(method, prior_structure, link_approx, n_steps, lr, val_loader)
         self._fitted()
         self._bases.check()
-        with torch.inference_mode(False), torch.enable_grad():
-            log_precision = self.prior_precision.detach().log().requires_grad_()
-            optimizer = torch.optim.Adam([log_precision], lr=lr, maximize=True)
-            for _ in range(n_steps):
-                (log_precision.grad,) = torch.autograd.grad(self.evidence_at(log_precision), log_precision)
-                optimizer.step()
-        self.prior_precision = log_precision.detach().exp()
+        before = self.prior_precision, self.sigma_noise
+        scalar, sigma = prior_structure == "scalar", tune_sigma and self.likelihood_function.has_noise
+        try:
+            if method == "gridsearch":
+                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64)
+                self.prior_precision = grid_search(
+                    self, grid, val_loader, loss, pred_type, link_approx, n_samples, progress_bar
+                )
+                return self.prior_precision
+            if init_prior_prec is not None:
+                self.prior_precision = init_prior_prec
+            if method == "marglik":
+                raise_evidence(self, n_steps, lr, scalar, sigma, progress_bar)
+            else:
+                fixed_points(self, n_steps, scalar, sigma, progress_bar)
+        except BaseException:
+            self.prior_precision, self.sigma_noise = before
+            raise
         return self.prior_precision
+
+    @property
+    def square_norms(self) -> Tensor:
+        """Of each parameter tensor, the squared distance from the prior's mean at the fit, float64."""
+        self._fitted()
+        return self._square_norms.clone()
+
+    @property
+    def square_error(self) -> Tensor:
+        """The sum over the data of a regression's squared errors at the fit, 0-dim float64."""
+        self._fitted()
+        return -2 * self._statistic
+
+    @property
+    def n_targets(self) -> int:
+        """Entries of all data's targets."""
+        return self._n_targets
 
     # the posterior ---------------------------------------------------------------------------------------------------
 

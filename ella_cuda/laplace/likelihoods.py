@@ -16,6 +16,7 @@ from ella_cuda.laplace.links import sigmoid_probabilities, softmax_probabilities
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.nn._autocast import full
 
+SMALLEST_PROBABILITY = 1e-12  # whose logarithm stands for that of zero
 IGNORED = -100  # torch's own default
 SIGNED_BYTES = 16 << 20  # of columns that are built at once where they are summed with random signs
 
@@ -131,6 +132,19 @@ class Likelihood(ABC):
             covariance: ``(N, ..., K, K)``; variances ``(N, ..., K)`` for a link that takes no others, and where outputs are not coupled.
         """
         raise NotImplementedError(f"{type(self).__name__} must define probabilities, as it has classes.")
+
+    def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
+        """Log densities of targets under predictions, float64, whose sum is that of the batch; here by ``n_samples`` draws of independent
+        outputs, those of a generator of its own.
+
+        Args:
+            predictions: mean and variance of the outputs, ``(N, ..., K)`` each; probabilities of a likelihood with classes.
+        """
+        mean, variance = (part.double() for part in predictions)
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(n_samples, *mean.shape, generator=generator, dtype=torch.float64).to(mean.device)
+        each = [self.log_prob(mean + variance.sqrt() * one, targets).reshape(len(targets), -1).sum(1) for one in drawn]
+        return torch.logsumexp(torch.stack(each), 0) - math.log(n_samples)
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets of a right shape with values that :meth:`loss` takes in the place of those that it does not, and whether there were none
@@ -357,6 +371,12 @@ class Classification(Likelihood):
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
         return softmax_probabilities(link, mean, covariance)
 
+    def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
+        counted = self._counted(targets)
+        places = targets.long().masked_fill(~counted, 0)[..., None]
+        found = predictions.double().clamp(min=SMALLEST_PROBABILITY).log().gather(-1, places)[..., 0]
+        return found.masked_fill(~counted, 0)
+
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
         p = torch.softmax(outputs.flatten(0, -2), 1)
         drawn = torch.multinomial(_on_device_of(p, generator), 1, generator=generator).to(p.device)
@@ -422,6 +442,11 @@ class Regression(IndependentLikelihood):
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.ones_like(outputs)
 
+    def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
+        mean, variance = (part.double() for part in predictions)
+        whole = variance + sigma_noise.square()
+        return -0.5 * ((targets - mean).square() / whole + (2 * math.pi * whole).log())
+
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """The unit vectors; all of one size, so that none is left out."""
         return unit_columns(outputs)
@@ -454,6 +479,11 @@ class Binary(IndependentLikelihood):
 
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
         return sigmoid_probabilities(link, mean, covariance)
+
+    def log_predictive(self, predictions: Any, targets: Tensor, sigma_noise: Tensor, n_samples: int = 100) -> Tensor:
+        p = predictions.double()
+        right = torch.where(_matching(predictions, targets) == 1, p, 1 - p)
+        return right.clamp(min=SMALLEST_PROBABILITY).log()
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return targets, self._fits(targets).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,6 +167,38 @@ class Predictive:
         are, without noise. ``(n_samples, N, ...)``."""
         samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
         return self.likelihood_function.response(samples)
+
+    def predictions_at(
+        self, prior_precisions: Tensor, x: Any, pred_type: str, link_approx: str, n_samples: int
+    ) -> Iterator[Any]:
+        """Predictions under each of several prior precisions, one for all tensors: probabilities, or mean and variance of the outputs."""
+        likelihood = self.likelihood_function
+        if pred_type == "glm" and not (likelihood.has_classes and link_approx == "mc"):
+            diagonal = not likelihood.has_classes or link_approx in DIAGONAL or not likelihood.couples_outputs
+            self.require_unchanged()
+            posteriors = [self.posterior_at(precision) for precision in prior_precisions]
+            mean, covariances = self._moments_under(self._inputs(x), posteriors, diagonal=diagonal)
+            for covariance in covariances:
+                parts = mean, _by_position(mean, covariance)
+                yield likelihood.probabilities(link_approx, *parts) if likelihood.has_classes else parts
+            return
+        before = self.prior_precision
+        try:
+            for precision in prior_precisions:
+                self.prior_precision = precision
+                yield self(x, pred_type, link_approx=link_approx, n_samples=n_samples)
+        finally:
+            self.prior_precision = before
+
+    def log_density(self, predictions: Any, targets: Tensor, n_samples: int = 100) -> Tensor:
+        """The log predictive density of all targets, noise included, 0-dim float64.
+
+        Args:
+            predictions: probabilities, or mean and variance of the outputs.
+            targets: as for a fit.
+            n_samples: with which a likelihood without a closed form integrates.
+        """
+        return self.likelihood_function.log_predictive(predictions, targets, self.sigma_noise, n_samples).sum()
 
     # the posterior over parameters -----------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ __all__ = [
     "kron_evidence_torch",
     "kron_logdet",
     "kron_logdet_torch",
+    "kron_variance_",
     "pack_spectra",
     "polyphase_pool",
     "polyphase_pool_torch",

@@ -42,7 +42,7 @@ class Unservable(Scaled):
     """One that torch.func.vmap cannot take, for which the rule of the other is registered."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x if x.sum().item() else x)
+        return self.weight * (x if x.sum().item() else 0 * x)
 
 
 register(Unservable)(ScaledRule)

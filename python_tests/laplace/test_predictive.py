@@ -164,13 +164,13 @@ def classifier() -> tuple[KronLaplace, Tensor]:
     return KronLaplace(model, prior_precision=10.0).fit([(x, torch.arange(8) % 4)]), x
 
 
-def test_links_are_means_of_softmaxes() -> None:
+def test_links_are_near_the_softmaxs_mean() -> None:
     la, x = classifier()
     mean, covariance = la.model(x), la.functional_variance(x)
     root = torch.linalg.cholesky(covariance)
     drawn = torch.randn(200_000, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = torch.softmax(mean + (root @ drawn[..., None])[..., 0], 2).mean(0)
-    for link, tolerance in {"probit": 0.1, "probit_full": 0.05, "bridge": 0.2, "bridge_norm": 0.2}.items():
+    for link, tolerance in {"probit": 0.1, "probit_full": 0.05}.items():
         found = la(x, link_approx=link)
         torch.testing.assert_close(found.sum(1), torch.ones(8, dtype=torch.float64))
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
 _owners: dict[int, tuple[int, int]] = {}  # by a part's id: the thread that has it, and how many contexts of that thread
@@ -35,6 +38,19 @@ def exclusively(model: nn.Module) -> Iterator[None]:
                 if contexts > 1:
                     _owners[part] = me, contexts - 1
             _freed.notify_all()
+
+
+def running_the_model(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an object with a ``model``, run so that autograd works, in the grad mode of whoever calls it, which is what others' code
+    inside sees, and by one thread at a time for a model."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(before), exclusively(self.model):
+            return method(self, *args, **kwargs)
+
+    return wrapped
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,57 +12,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ella_cuda import ops
+from ella_cuda.laplace.base import BaseLaplace
 from ella_cuda.laplace.batches import (
     DEFAULT_KEYS,
     Inputs,
     data_points,
-    dict_keys,
     inputs_on,
-    map_tensors,
-    pair_on,
     require_loader,
     run_model,
 )
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
-from ella_cuda.laplace.data_fit import DataFitGradient, hyperparameters
+from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.layer_type import layer_type
-from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, likelihood_of
+from ella_cuda.laplace.likelihoods import IGNORED, Likelihood
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
+from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
 from ella_cuda.laplace.posterior import KronPosterior
-from ella_cuda.laplace.predictive import Predictive
-from ella_cuda.laplace.rules import UNKNOWN, Rule, rules_for
+from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
-from ella_cuda.laplace.tuning import Loss, check_arguments, fixed_points, grid_search, raise_evidence
-from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
-from ella_cuda.modes import exclusively
-from ella_cuda.nn import RelaxedEquivariance
-from ella_cuda.nn._autocast import widened
-from ella_cuda.ops._precision import autocast_is_on, without_autocast
+from ella_cuda.laplace.values import Value, check_choice
+from ella_cuda.modes import running_the_model
+from ella_cuda.ops._precision import without_autocast
 
 FISHERS = ("exact", "mc")
 
 
-def _running_the_model(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method run so that autograd works, in the grad mode of whoever calls it, which is what others' code inside sees, and by one
-    thread at a time for a model."""
-
-    @functools.wraps(method)
-    def wrapped(self: KronLaplace, *args: Any, **kwargs: Any) -> Any:
-        before = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(before), exclusively(self.model):
-            return method(self, *args, **kwargs)
-
-    return wrapped
-
-
-class KronLaplace(Predictive):
+class KronLaplace(BaseLaplace):
     r"""Laplace approximation of a network's posterior with block-Kronecker curvature.
 
     Every parameter tensor is a block of its own, with a prior precision of its own. Names follow laplace-torch. ``fit``
@@ -109,6 +88,9 @@ class KronLaplace(Predictive):
         column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over a batch) that may be
             left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%. A regression's
             columns are all of one size, so that none is left out.
+        subset_of_weights: the parameters that have a posterior, as if the others did not require a gradient: "all", "last_layer", or names
+            of parameters or of modules with all parameters inside. The last layer is the last module of ``model.named_modules()`` that has
+            trainable parameters; its output must be the model's.
         dict_key_x, dict_key_y: keys of batches that are mappings, see :meth:`fit`.
         ignore_index: the label of positions that have no part in a classification's likelihood and Hessian. Their inputs still are among
             those that the input sides of factors are sums over.
@@ -149,40 +131,34 @@ class KronLaplace(Predictive):
         memory_budget: int | None = None,
         column_tolerance: float = 0.0,
         unknown: str = "error",
+        subset_of_weights: str | Sequence[str] = "all",
         dict_key_x: str = DEFAULT_KEYS.x,
         dict_key_y: str = DEFAULT_KEYS.y,
         ignore_index: int = IGNORED,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"KronLaplace: model must be a torch.nn.Module, got {type(model).__name__}.")
-        self.likelihood_function = likelihood_of(likelihood, ignore_index)
-        self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
-        fisher, resolution, approximation = (
+        self.fisher, self.resolution, self.approximation = (
             check_choice("fisher", fisher, FISHERS),
             check_choice("resolution", resolution, RESOLUTIONS),
             check_choice("approximation", approximation, APPROXIMATIONS),
         )
-        self.unknown = check_choice("unknown", unknown, UNKNOWN)
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
-        if memory_budget is not None and memory_budget < 1:
-            raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
-        self.model, self.fisher, self.resolution = model, fisher, resolution
-        self.approximation, self.column_tolerance = approximation, column_tolerance
-        with exclusively(model):
-            trainable(model)  # refuses what no rule could serve
-            self._rules = self.present_rules()
-            parameters = self._served(self._rules)
-            require_no_inference(parameters)
-            self.parameter_names = list(parameters)
-            self._describe(parameters)
-        self.memory_budget = memory_budget or (48 << 20 if self._device.type == "cpu" else 2 << 30)
-        self.prior_precision = prior_precision
-        self.sigma_noise = sigma_noise
-        self.temperature = temperature
+        self.column_tolerance = column_tolerance
+        super().__init__(
+            model,
+            likelihood,
+            prior_precision,
+            sigma_noise,
+            prior_mean,
+            temperature,
+            memory_budget,
+            unknown,
+            subset_of_weights,
+            dict_key_x,
+            dict_key_y,
+            ignore_index,
+        )
         self._hold([])
-        self._forget()
-        self.prior_mean = prior_mean
 
     def __copy__(self) -> KronLaplace:
         """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
@@ -200,81 +176,15 @@ class KronLaplace(Predictive):
             f"{state})"
         )
 
-    @property
-    def likelihood(self) -> str:
-        """The likelihood's registered name."""
-        return self.likelihood_function.name
-
-    def present_rules(self) -> list[Rule]:
-        """New rules, without factors, of the model's layers as they are; raises as :func:`ella_cuda.laplace.rules.rules_for`."""
-        return rules_for(self.model, self.resolution, self.approximation, self.unknown)
-
-    def _served(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
-        """The trainable parameters that these rules have, by name; ``unknown="freeze"`` leaves some out."""
-        served = {id(rule.parameters()[name]) for rule in rules for name in rule.trainable}
-        parameters = {name: p for name, p in trainable(self.model).items() if id(p) in served}
-        if not parameters:
-            raise ValueError(
-                "KronLaplace: no trainable parameter has a rule, and unknown='freeze' leaves out the others."
-            )
-        return parameters
-
-    def present_parameters(self) -> dict[str, nn.Parameter]:
-        """The model's trainable parameters as they are, by name, in the order of ``parameter_names``; without those that
-        ``unknown="freeze"`` leaves out.
-
-        Raises:
-            ValueError: others are trainable than when this object was made, which has a precision for each.
-            RuntimeError: one was made in ``torch.inference_mode()``.
-        """
-        return self._checked_parameters(self.present_rules())
-
-    def _checked_parameters(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
-        parameters = self._served(rules)
-        if list(parameters) != self.parameter_names:
-            gone = [name for name in self.parameter_names if name not in parameters]
-            new = [name for name in parameters if name not in set(self.parameter_names)]
-            changes = [
-                f"{', '.join(names[:5])}{', ...' if names[5:] else ''} {what}"
-                for names, what in ((gone, "are gone or frozen"), (new, "are new or unfrozen"))
-                if names
-            ]
-            raise ValueError(
-                "KronLaplace: the model's trainable parameters are not those that this object has precisions for: "
-                f"{'; '.join(changes) or 'their order is another one'}. Make a new KronLaplace(model)."
-            )
-        require_no_inference(parameters)
-        return parameters
-
-    def _describe(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Keep the sizes and the device of these parameters."""
-        self._numels = [p.numel() for p in parameters.values()]
-        self.n_params = sum(self._numels)
-        self._device = next(iter(parameters.values())).device
-
     def _hold(self, rules: Sequence[Rule]) -> None:
         """Take the factors of these rules, in the parameters' order."""
         factors = by_parameter(rules)
         self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
         self._spectra = Spectra(self._factors.values())
         self._eigenbases: dict[str, Eigenbasis] | None = None
-        self._modules = list(self.model.modules())  # an evidence step is shorter than a walk through them
-        self._no_scale = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._hold_model()
 
-    def _forget(self) -> None:
-        self.n_data = 0
-        self.n_outputs = 0
-        self._n_targets = 0
-        self._statistic = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._statistic_gradients: dict[str, Tensor] = {}
-        self._bases = FittedBases(self.model)
-        self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
-        self._fingerprint = self._statistic.clone()
-        self._seen_versions: list[tuple[int, int]] = []
-
-    # fitting ---------------------------------------------------------------------------------------------------------
-
-    @_running_the_model
+    @running_the_model
     def fit(
         self,
         loader: Iterable[Any],
@@ -384,11 +294,6 @@ class KronLaplace(Predictive):
         self._fingerprint, self._seen_versions = fingerprint, []
         return self
 
-    def _taken(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
-        x, y = pair_on(batch, self._device, "fit", dict_keys(self.dict_key_x, self.dict_key_y))
-        return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x, y
-
     def _add(
         self, run: CurvaturePass, data_fit: DataFitGradient, x: Inputs, y: Tensor, generator: torch.Generator | None
     ) -> Tensor:
@@ -436,17 +341,13 @@ class KronLaplace(Predictive):
                 "fit: the log likelihood is not finite; the model's outputs or the targets contain inf or nan."
             )
 
-    def _fitted(self) -> None:
-        if self.n_data == 0:
-            raise RuntimeError("KronLaplace: call fit (successfully) before asking for the evidence or the factors.")
-
     @property
     def factors(self) -> dict[str, KroneckerFactor]:
         """Parameter name -> its :class:`KroneckerFactor`, in ``named_parameters()`` order; a dictionary of the caller's own."""
         self._fitted()
         return dict(self._factors)
 
-    @_running_the_model
+    @running_the_model
     def memory_estimate(self, x: Inputs | None = None) -> int:
         """Bytes that a fit and its evidence take at their peak, beside what is there before: the factors, which stay, and the larger of
         two passing needs, that of a batch's way back (``memory_budget``, and as much that an allocator keeps) and that of the
@@ -474,121 +375,6 @@ class KronLaplace(Predictive):
         columns = "of one sampled column" if self.fisher == "mc" else columns
         return summary(self.model, self._rules if self.n_data else self.present_rules(), columns)
 
-    # evidence --------------------------------------------------------------------------------------------------------
-
-    @property
-    def prior_precision(self) -> Tensor:
-        """One positive value per parameter tensor, 1-D, in ``named_parameters()`` order; set it from a number or such a
-        vector.
-        """
-        return self._prior_precision
-
-    @prior_precision.setter
-    def prior_precision(self, value: Value) -> None:
-        self._prior_precision = self._precisions(value).clone()  # what its owner does to it later on is not checked
-
-    @property
-    def sigma_noise(self) -> Tensor:
-        """Standard deviation of a regression's Gaussian likelihood, 0-dim; 1 for others."""
-        return self._sigma_noise
-
-    @sigma_noise.setter
-    def sigma_noise(self, value: Value) -> None:
-        self._sigma_noise = self._sigma(value)
-
-    @property
-    def prior_mean(self) -> Tensor:
-        """Of the parameters, 0-dim, or one value per element, ``(P,)``, in ``parameter_names`` order, float64; may be set, after a fit while
-        the parameters are those of the fit."""
-        return self._prior_mean
-
-    @prior_mean.setter
-    def prior_mean(self, value: Value) -> None:
-        mean = as_float64("prior_mean", value, self._device).detach().clone()
-        if mean.numel() != 1 and tuple(mean.shape) != (self.n_params,):
-            raise ValueError(
-                f"prior_mean: expected a number or one value for each of the {self.n_params} parameters, got shape {tuple(mean.shape)}."
-            )
-        if not mean.isfinite().all():
-            raise ValueError("prior_mean: expected finite values, got inf or nan.")
-        mean = mean.reshape(()) if mean.numel() == 1 else mean
-        if self.n_data:
-            self.require_unchanged()
-            self._square_norms = self._norms({n: self.model.get_parameter(n) for n in self.parameter_names}, mean)
-        self._prior_mean = mean
-
-    def _norms(self, parameters: Mapping[str, Tensor], mean: Tensor) -> Tensor:
-        """Of each parameter tensor, the squared distance from the prior's mean."""
-        mean = mean.to(next(iter(parameters.values())).device)
-        if not mean.dim():
-            return torch.stack([(p.detach().double() - mean).square().sum() for p in parameters.values()])
-        means = mean.split([p.numel() for p in parameters.values()])
-        return torch.stack(
-            [
-                (p.detach().double().flatten() - m).square().sum()
-                for p, m in zip(parameters.values(), means, strict=True)
-            ]
-        )
-
-    @property
-    def temperature(self) -> float:
-        """T, by which likelihood and curvature are divided."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        value = as_float64("temperature", value, torch.device("cpu"))
-        check_positive("temperature", value)
-        self._temperature = value.item()
-
-    def _precisions(self, value: Value) -> Tensor:
-        count = len(self.parameter_names)
-        value = as_float64("prior_precision", value, self._device)
-        if value.numel() != 1 and tuple(value.shape) != (count,):
-            raise ValueError(
-                f"prior_precision: expected a number or a vector of {count} values, one per trainable parameter tensor "
-                f"({', '.join(self.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
-            )
-        check_positive("prior_precision", value)
-        return value.reshape(()).expand(count) if value.numel() == 1 else value
-
-    def _sigma(self, value: Value) -> Tensor:
-        value = as_float64("sigma_noise", value, self._device)
-        if value.numel() != 1:
-            raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
-        check_positive("sigma_noise", value)
-        if not self.likelihood_function.has_noise and value.item() != 1:
-            raise ValueError(
-                f"sigma_noise belongs to likelihood='regression'; it must be 1 for {self.likelihood}, got {value.item()}."
-            )
-        return value.reshape(())
-
-    def resolve(self, prior_precision: Value | None, sigma_noise: Value | None) -> tuple[Tensor, Tensor]:
-        """Given hyperparameters, or this object's where None: one precision per parameter tensor and sigma, float64, checked."""
-        precision = self.prior_precision if prior_precision is None else self._precisions(prior_precision)
-        return precision, self.sigma_noise if sigma_noise is None else self._sigma(sigma_noise)
-
-    def _log_likelihood(self, sigma: Tensor) -> Tensor:
-        self._fitted()
-        statistic = self._statistic
-        if torch.is_grad_enabled() and any(
-            b.requires_grad for m in self._modules for b in m._buffers.values() if b is not None
-        ):
-            for name, b in hyperparameters(self.model).items():
-                if name not in self._statistic_gradients:
-                    raise RuntimeError(
-                        f"KronLaplace: the buffer {name!r} requires a gradient, but did not when this approximation was fitted; call fit "
-                        "again, or evaluate under torch.no_grad()."
-                    )
-                # Adds nothing but the gradient.
-                statistic = statistic + (self._statistic_gradients[name] * (b - b.detach())).sum()
-        if self._temperature == 1:
-            return self.likelihood_function.log_likelihood(statistic, self._n_targets, sigma)
-        return self.likelihood_function.log_likelihood(statistic / self._temperature, self._n_targets, sigma)
-
-    def _sizes(self) -> Tensor:
-        return torch.tensor(self._numels, dtype=torch.float64, device=self._device)
-
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale: one op, unless bases learn."""
         self._fitted()
@@ -600,190 +386,15 @@ class KronLaplace(Predictive):
             return ratio + (precision * square_norms).sum()
         return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale).value
 
-    @property
-    def log_likelihood(self) -> Tensor:
-        """``log p(D | theta)`` summed over the data, 0-dim float64."""
-        return self._log_likelihood(self.sigma_noise)
-
-    @property
-    def scatter(self) -> Tensor:
-        """``sum_l delta_l ||theta_l - prior mean||^2``, theta at the fit, 0-dim float64."""
-        self._fitted()
-        return (self.prior_precision * self._square_norms).sum()
-
-    @property
-    def log_det_prior_precision(self) -> Tensor:
-        """``sum_l P_l log delta_l``, 0-dim float64."""
-        return (self._sizes() * self.prior_precision.log()).sum()
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """``log_det_posterior_precision - log_det_prior_precision``, computed without that difference."""
-        nothing = torch.zeros_like(self._square_norms)
-        return self._penalty(self.prior_precision.log(), self._log_scale(None), nothing)
-
-    @property
-    def log_det_posterior_precision(self) -> Tensor:
-        """``sum_l log|H_l + delta_l I|``, 0-dim float64."""
-        return self.log_det_ratio + self.log_det_prior_precision
-
-    def _log_scale(self, log_sigma: Tensor | None) -> Tensor:
-        """Logarithm of the curvature's factor, which is kept at sigma = 1; None: at ``self.sigma_noise``."""
-        scale = self._no_scale if self._temperature == 1 else self._no_scale - math.log(self._temperature)
-        if log_sigma is None and not self.likelihood_function.has_noise:
-            return scale
-        return scale - 2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
-
-    def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
-        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
-        arguments, and in the buffers that required a gradient at the fit.
-
-        Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
-
-        Args:
-            prior_precision: a number, or one value per parameter tensor; None is ``self.prior_precision``.
-            sigma_noise: None is ``self.sigma_noise``.
-
-        Raises:
-            ValueError: a value is not positive and finite, or of a wrong shape.
-            RuntimeError: not fitted, or fitted before a buffer required a gradient or a basis changed.
-            FloatingPointError, ArithmeticError: a factor is not finite, or has an eigenvalue negative beyond rounding.
-
-        Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
-        """
-        precision, sigma = self.resolve(prior_precision, sigma_noise)
-        return self.evidence_at(precision.log(), None if sigma_noise is None else sigma.log())
-
-    def evidence_at(self, log_precision: Tensor, log_sigma: Tensor | None = None) -> Tensor:
-        """:meth:`log_marginal_likelihood` as a function of the logarithms, where an optimizer of both works: nothing is
-        checked, and the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value.
-
-        Args:
-            log_precision: one value per parameter tensor, float64, on the model's device.
-            log_sigma: 0-dim float64; None is that of ``self.sigma_noise``.
-        """
-        sigma = self.sigma_noise if log_sigma is None else log_sigma.exp()
-        penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
-        return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
-
-    def optimize_prior_precision(
-        self,
-        pred_type: str = "glm",
-        method: str = "marglik",
-        n_steps: int = 100,
-        lr: float = 0.1,
-        init_prior_prec: Value | None = None,
-        prior_structure: str = "layerwise",
-        val_loader: Iterable[Any] | None = None,
-        loss: Loss | None = None,
-        log_prior_prec_min: float = -4.0,
-        log_prior_prec_max: float = 4.0,
-        grid_size: int = 100,
-        link_approx: str = "probit",
-        n_samples: int = 100,
-        progress_bar: bool = False,
-        *,
-        tune_sigma: bool = True,
-    ) -> Tensor:
-        """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted.
-
-        Args:
-            pred_type, link_approx, n_samples: of the predictions of "gridsearch", see a call.
-            method: "marglik" raises the evidence by Adam on the logarithms; "mackay" repeats the evidence's fixed points in closed form,
-                until they rest; "gridsearch" takes the precision with the best predictions of ``val_loader``.
-            n_steps: how many steps, at most.
-            lr: of Adam, in units of the logarithm.
-            init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``.
-            prior_structure: "layerwise", one for each parameter tensor, or "scalar", one for all; "gridsearch" takes "scalar" alone.
-            val_loader: yields ``(x, y)``, as for :meth:`fit`.
-            loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
-                variance of the outputs, both ``(N, K)``; None is the mean negative log density of the targets, noise included.
-            log_prior_prec_min, log_prior_prec_max, grid_size: of the grid, powers of ten.
-            progress_bar: show one.
-            tune_sigma: whether "marglik" and "mackay" choose ``sigma_noise`` too, of a likelihood that has one.
-
-        Returns:
-            ``self.prior_precision``: one value per parameter tensor.
-
-        Raises:
-            ValueError: an argument does not fit, the loader is empty; nothing is changed then.
-            RuntimeError: as :meth:`log_marginal_likelihood`.
-
-        Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
-        """
-        check_arguments(method, prior_structure, link_approx, n_steps, lr, val_loader)
-        self._fitted()
-        self._bases.check()
-        before = self.prior_precision, self.sigma_noise
-        scalar, sigma = prior_structure == "scalar", tune_sigma and self.likelihood_function.has_noise
-        try:
-            if method == "gridsearch":
-                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64)
-                self.prior_precision = grid_search(
-                    self, grid, val_loader, loss, pred_type, link_approx, n_samples, progress_bar
-                )
-                return self.prior_precision
-            if init_prior_prec is not None:
-                self.prior_precision = init_prior_prec
-            if method == "marglik":
-                raise_evidence(self, n_steps, lr, scalar, sigma, progress_bar)
-            else:
-                fixed_points(self, n_steps, scalar, sigma, progress_bar)
-        except BaseException:
-            self.prior_precision, self.sigma_noise = before
-            raise
-        return self.prior_precision
-
-    @property
-    def square_norms(self) -> Tensor:
-        """Of each parameter tensor, the squared distance from the prior's mean at the fit, float64."""
-        self._fitted()
-        return self._square_norms.clone()
-
-    @property
-    def square_error(self) -> Tensor:
-        """The sum over the data of a regression's squared errors at the fit, 0-dim float64."""
-        self._fitted()
-        return -2 * self._statistic
-
-    @property
-    def n_targets(self) -> int:
-        """Entries of all data's targets."""
-        return self._n_targets
-
-    # the posterior ---------------------------------------------------------------------------------------------------
-
-    @property
-    def posterior_precision(self) -> KronPosterior:
-        """P = curvature + prior precision, at the present hyperparameters. The eigenvectors of the factors, as many numbers as these have,
-        are computed once for a fit."""
-        self._fitted()
-        self._bases.check()
-        return self.posterior_at(self.prior_precision)
-
     def posterior_at(self, prior_precision: Value) -> KronPosterior:
-        """:attr:`posterior_precision` at another prior precision."""
+        """:attr:`posterior_precision` at another prior precision. The eigenvectors of the factors, as many numbers as these have, are
+        computed once for a fit."""
         if self._eigenbases is None:
             shapes = {name: self.model.get_parameter(name).shape for name in self.parameter_names}
             self._eigenbases = eigenbases(self._factors, shapes)
         dtype = self.model.get_parameter(self.parameter_names[0]).dtype
         scale = self._log_scale(None).exp().detach()
         return KronPosterior(self._eigenbases, self._precisions(prior_precision).detach(), scale, dtype)
-
-    def require_unchanged(self) -> None:
-        """RuntimeError where this is not fitted, or the model's parameters or buffers are not what they were at the fit."""
-        self._fitted()
-        versions = [(id(t), t._version) for t in (*self.model.parameters(), *self.model.buffers())]
-        if versions == self._seen_versions:
-            return
-        present = fingerprint_of(self.model).to(self._device)
-        if not torch.allclose(present, self._fingerprint, rtol=1e-12, atol=0):
-            raise RuntimeError(
-                "KronLaplace: the model's parameters or buffers changed since the fit, whose curvature is not theirs; call fit again."
-            )
-        self._seen_versions = versions
-
-    # effective parameters --------------------------------------------------------------------------------------------
 
     def effective_parameters(self) -> dict[str, float]:
         r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.
@@ -797,45 +408,6 @@ class KronLaplace(Predictive):
             found = ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale)
         return dict(zip(self.parameter_names, found.effective.tolist(), strict=True))
 
-    def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
-        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective
-        parameters.
-
-        Shares sum to 1. Where no path has any (dead layer), all shares are nan.
-        """
-        result = {}
-        for layer, sums in self._effective_by_path().items():
-            total = math.fsum(sums.values())
-            result[layer] = {path: value / total if total > 0 else math.nan for path, value in sums.items()}
-        return result
-
-    def _effective_by_path(self) -> dict[str, dict[str, float]]:
-        gammas = self.effective_parameters()
-        result = {}
-        for layer, module in self.model.named_modules():
-            if isinstance(module, RelaxedEquivariance):
-                prefix = f"{layer}." if layer else ""
-                result[layer] = {
-                    path: math.fsum(g for name, g in gammas.items() if name.startswith(f"{prefix}{path}."))
-                    for path in module.path_names
-                }
-        return result
-
-    def layer_types(self) -> dict[str, str]:
-        """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> the path with the largest share, its type.
-
-        The first of equals; "none" where all paths together have fewer than one effective parameter: of such a layer the data determine
-        nothing that its type could name, however the rest is shared.
-        """
-        return {layer: layer_type(sums) or "none" for layer, sums in self._effective_by_path().items()}
-
-    # saving ----------------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
-        given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
-        return self.__dict__ | {name: value if value.is_leaf else value.detach() for name, value in given.items()}
-
     def state_dict(self) -> dict[str, Any]:
         """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with
         ``weights_only=True``.
@@ -845,10 +417,13 @@ class KronLaplace(Predictive):
             "fisher": self.fisher,
             "resolution": self.resolution,
             "unknown": self.unknown,
+            "subset_of_weights": self.subset_of_weights,
             "approximation": self.approximation,
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
             "sigma_noise": self.sigma_noise.detach().clone(),
+            "prior_mean": self.prior_mean.clone(),
+            "temperature": self.temperature,
             "n_data": self.n_data,
             "n_outputs": self.n_outputs,
             "n_targets": self._n_targets,
@@ -870,12 +445,20 @@ class KronLaplace(Predictive):
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
         own = self.state_dict().keys()
+        # Files of approximations without these have the defaults.
+        state = {
+            "prior_mean": torch.zeros((), dtype=torch.float64),
+            "temperature": 1.0,
+            "subset_of_weights": "all",
+            **state,
+        }
         if missing := sorted(own - state.keys()):
             raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
         if unknown := sorted(map(repr, state.keys() - own)):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
         settings = {
-            key: getattr(self, key) for key in ("fisher", "resolution", "unknown", "approximation", "parameter_names")
+            key: getattr(self, key)
+            for key in ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "parameter_names")
         }
         for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
             given = state[key]
@@ -887,6 +470,8 @@ class KronLaplace(Predictive):
         count = len(self.parameter_names)
         precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
         sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
+        mean = self._mean_of_prior(state["prior_mean"])
+        temperature = self._checked_temperature(state["temperature"])
         square_norms = checked_tensor("square_norms", state["square_norms"], (count,))
         if (square_norms < 0).any():
             raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
@@ -899,6 +484,7 @@ class KronLaplace(Predictive):
         for rule in self._rules if n_data else ():
             rule.factors = {parameter: factors[rule.full_name(parameter)] for parameter in rule.trainable}
         self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
+        self._prior_mean, self._temperature, self._seen_versions = mean, temperature, []
         self._statistic_gradients = gradients
         self._bases = FittedBases(self.model)
         self._hold(self._rules if n_data else [])

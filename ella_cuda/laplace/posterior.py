@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,46 @@ class Contraction(NamedTuple):
     finish: Callable[[], None] = lambda: None
 
 
-class KronPosterior:
+class Posterior(Protocol):
+    """The precision P of a Gaussian over parameters. Vectors of all parameters are in ``model.named_parameters()`` order, flattened one after
+    the other."""
+
+    n_params: int
+    shapes: Mapping[str, FactorShape]
+
+    def logdet(self) -> Tensor:
+        """``log|P|``, 0-dim float64."""
+
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        """``P^exponent`` times vectors ``(..., P)``."""
+
+    def square_form(self, vectors: Tensor) -> Tensor:
+        """``v^T P v`` of vectors ``(..., P)``: ``(...)``, float64."""
+
+    def inv_square_form(self, jacobians: Tensor) -> Tensor:
+        """``J P^-1 J^T`` of ``(N, K, P)``: ``(N, K, K)``."""
+
+    def joint_square_form(self, jacobians: Tensor) -> Tensor:
+        """``J P^-1 J^T`` of all rows of ``(N, K, P)`` or ``(N K, P)``: ``(N K, N K)``."""
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        """The diagonal of ``P^exponent``, ``(P,)``: with -1 the parameters' variances."""
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """``P^exponent``, ``(P, P)``. For small networks and tests."""
+
+    def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from ``N(0, P^-1)``, ``(n_samples, P)``."""
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        """What adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
+
+        Args:
+            variance: float64, ``(N, K, K)``, or ``(N, K)`` for the diagonal alone, or with ``joint`` ``(N K, N K)``.
+        """
+
+
+class KronPosterior(Posterior):
     r"""The precision :math:`P = s H + \delta` of a posterior whose curvature H is Kronecker-factored, with a prior precision for each tensor.
 
     Vectors of all parameters are in ``model.named_parameters()`` order, flattened one after the other. Nothing of the size of P is formed but
@@ -53,7 +92,6 @@ class KronPosterior:
         return {name: basis.shape for name, basis in self.bases.items()}
 
     def logdet(self) -> Tensor:
-        """``log|P|``, 0-dim float64."""
         parts = [
             ops.kron_logdet(basis.values_in, basis.values_out * self.scale, self._prior[name])
             for name, basis in self.bases.items()
@@ -61,33 +99,28 @@ class KronPosterior:
         return torch.stack(parts).sum()
 
     def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
-        """``P^exponent`` times vectors ``(..., P)``."""
         found = [
             basis.back(basis.rotated(part) * self._power(name, exponent)) for name, basis, part in self._parts(vectors)
         ]
         return self._joined(found).to(vectors.dtype)
 
-    def square_form(self, vectors: Tensor, exponent: float = 1) -> Tensor:
-        """``v^T P^exponent v`` of vectors ``(..., P)``: ``(...)``, float64."""
+    def square_form(self, vectors: Tensor) -> Tensor:
         terms = [
-            (basis.rotated(part).square() * self._power(name, exponent)).sum((-3, -2, -1))
+            (basis.rotated(part).square() * self._power(name, 1)).sum((-3, -2, -1))
             for name, basis, part in self._parts(vectors)
         ]
         return torch.stack(terms).sum(0)
 
     def inv_square_form(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T`` of ``(N, K, P)``: ``(N, K, K)``."""
         variance = jacobians.new_zeros(*jacobians.shape[:2], jacobians.shape[1], dtype=torch.float64)
         self._add_flat(variance, jacobians)
         return variance.to(jacobians.dtype)
 
     def joint_square_form(self, jacobians: Tensor) -> Tensor:
-        """``J P^-1 J^T`` of all rows of ``(N, K, P)`` or ``(N K, P)``: ``(N K, N K)``."""
         rows = jacobians.reshape(1, -1, self.n_params)
         return self.inv_square_form(rows)[0]
 
     def diag(self, exponent: float = 1) -> Tensor:
-        """The diagonal of ``P^exponent``, ``(P,)``: with -1 the parameters' variances."""
         found = []
         for name, basis in self.bases.items():
             values = self._power(name, exponent)
@@ -97,7 +130,6 @@ class KronPosterior:
         return self._joined(found).to(self.dtype)
 
     def to_matrix(self, exponent: float = 1) -> Tensor:
-        """``P^exponent``, ``(P, P)``. For small networks and tests."""
         return self.bmm(torch.eye(self.n_params, dtype=self.dtype, device=self.scale.device), exponent)
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
@@ -114,12 +146,6 @@ class KronPosterior:
         return self._joined(found)
 
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
-        """What adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
-
-        Args:
-            variance: float64, ``(N, K, K)``, or ``(N, K)`` for the diagonal alone, or with ``joint`` ``(N K, N K)``.
-        """
-
         def add(name: str, jacobian: Jacobian) -> None:
             basis = self.bases[name].restricted(jacobian.blocks)
             jacobian = jacobian._replace(blocks=None)

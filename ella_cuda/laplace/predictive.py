@@ -17,10 +17,11 @@ from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, jacobian_pass
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
 from ella_cuda.laplace.links import DIAGONAL, LINKS
-from ella_cuda.laplace.posterior import Contraction, KronPosterior
+from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters, jvp
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.modes import running_the_model
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
@@ -40,7 +41,7 @@ class Predictive:
     _device: torch.device
     present_rules: Callable[[], list[Rule]]
     require_unchanged: Callable[[], None]
-    posterior_precision: KronPosterior
+    posterior_precision: Posterior
 
     def __call__(
         self,
@@ -253,8 +254,9 @@ class Predictive:
         mean, (covariance,) = self._moments_under(self._inputs(x), [posterior], joint, diagonal)
         return mean, covariance
 
+    @running_the_model
     def _moments_under(
-        self, x: Inputs, posteriors: Sequence[KronPosterior], joint: bool = False, diagonal: bool = False
+        self, x: Inputs, posteriors: Sequence[Posterior], joint: bool = False, diagonal: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
         """Under several posteriors of one mean, for one pass through the network."""
         moments = _Moments(posteriors, data_points(x), joint, diagonal)
@@ -267,6 +269,7 @@ class Predictive:
     def _pass(self) -> AbstractContextManager[JacobianPass]:
         return jacobian_pass(self.model, self.present_rules(), self.posterior_precision.shapes, self.memory_budget)
 
+    @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Outputs of the network or of its linearisation at samples of the parameters, of as many at a time as there is room for."""
         posterior, x = self.posterior_precision, self._inputs(x)
@@ -297,7 +300,7 @@ class _Moments(Consumer):
         covariances: under each of the posteriors, float64: ``(N, K, K)``, variances ``(N, K)``, or ``(N K, N K)``.
     """
 
-    def __init__(self, posteriors: Sequence[KronPosterior], count: int, joint: bool, diagonal: bool) -> None:
+    def __init__(self, posteriors: Sequence[Posterior], count: int, joint: bool, diagonal: bool) -> None:
         self._posteriors, self._count, self._joint, self._diagonal = posteriors, count, joint, diagonal
         self.covariances: list[Tensor] = []
         self._adds: list[Contraction] = []

@@ -8,7 +8,7 @@ from ella_cuda.laplace.rules.embedding import EmbeddingBagRule, EmbeddingRule
 from ella_cuda.laplace.rules.factored import FactoredLinear2dRule, SparseFactoredLinear2dRule
 from ella_cuda.laplace.rules.group_conv import GroupFilter2dRule
 from ella_cuda.laplace.rules.linear import BilinearRule, LinearRule
-from ella_cuda.laplace.rules.network import UNKNOWN, rules_for
+from ella_cuda.laplace.rules.network import UNKNOWN, restricted, rules_for
 from ella_cuda.laplace.rules.norm import (
     BatchNormRule,
     GroupNormRule,
@@ -43,6 +43,7 @@ __all__ = [
     "SparseFactoredLinear2dRule",
     "StridedCircularConv2dRule",
     "register",
+    "restricted",
     "rule_for",
     "rules_for",
 ]

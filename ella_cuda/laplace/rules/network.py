@@ -56,6 +56,49 @@ def rules_for(model: nn.Module, resolution: str, approximation: str = "expand", 
     return rules
 
 
+def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]:
+    """The rules of some of the parameters.
+
+    Args:
+        rules: of all of a model's layers.
+        subset: "all", "last_layer", or names of parameters, or of modules for those inside.
+
+    Raises:
+        TypeError, ValueError: it is none of these, a name is no parameter's with a rule, or a layer of the subset shares a parameter with
+            another.
+    """
+    if isinstance(subset, str):
+        if subset not in ("all", "last_layer"):
+            raise ValueError(
+                f"subset_of_weights must be 'all', 'last_layer', or a list of names of parameters or modules, got {subset!r}."
+            )
+        if subset == "all" or not rules:
+            return list(rules)
+        names = [rules[-1].full_name(name) for name in rules[-1].trainable]
+    else:
+        names = list(subset)
+    found = set()
+    for rule in rules:
+        chosen = [n for n in rule.trainable if any(_is_inside(rule.full_name(n), name) for name in names)]
+        found.update(name for name in names for n in chosen if _is_inside(rule.full_name(n), name))
+        if chosen and (rule.tied or rule.lent):
+            shared = ", ".join(repr(rule.full_name(n)) for n in (*rule.tied, *sorted(rule.lent)))
+            raise ValueError(
+                f"subset_of_weights: {rule.label} shares {shared} with another layer; use subset_of_weights='all'."
+            )
+        rule.trainable = tuple(chosen)
+    if lacking := [name for name in names if name not in found]:
+        raise ValueError(
+            f"subset_of_weights: no parameter with a rule is, or is inside of, {', '.join(map(repr, lacking))}; names are those of "
+            "model.named_parameters() and model.named_modules()."
+        )
+    return [rule for rule in rules if rule.trainable]
+
+
+def _is_inside(parameter: str, name: str) -> bool:
+    return not name or parameter == name or parameter.startswith(f"{name}.")
+
+
 def _at_fault(refusal: TypeError | ValueError, names: Sequence[str], of: Sequence[str]) -> TypeError | ValueError:
     """The refusal of a module without a rule; where some of its parameters would have been served, with the names of the others."""
     if not isinstance(refusal, TypeError) or len(names) == len(of):

@@ -4,17 +4,37 @@ from ella_cuda.laplace.exact import exact_log_marginal_likelihood
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, register_likelihood
+from ella_cuda.laplace.masks import (
+    LargestMagnitudeSubnetMask,
+    LargestVarianceDiagLaplaceSubnetMask,
+    LastLayerSubnetMask,
+    ModuleNameSubnetMask,
+    ParamNameSubnetMask,
+    RandomSubnetMask,
+    SubnetMask,
+)
 from ella_cuda.laplace.rules import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.unfactored import DiagLaplace, FullLaplace, SubnetLaplace
 
 __all__ = [
+    "DiagLaplace",
     "FactorShape",
+    "FullLaplace",
     "IndependentLikelihood",
     "KronLaplace",
     "KroneckerFactor",
+    "LargestMagnitudeSubnetMask",
+    "LargestVarianceDiagLaplaceSubnetMask",
+    "LastLayerSubnetMask",
     "Likelihood",
+    "ModuleNameSubnetMask",
+    "ParamNameSubnetMask",
+    "RandomSubnetMask",
     "Rule",
     "SecondMoment",
+    "SubnetLaplace",
+    "SubnetMask",
     "exact_log_marginal_likelihood",
     "register",
     "register_likelihood",

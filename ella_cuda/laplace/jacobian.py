@@ -50,12 +50,45 @@ class Jacobian(NamedTuple):
         whole[:, :, self.blocks.start : self.blocks.stop] = m
         return whole
 
+    def square_sums(self, groups: int) -> Tensor:
+        """``sum_kn M^2``, ``(groups, a, b)``, float64."""
+        if self.index is not None:
+            rows = without_repeats(self)
+            sums = rows.double().square().sum(0)  # (N, T, b)
+            whole = sums.new_zeros(groups, sums.shape[2]).index_add_(0, self.index.flatten(), sums.flatten(0, 1))
+            return whole[:, None]
+        if self.inputs is not None and self.inputs.shape[1] == 1:
+            of_inputs, of_outputs = self.inputs[:, 0].double().square(), self.outputs[:, :, 0].double().square().sum(0)
+            found = torch.einsum("ngi,ngj->gij", of_inputs, of_outputs)
+        else:
+            # Written out for one data point at a time.
+            parts = (
+                self.outputs.split(1, 1),
+                self.inputs.split(1) if self.inputs is not None else [None] * self.outputs.shape[1],
+            )
+            found = sum(
+                Jacobian(o, i).dense(o.shape[3])[:, 0].double().square().sum(0) for o, i in zip(*parts, strict=True)
+            )
+        if self.blocks is None or len(self.blocks) == groups:
+            return found
+        whole = found.new_zeros(groups, *found.shape[1:])
+        whole[self.blocks.start : self.blocks.stop] = found
+        return whole
+
     def in_shape(self, shape: FactorShape, other: FactorShape, parameter: Tensor) -> Jacobian:
         """The same Jacobian by the blocks of another factor of the parameter."""
         if shape == other:
             return self
         tensor = shape.from_blocks(self.dense(shape.groups), parameter.shape)
         return Jacobian(other.to_blocks(tensor, 2))
+
+
+def without_repeats(jacobian: Jacobian) -> Tensor:
+    """The rows ``(K, N, T, b)`` of a Jacobian with an index, where those of a data point's positions of one block are summed at the first
+    of these, and zero at the others."""
+    rows, index = jacobian.outputs[:, :, :, 0], jacobian.index
+    first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)  # (N, T)
+    return torch.zeros_like(rows).scatter_add(2, first[None, :, :, None].expand(rows.shape), rows)
 
 
 def total(parts: Sequence[Jacobian], groups: int) -> Jacobian:

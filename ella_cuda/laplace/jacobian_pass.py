@@ -30,7 +30,13 @@ ColumnsOf = Callable[[Tensor, slice], Columns | Tensor]  # of outputs and which 
 
 class Consumer:
     """Takes Jacobians: between :meth:`begin` and :meth:`end`, of some data points and some columns, each parameter's once; a parameter
-    without a part in the outputs may be missing, and one whose blocks come from several calls comes in parts."""
+    without a part in the outputs may be missing, and one whose blocks come from several calls comes in parts.
+
+    Attributes:
+        row_bytes: what it keeps of a data point's column.
+    """
+
+    row_bytes: int = 0
 
     def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
         """What follows is of these data points, whose outputs are ``(N, ...)``, and columns."""
@@ -78,26 +84,31 @@ class JacobianPass(CurvaturePass):
             each_alone: whether columns may come some at a time; otherwise a parameter's come together.
         """
         count, outputs = data_points(x), []
-        step = max(count, 1) if all_data or not count else self._step(take(x, slice(1)), columns, each_alone)
+        step = (
+            max(count, 1)
+            if all_data or not count
+            else self._step(take(x, slice(1)), columns, consumer.row_bytes, each_alone)
+        )
         for begin in range(0, max(count, 1), step):
             which = slice(begin, begin + step)
             outputs.append(self._some(take(x, which), which, columns, consumer, each_alone))
         return torch.cat(outputs)
 
-    def _step(self, one: Inputs, columns: ColumnsOf, each_alone: bool) -> int:
+    def _step(self, one: Inputs, columns: ColumnsOf, row_bytes: int, each_alone: bool) -> int:
         """How many data points go together: as many as the budget has room for with all columns, one at least."""
         with self.nodes():
             outputs = self.forward(one)
             wanted = len(columns(outputs.detach(), slice(1)))
         self.release()
-        return max(self.memory_budget // max(self.column_bytes * (1 if each_alone else wanted), 1), 1)
+        column = max(self.column_bytes, row_bytes)
+        return max(self.memory_budget // max(column * (1 if each_alone else wanted), 1), 1)
 
     def _some(self, x: Inputs, which: slice, columns: ColumnsOf, consumer: Consumer, each_alone: bool) -> Tensor:
         with self.nodes():
             outputs = self.forward(x)
             found = outputs.detach()
             back = columns(found, which)
-            room = max(self.memory_budget // max(self.column_bytes, 1), 1)
+            room = max(self.memory_budget // max(self.column_bytes, consumer.row_bytes * len(found), 1), 1)
             size = max(min(len(back), room) if each_alone else len(back), 1)
             try:
                 for begin in range(0, len(back), size):

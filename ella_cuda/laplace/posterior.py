@@ -11,7 +11,7 @@ from torch import Tensor
 from ella_cuda import ops
 from ella_cuda.laplace.eigenbases import Eigenbasis
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.jacobian import Jacobian, without_repeats
 
 ON_CPU, ELSEWHERE = 32 << 20, 256 << 20  # bytes of a Jacobian that are written out at a time
 
@@ -34,6 +34,7 @@ class Posterior(Protocol):
 
     n_params: int
     shapes: Mapping[str, FactorShape]
+    row_bytes: int = 0  # what a contraction keeps of a data point's output
 
     def logdet(self) -> Tensor:
         """``log|P|``, 0-dim float64."""
@@ -184,7 +185,7 @@ class KronPosterior(Posterior):
             ops.kron_variance_(variance[some], None, m, *given)
 
     def _add_looked_up(self, variance: Tensor, jacobian: Jacobian, basis: Eigenbasis, prior: Tensor) -> None:
-        rows, index = _without_repeats(jacobian)  # (K, N, T, b), (N, T)
+        rows, index = without_repeats(jacobian), jacobian.index  # (K, N, T, b), (N, T)
         rows = basis.output_rows_in(rows[:, :, :, None])[:, :, :, 0]
         values_out = basis.values_out if len(basis.values_out) == 1 else basis.values_out[index]
         precisions = self.scale * basis.values_in[index] * values_out + prior  # (N, T, b)
@@ -253,10 +254,252 @@ def _written_out(outputs: Tensor, inputs: Tensor | None) -> Tensor:
     return (left @ right).unflatten(0, (n, groups)).unflatten(3, (columns, b)).permute(3, 0, 1, 2, 4)
 
 
-def _without_repeats(jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-    """Rows ``(K, N, T, b)`` and their blocks ``(N, T)``, where the rows of a data point's positions of one block are summed at the first of
-    these, and zero at the others."""
-    rows, index = jacobian.outputs[:, :, :, 0], jacobian.index
-    first = (index[:, :, None] == index[:, None]).to(torch.uint8).argmax(2)  # (N, T)
-    target = first[None, :, :, None].expand(rows.shape)
-    return torch.zeros_like(rows).scatter_add(2, target, rows), index
+class Layout:
+    """Where the elements of parameters that have a posterior are among all, flattened one after the other.
+
+    Attributes:
+        shapes: of the factors that Jacobians come in, by parameter name, in order.
+        indices: of the elements, int64 ``(S,)``; None is all.
+        counts: how many elements of each parameter have a posterior.
+        count: S. n_params: how many elements there are.
+        where: by parameter name, the slice of the S elements that are the parameter's.
+
+    Args:
+        shapes, indices: as above.
+        parameter_shapes: by name.
+
+    Raises:
+        ValueError, TypeError: the indices are none.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, FactorShape],
+        parameter_shapes: Mapping[str, torch.Size],
+        indices: Tensor | None = None,
+    ) -> None:
+        self.shapes, self.parameter_shapes = dict(shapes), parameter_shapes
+        sizes = [shape.numel for shape in self.shapes.values()]
+        self.n_params = sum(sizes)
+        self.indices = None if indices is None else _checked_indices(indices, self.n_params)
+        self._local: dict[str, Tensor] = {}
+        if self.indices is None:
+            self.counts = sizes
+        else:
+            ends = torch.tensor(sizes).cumsum(0)
+            cuts = torch.searchsorted(self.indices.cpu(), ends).tolist()
+            self.counts = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+            starts = (ends - torch.tensor(sizes)).tolist()
+            parts = self.indices.split(self.counts)
+            self._local = {n: part - start for n, part, start in zip(self.shapes, parts, starts, strict=True)}
+        self.count = sum(self.counts)
+        self.where: dict[str, slice] = {}
+        begin = 0
+        for name, count in zip(self.shapes, self.counts, strict=True):
+            self.where[name] = slice(begin, begin + count)
+            begin += count
+
+    def selected(self, name: str, values: Tensor) -> Tensor:
+        """Of a parameter's values ``(..., numel)`` those whose elements have a posterior."""
+        return values if self.indices is None else values[..., self._local[name].to(values.device)]
+
+    def add_to(self, rows: Tensor, name: str, jacobian: Jacobian) -> None:
+        """Add a Jacobian to its columns of ``rows`` ``(K, N, S)``."""
+        where = self.where[name]
+        if where.stop > where.start:
+            shape = self.shapes[name]
+            whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
+            rows[:, :, where] += self.selected(name, whole)
+
+    def restricted(self, vectors: Tensor) -> Tensor:
+        """Of vectors ``(..., P)`` the elements that have a posterior; those of ``(..., S)`` as they are."""
+        if self.indices is None or vectors.shape[-1] == self.count:
+            return vectors
+        return vectors[..., self.indices.to(vectors.device)]
+
+    def spread(self, vectors: Tensor) -> Tensor:
+        """Vectors ``(..., S)`` as ``(..., P)``, zero elsewhere."""
+        if self.indices is None:
+            return vectors
+        whole = vectors.new_zeros(*vectors.shape[:-1], self.n_params)
+        whole[..., self.indices.to(vectors.device)] = vectors
+        return whole
+
+
+def _checked_indices(indices: Tensor, n_params: int) -> Tensor:
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
+        got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
+    in_order = (indices[1:] > indices[:-1]).all()
+    if not in_order or indices[0] < 0 or indices[-1] >= n_params:
+        raise ValueError(
+            f"subnetwork_indices: expected ascending indices, each once, below the {n_params} trainable parameters, got "
+            f"{indices.min().item()} to {indices.max().item()}{'' if in_order else ', not in order'}."
+        )
+    return indices
+
+
+class _Collected(Posterior):
+    """A posterior that contracts the Jacobians of all parameters together, ``(K, N, S)``."""
+
+    layout: Layout
+    dtype: torch.dtype
+    n_params: int
+
+    @property
+    def row_bytes(self) -> int:
+        """What a contraction keeps of a data point's output."""
+        return 2 * torch.float64.itemsize * self.layout.count
+
+    @property
+    def shapes(self) -> dict[str, FactorShape]:
+        return self.layout.shapes
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        """Rows ``(R, S)`` times a square root of the covariance, float64, ``(R, S)``: their products are covariances."""
+        raise NotImplementedError
+
+    def inv_square_form(self, jacobians: Tensor) -> Tensor:
+        rows = self.layout.restricted(jacobians)
+        white = self.whitened(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        return (white @ white.mT).to(jacobians.dtype)
+
+    def joint_square_form(self, jacobians: Tensor) -> Tensor:
+        rows = jacobians.reshape(-1, jacobians.shape[-1])
+        return self.inv_square_form(rows[None])[0]
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        rows: list[Tensor] = []
+
+        def take(name: str, jacobian: Jacobian) -> None:
+            if not rows:
+                rows.append(jacobian.outputs.new_zeros(*jacobian.outputs.shape[:2], self.layout.count))
+            self.layout.add_to(rows[0], name, jacobian)
+
+        def finish() -> None:
+            for each in rows:
+                by_data = each.transpose(0, 1)
+                white = self.whitened(by_data.flatten(0, 1))
+                if joint:
+                    variance.add_(white @ white.mT)
+                    continue
+                white = white.unflatten(0, by_data.shape[:2])
+                variance.add_(white.square().sum(2) if variance.dim() == 2 else white @ white.mT)
+
+        return Contraction(take, finish)
+
+    def to_matrix(self, exponent: float = 1) -> Tensor:
+        """``P^exponent`` of the elements that have a posterior, ``(S, S)``."""
+        return self._power(torch.eye(self.n_params, dtype=torch.float64, device=self._device), exponent).to(self.dtype)
+
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        found = self._power(self.layout.restricted(vectors).double(), exponent)
+        return self.layout.spread(found).to(vectors.dtype)
+
+    def square_form(self, vectors: Tensor) -> Tensor:
+        rows = self.layout.restricted(vectors).double()
+        return (rows * self._power(rows, 1)).sum(-1)
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """``P^exponent`` times float64 vectors ``(..., S)``."""
+        raise NotImplementedError
+
+    @property
+    def _device(self) -> torch.device:
+        raise NotImplementedError
+
+
+class FullPosterior(_Collected):
+    """A precision that is a matrix, ``(S, S)``, float64, of the elements of a layout.
+
+    Raises:
+        torch.linalg.LinAlgError: it is not positive definite.
+    """
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.precision, self.layout, self.dtype = precision, layout, dtype
+        self.n_params = layout.count
+        self.factor = torch.linalg.cholesky(precision)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.precision.device
+
+    def logdet(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.factor, rows.double().mT, upper=False).mT
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        inverse = exponent == -1
+        values = torch.cholesky_inverse(self.factor).diagonal() if inverse else self.to_matrix(exponent).diagonal()
+        return self.layout.spread(values.to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return vectors @ self.precision
+        if exponent == -1:
+            return torch.cholesky_solve(vectors.reshape(-1, self.n_params).mT, self.factor).mT.view_as(vectors)
+        values, basis = torch.linalg.eigh(self.precision)
+        return (vectors @ basis * values.pow(exponent)) @ basis.mT
+
+    def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = _drawn(n_samples, self, generator).double()
+        found = torch.linalg.solve_triangular(self.factor.mT, drawn.mT, upper=True).mT
+        return self.layout.spread(found.to(self.dtype))
+
+
+class DiagonalPosterior(_Collected):
+    """A precision that is a diagonal, ``(S,)``, float64, of the elements of a layout."""
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.precision, self.layout, self.dtype = precision, layout, dtype
+        self.n_params = layout.count
+
+    row_bytes = 0
+
+    @property
+    def _device(self) -> torch.device:
+        return self.precision.device
+
+    def logdet(self) -> Tensor:
+        return self.precision.log().sum()
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        return rows.double() * self.precision.rsqrt()
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        return self.layout.spread(self.precision.pow(exponent).to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return vectors * self.precision.pow(exponent)
+
+    def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = _drawn(n_samples, self, generator)
+        return self.layout.spread(drawn * self.precision.rsqrt().to(self.dtype))
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        """One parameter after the other: nothing is there for all of them."""
+
+        def take(name: str, jacobian: Jacobian) -> None:
+            where = self.layout.where[name]
+            if where.stop == where.start:
+                return
+            shape = self.layout.shapes[name]
+            whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
+            rows = self.layout.selected(name, whole).transpose(0, 1) * self.precision[where].rsqrt().to(whole.dtype)
+            if joint:
+                rows = rows.flatten(0, 1)
+            if variance.dim() == 2 and not joint:
+                variance.add_(rows.square().sum(2, dtype=torch.float64))
+            else:
+                variance.add_(rows @ rows.mT)
+
+        return Contraction(take)
+
+
+def _drawn(n_samples: int, posterior: FullPosterior | DiagonalPosterior, generator: torch.Generator | None) -> Tensor:
+    device = posterior._device if generator is None else generator.device
+    size = n_samples, posterior.n_params
+    return torch.randn(size, dtype=posterior.dtype, device=device, generator=generator).to(posterior._device)

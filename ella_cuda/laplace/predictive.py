@@ -302,6 +302,7 @@ class _Moments(Consumer):
 
     def __init__(self, posteriors: Sequence[Posterior], count: int, joint: bool, diagonal: bool) -> None:
         self._posteriors, self._count, self._joint, self._diagonal = posteriors, count, joint, diagonal
+        self.row_bytes = sum(p.row_bytes for p in posteriors)
         self.covariances: list[Tensor] = []
         self._adds: list[Contraction] = []
         self._parts: list[Tensor] = []

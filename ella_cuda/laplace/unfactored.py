@@ -1,0 +1,385 @@
+"""Laplace approximations whose curvature is a matrix or its diagonal, of all parameters or of some of their elements."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ella_cuda import ops
+from ella_cuda.laplace.base import BaseLaplace
+from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, require_loader
+from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, jacobian_pass
+from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
+from ella_cuda.laplace.memory import available_bytes
+from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
+from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior
+from ella_cuda.laplace.state import checked_count, checked_tensor
+from ella_cuda.laplace.values import Value, check_choice
+from ella_cuda.modes import running_the_model
+from ella_cuda.ops._precision import without_autocast
+
+STRUCTURES = ("full", "diag")
+
+
+class _Curvature(Consumer, ABC):
+    """The sum over the data of ``J^T S S^T J`` at sigma = 1, of some elements of the parameters."""
+
+    total: Tensor
+
+    @abstractmethod
+    def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
+        """``log|scale H + prior| - log|prior|``, prior one value per element, differentiable in both."""
+
+    @abstractmethod
+    def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
+        """How far the data determine each element: ``1 - prior ((scale H + prior)^-1)_ii``."""
+
+    @abstractmethod
+    def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> Posterior:
+        """At these."""
+
+
+class _Full(_Curvature):
+    """All of the matrix, ``(S, S)``, float64."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        size = layout.count
+        self.row_bytes = size * 8
+        needed, available = 2 * 8 * size**2, available_bytes(device)
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"fit: the curvature of {size:,} parameters and its Cholesky factor take {needed:,} bytes, and {device} has {available:,} "
+                "available. Use KronLaplace, DiagLaplace, or SubnetLaplace with fewer subnetwork_indices."
+            )
+        self.total = torch.zeros(size, size, dtype=torch.float64, device=device)
+
+    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
+        self._rows = outputs.new_zeros(columns.stop - columns.start, len(outputs), self.layout.count)
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        self.layout.add_to(self._rows, name, jacobian)
+
+    def end(self) -> None:
+        ops.kron_accumulate_(self.total[None], self._rows.flatten(0, 1)[:, None].double())
+        del self._rows
+
+    def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
+        root = prior.rsqrt()
+        unit = torch.eye(len(prior), dtype=prior.dtype, device=prior.device)
+        factor = torch.linalg.cholesky(unit + scale * root[:, None] * self.total * root)
+        return 2 * factor.diagonal().log().sum()
+
+    def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(scale * self.total + prior.diag()))
+        return 1 - prior * inverse.diagonal()
+
+    def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> FullPosterior:
+        return FullPosterior(scale * self.total + prior.diag(), self.layout, dtype)
+
+
+class _Diagonal(_Curvature):
+    """The diagonal, ``(S,)``, float64."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.total = torch.zeros(layout.count, dtype=torch.float64, device=device)
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        shape = self.layout.shapes[name]
+        squares = jacobian.square_sums(shape.groups)
+        self.total[self.layout.where[name]] += self.layout.selected(name, shape.from_blocks(squares, (shape.numel,)))
+
+    def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
+        return (scale * self.total / prior).log1p().sum()
+
+    def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
+        return scale * self.total / (scale * self.total + prior)
+
+    def posterior(self, prior: Tensor, scale: Tensor, dtype: torch.dtype) -> DiagonalPosterior:
+        return DiagonalPosterior(scale * self.total + prior, self.layout, dtype)
+
+
+class UnfactoredLaplace(BaseLaplace):
+    """A Laplace approximation with the generalised Gauss-Newton matrix itself, or its diagonal: exact, for networks with few parameters or a
+    subnetwork. Arguments, attributes and methods are :class:`ella_cuda.laplace.KronLaplace`'s, but for what is about factors.
+
+    Args:
+        subnetwork_indices: of the elements that have a posterior, among all trainable parameters flattened one after the other in
+            ``model.named_parameters()`` order, ascending, int64 ``(S,)``; the others are constants. None is all.
+        hessian_structure: "full" or "diag".
+
+    Raises:
+        MemoryError: in :meth:`fit`, the device has no room for the matrix.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        *,
+        subnetwork_indices: Tensor | None = None,
+        hessian_structure: str = "full",
+        prior_precision: Value = 1.0,
+        sigma_noise: Value = 1.0,
+        prior_mean: Value = 0.0,
+        temperature: float = 1.0,
+        memory_budget: int | None = None,
+        unknown: str = "error",
+        subset_of_weights: str | Sequence[str] = "all",
+        dict_key_x: str = DEFAULT_KEYS.x,
+        dict_key_y: str = DEFAULT_KEYS.y,
+        ignore_index: int = IGNORED,
+    ) -> None:
+        self.hessian_structure = check_choice("hessian_structure", hessian_structure, STRUCTURES)
+        self._curvature: _Curvature | None = None
+        self._layout: Layout | None = None
+        super().__init__(
+            model,
+            likelihood,
+            prior_precision,
+            sigma_noise,
+            prior_mean,
+            temperature,
+            memory_budget,
+            # Jacobians of parameters without a rule are exact.
+            "diagonal" if unknown == "error" else unknown,
+            subset_of_weights,
+            dict_key_x,
+            dict_key_y,
+            ignore_index,
+        )
+        self._layout = Layout(self._shapes(), self._parameter_shapes(), subnetwork_indices)
+        self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
+
+    def __repr__(self) -> str:
+        of = "" if self._layout.indices is None else f"{self._layout.count} of "
+        state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, likelihood={repr(self.likelihood_function)!r}, "
+            f"hessian_structure={self.hessian_structure!r}: {of}{self.n_params} parameters, {state})"
+        )
+
+    @property
+    def subnetwork_indices(self) -> Tensor | None:
+        """Of the elements that have a posterior, ``(S,)``, int64; None is all."""
+        return self._layout.indices
+
+    @property
+    def H(self) -> Tensor:
+        """The curvature at sigma = 1 of the elements that have a posterior: ``(S, S)``, or its diagonal ``(S,)``, float64."""
+        self._fitted()
+        return self._curvature.total
+
+    def _shapes(self) -> dict[str, FactorShape]:
+        found = {rule.full_name(n): s for rule in self._rules for n, s in rule.shapes().items() if n in rule.trainable}
+        return {name: found[name] for name in self.parameter_names}
+
+    def _parameter_shapes(self) -> dict[str, torch.Size]:
+        return {name: self.model.get_parameter(name).shape for name in self.parameter_names}
+
+    @running_the_model
+    def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> UnfactoredLaplace:
+        """One streaming pass over the data at the model's present parameters; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
+        require_loader(loader, "fit: loader")
+        rules, anew = self.present_rules(), override or self.n_data == 0
+        parameters = self._checked_parameters(rules)
+        fingerprint = fingerprint_of(self.model)
+        if anew:
+            self._describe(parameters)
+            self._rules = rules
+            self._forget()
+            self._hold_model()
+            self._layout = Layout(self._shapes(), self._parameter_shapes(), self._layout.indices)
+            kind = _Full if self.hessian_structure == "full" else _Diagonal
+            self._curvature = kind(self._layout, self._device)
+            self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
+        elif not torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0):
+            raise ValueError(
+                "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
+            )
+        n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
+        self.n_data = 0  # until the pass is complete
+        seen = 0
+        with jacobian_pass(self.model, rules, self._layout.shapes, self.memory_budget) as run:
+            for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+                x, y = self._taken(batch)
+                with without_autocast(self._device.type):
+                    if data_points(x) and not seen:
+                        run.try_out(x, several=True)
+                    statistic = statistic + self._add(run, x, y)
+                seen, n_targets = seen + data_points(x), n_targets + y.numel()
+        if not seen:
+            raise ValueError(
+                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such as a DataLoader."
+            )
+        if not (statistic.isfinite() and self._curvature.total.isfinite().all()):
+            raise FloatingPointError(
+                "fit: the log likelihood or the curvature is not finite. Check the data and the parameters, or use float64."
+            )
+        self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
+        self._square_norms = self._norms(parameters, self._prior_mean)
+        self._bases = FittedBases(self.model)
+        self._fingerprint, self._seen_versions = fingerprint.to(self._device), []
+        return self
+
+    def _add(self, run: JacobianPass, x: Inputs, y: Tensor) -> Tensor:
+        likelihood = self.likelihood_function
+
+        def columns(outputs: Tensor, which: slice) -> Columns | Tensor:
+            likelihood.check(outputs, y[which])
+            return likelihood.columns(outputs, y[which])
+
+        outputs = run.run(x, columns, self._curvature, each_alone=True)
+        self.n_outputs = outputs[0].numel() if len(outputs) else self.n_outputs
+        return likelihood.statistic(outputs, y)
+
+    # evidence --------------------------------------------------------------------------------------------------------
+
+    def _norms(self, parameters: Mapping[str, Tensor], mean: Tensor) -> Tensor:
+        if self._layout is None or self._layout.indices is None:
+            return super()._norms(parameters, mean)
+        offsets = torch.cat([p.detach().double().flatten() for p in parameters.values()]) - mean
+        squares = offsets[self._layout.indices.to(offsets.device)].square()
+        return torch.stack([part.sum() for part in squares.split(self._layout.counts)])
+
+    def _sizes(self) -> Tensor:
+        return torch.tensor(self._layout.counts, dtype=torch.float64, device=self._device)
+
+    def _elementwise(self, precision: Tensor) -> Tensor:
+        """A precision for each element that has a posterior."""
+        return precision.repeat_interleave(torch.tensor(self._layout.counts, device=precision.device))
+
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
+        self._fitted()
+        precision = log_precision.exp()
+        ratio = self._curvature.log_det_ratio(self._elementwise(precision), log_scale.exp())
+        return ratio + (precision * square_norms).sum()
+
+    def posterior_at(self, prior_precision: Value) -> Posterior:
+        self._fitted()
+        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
+        prior = self._elementwise(self._precisions(prior_precision).detach())
+        return self._curvature.posterior(prior, self._log_scale(None).exp().detach(), dtype)
+
+    def effective_parameters(self) -> dict[str, float]:
+        """Parameter name -> how many of its elements the data determine.
+
+        Source: MacKay, "Bayesian interpolation", 1992.
+        """
+        self._fitted()
+        with torch.no_grad():
+            shares = self._curvature.shares(self._elementwise(self.prior_precision), self._log_scale(None).exp())
+        sums = [part.sum().item() for part in shares.split(self._layout.counts)]
+        return dict(zip(self.parameter_names, sums, strict=True))
+
+    # saving ----------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a fit produced, and the hyperparameters, loadable with ``weights_only=True``."""
+        return {
+            "likelihood": repr(self.likelihood_function),
+            "hessian_structure": self.hessian_structure,
+            "subnetwork_indices": None if self.subnetwork_indices is None else self.subnetwork_indices.clone(),
+            "parameter_names": list(self.parameter_names),
+            "prior_precision": self.prior_precision.detach().clone(),
+            "sigma_noise": self.sigma_noise.detach().clone(),
+            "prior_mean": self.prior_mean.clone(),
+            "temperature": self.temperature,
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "n_targets": self._n_targets,
+            "statistic": self._statistic.clone(),
+            "square_norms": self._square_norms.clone(),
+            "fingerprint": self._fingerprint.clone(),
+            "curvature": self._curvature.total.clone() if self.n_data else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave, for the same model and settings.
+
+        Raises:
+            TypeError: state is no mapping.
+            ValueError: an entry is missing, unknown or does not fit this object; nothing is changed then.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
+        own = self.state_dict().keys()
+        if own != state.keys():
+            missing, unknown = sorted(own - state.keys()), sorted(map(repr, state.keys() - own))
+            raise ValueError(
+                f"load_state_dict: entries missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}."
+            )
+        settings = {key: getattr(self, key) for key in ("hessian_structure", "parameter_names")}
+        for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
+            if state[key] != here:
+                raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {here!r} here.")
+        given, here = state["subnetwork_indices"], self.subnetwork_indices
+        if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
+            raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
+        n_data, n_outputs, n_targets = (checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets"))
+        count = len(self.parameter_names)
+        precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
+        sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
+        mean, temperature = (
+            self._mean_of_prior(state["prior_mean"]),
+            self._checked_temperature(state["temperature"]),
+        )
+        norms = checked_tensor("square_norms", state["square_norms"], (count,))
+        statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
+        curvature = None
+        if n_data:
+            kind = _Full if self.hessian_structure == "full" else _Diagonal
+            curvature = kind(self._layout, self._device)
+            curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
+        # All of it fits: from here on nothing fails.
+        self._curvature = curvature
+        self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
+        self._prior_mean, self._temperature, self._seen_versions = mean, temperature, []
+        self._bases, self._statistic_gradients = FittedBases(self.model), {}
+        self.n_data, self.n_outputs, self._n_targets = n_data, n_outputs, n_targets
+        self._statistic, self._square_norms, self._fingerprint = (
+            tensor.to(self._device, copy=True) for tensor in (statistic, norms, fingerprint)
+        )
+
+
+class FullLaplace(UnfactoredLaplace):
+    """:class:`UnfactoredLaplace` with the whole matrix of all parameters, for some thousand of them."""
+
+    def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification", **how: Any) -> None:
+        super().__init__(model, likelihood, hessian_structure="full", **how)
+
+
+class DiagLaplace(UnfactoredLaplace):
+    """:class:`UnfactoredLaplace` with the matrix' diagonal, as many numbers as there are parameters."""
+
+    def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification", **how: Any) -> None:
+        super().__init__(model, likelihood, hessian_structure="diag", **how)
+
+
+class SubnetLaplace(UnfactoredLaplace):
+    """:class:`UnfactoredLaplace` of a subnetwork, which the masks of :mod:`ella_cuda.laplace.masks` choose; the other elements of the
+    parameters are constants.
+
+    Source: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        *,
+        subnetwork_indices: Tensor,
+        hessian_structure: str = "full",
+        **how: Any,
+    ) -> None:
+        super().__init__(
+            model, likelihood, subnetwork_indices=subnetwork_indices, hessian_structure=hessian_structure, **how
+        )

@@ -224,6 +224,14 @@ def neyshabur_cases() -> dict[str, Case]:
     return cases
 
 
+MASKS = {
+    "LargestMagnitudeSubnetMask": (3,),
+    "LargestVarianceDiagLaplaceSubnetMask": (3,),
+    "RandomSubnetMask": (3, torch.Generator().manual_seed(0)),
+    "ParamNameSubnetMask": (["0.s_fc.weight_in"],),
+    "ModuleNameSubnetMask": (["0"],),
+    "LastLayerSubnetMask": (),
+}
 ADDED = {
     "RelaxedEquivariance": module_cases(lambda: network()[0], (3, 2, 4, 4)),
     "SpatialBasis": basis_cases(),
@@ -242,6 +250,14 @@ ADDED = {
         "differentiable in a basis": Case(learning, results),
         "with a graph": Case(with_a_graph, results),
         "of a basis that changed": Case(stale, refusal),
+    },
+    **{
+        kind: {"fitted": Case(lambda kind=kind, how=how: unfactored(kind, how), lambda la: (la.H, la(X), la.log_marginal_likelihood()))}
+        for kind, how in {"FullLaplace": {}, "DiagLaplace": {}, "SubnetLaplace": {"subnetwork_indices": torch.arange(3)}}.items()
+    },
+    **{
+        kind: {"chosen": Case(lambda kind=kind, args=args: mask(kind, args), lambda chosen: (chosen.indices, chosen.n_params_subnet))}
+        for kind, args in MASKS.items()
     },
     "KroneckerFactor": {name: Case(lambda name=name: factor_of(name), read_factor) for name in FACTORS},
     "SecondMoment": {name: Case(lambda name=name: factor_of(name).output_moment, read_moment) for name in FACTORS},
@@ -271,6 +287,16 @@ ADDED = {
     "LoadedRun": {"of three epochs": Case(loaded_run, lambda run: (run.model(X), run.config.name, run.epoch))},
     "Adam of adam_for": {"after a step": Case(lambda: stepped(), lambda optimizer: optimizer.state_dict())},
 }  # fmt: skip
+
+
+def unfactored(kind: str, how: dict[str, Any]) -> Any:
+    return getattr(laplace, kind)(network(), **how).fit([(X, Y)])
+
+
+def mask(kind: str, args: tuple[Any, ...]) -> laplace.SubnetMask:
+    found = getattr(laplace, kind)(network(), *args)
+    found.select([(X, Y)])
+    return found
 
 
 def learner() -> training.BufferLearner:
@@ -321,7 +347,7 @@ def exports() -> Iterator[tuple[str, Any]]:
 
 def test_every_exported_class_is_here():
     classes = {name.rpartition(".")[2] for name, thing in exports() if inspect.isclass(thing)}
-    assert classes - CASES.keys() == {"MarglikTrainer"}
+    assert classes - CASES.keys() == {"MarglikTrainer", "SubnetMask"}
 
 
 @pytest.mark.parametrize("way", WAYS)

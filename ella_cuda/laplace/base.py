@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on
+from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, run_model, take
+from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
@@ -73,6 +75,11 @@ class BaseLaplace(Predictive):
         self._forget()
         self.prior_mean = prior_mean
 
+    def __copy__(self) -> BaseLaplace:
+        """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
+        kept = [*self.model.modules(), self._bases]  # the latter knows the model's own bases
+        return copy.deepcopy(self, {id(one): one for one in kept})
+
     def _hold_model(self) -> None:
         self._modules = list(self.model.modules())  # an evidence step is shorter than a walk through them
         self._no_scale = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -88,6 +95,17 @@ class BaseLaplace(Predictive):
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
         self._seen_versions: list[tuple[int, int]] = []
+
+    def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
+        """What is looked at before the first batch.
+
+        Raises:
+            ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; and as
+                :func:`ella_cuda.laplace.probe.probe`.
+        """
+        if self.subset_of_weights == "last_layer":
+            _require_last(self.model, self._rules[-1], take(x, slice(1)))
+        run.try_out(x, several)
 
     @abstractmethod
     def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> BaseLaplace:
@@ -498,3 +516,19 @@ class BaseLaplace(Predictive):
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
         return self.__dict__ | {name: value if value.is_leaf else value.detach() for name, value in given.items()}
+
+
+def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:
+    """ValueError where the model's output is not the output of the rule's layer."""
+    seen: list[Any] = []
+    handle = rule.module.register_forward_hook(lambda module, args, out: seen.append(out))
+    try:
+        with torch.no_grad(), at_test_time(model):
+            outputs = run_model(model, x)
+    finally:
+        handle.remove()
+    if not (seen and isinstance(seen[-1], Tensor) and isinstance(outputs, Tensor) and torch.equal(seen[-1], outputs)):
+        raise ValueError(
+            f"subset_of_weights='last_layer': the model's output is not that of {rule.label}, the last module of model.named_modules() with "
+            "trainable parameters. Name the last layer: subset_of_weights=['its name']."
+        )

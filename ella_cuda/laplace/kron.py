@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -160,11 +159,6 @@ class KronLaplace(BaseLaplace):
         )
         self._hold([])
 
-    def __copy__(self) -> KronLaplace:
-        """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
-        kept = [*self.model.modules(), self._bases]  # the latter knows the model's own bases
-        return copy.deepcopy(self, {id(one): one for one in kept})
-
     def __repr__(self) -> str:
         settings = (
             f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
@@ -268,7 +262,7 @@ class KronLaplace(BaseLaplace):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):
                     if data_points(x) and not seen:
-                        run.try_out(x, several=self.fisher == "exact")
+                        self._try_out(run, x, several=self.fisher == "exact")
                     statistic = statistic + self._add(run, data_fit, x, y, generator)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:

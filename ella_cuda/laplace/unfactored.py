@@ -213,7 +213,7 @@ class UnfactoredLaplace(BaseLaplace):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):
                     if data_points(x) and not seen:
-                        run.try_out(x, several=True)
+                        self._try_out(run, x, several=True)
                     statistic = statistic + self._add(run, x, y)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:

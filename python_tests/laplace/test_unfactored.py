@@ -156,6 +156,22 @@ def test_the_last_layer_alone() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_a_layer_that_is_not_the_last_is_refused() -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.body = nn.Linear(3, 2), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.body(x)))
+
+    model, data = Reversed(), [(torch.randn(4, 2), torch.arange(4) % 2)]
+    for kind in (KronLaplace, FullLaplace):
+        with pytest.raises(ValueError, match=r"not that of layer 'body' \(Linear\)"):
+            kind(model, subset_of_weights="last_layer").fit(data)
+        assert kind(model, subset_of_weights=["head"]).fit(data).n_params == 8
+
+
 def test_masks() -> None:
     model = randomised(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)))
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.arange(6) % 2

@@ -1,4 +1,5 @@
 """placeholder until the op's branch is merged"""
+
 import torch
 
 TILE = 4 << 20

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.laplace import KronLaplace
 from python_tests.laplace.checks import randomised
@@ -250,3 +252,201 @@ def test_binary_and_counts() -> None:
     torch.testing.assert_close(
         rates.log(), counts.functional_samples(x, n_samples=5, generator=torch.Generator().manual_seed(0))
     )
+
+
+# arguments, state ------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    """Takes two inputs by name, one of which is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
+        return self.linear(torch.tanh(a) + b * factor)
+
+
+def test_inputs_are_what_a_fit_takes() -> None:
+    model = randomised(Named())
+    a, b, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2
+    la = KronLaplace(model).fit([((a, b), y)])
+    expected = la((a, b), link_approx="probit_full")
+    for x in ({"a": a, "b": b}, {"a": a, "b": b, "labels": y}, {"a": a, "b": b, "factor": 1.0}):
+        torch.testing.assert_close(la(x, link_approx="probit_full"), expected)
+    other = KronLaplace(randomised(nn.Linear(3, 2)), dict_key_x="x").fit([{"x": a, "labels": y}])
+    torch.testing.assert_close(other({"x": a, "labels": y}), other(a))
+    with pytest.raises(ValueError, match="must all have the batch"):
+        la((a, b[:3]))
+    with pytest.raises(TypeError, match="x must be a tensor"):
+        la("images")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"pred_type": "gp"}, "pred_type must be one of 'glm', 'nn', got 'gp'"),
+        ({"link_approx": "logit"}, "link_approx must be one of 'probit', 'probit_full', 'mc', 'bridge', 'bridge_norm'"),
+        ({"pred_type": "nn"}, "link_approx must be 'mc' with pred_type='nn'"),
+        ({"link_approx": "mc", "n_samples": 0}, "n_samples must be positive, got 0"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(how: dict[str, object], words: str) -> None:
+    la, x = classifier()
+    with pytest.raises(ValueError, match=words):
+        la(x, **how)
+
+
+def test_joint_and_marginal_shapes() -> None:
+    model = randomised(nn.Linear(3, 2))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(5, 2, dtype=torch.float64))])
+    mean, covariance = la(x, joint=True)
+    assert (mean.shape, covariance.shape) == ((10,), (10, 10))
+    torch.testing.assert_close(covariance, la.functional_covariance(x))
+    mean, covariance = la(x)
+    assert (mean.shape, covariance.shape) == ((5, 2), (5, 2, 2))
+    with pytest.warns(UserWarning, match="underfits"):
+        mean, variance = la(x, "nn", link_approx="mc", n_samples=4000, generator=torch.Generator().manual_seed(0))
+    # A linear model is its own linearisation.
+    torch.testing.assert_close(mean, la.model(x), rtol=0, atol=0.1)
+    torch.testing.assert_close(variance, la(x, diagonal_output=True)[1], rtol=0.2, atol=0.01)
+    empty = la(x[:0])
+    assert [part.shape for part in empty] == [(0, 2), (0, 2, 2)]
+
+
+def test_a_linear_models_covariance_is_the_ridge_regressions() -> None:
+    # With a single output and no bias the factors are exact.
+    model, sigma, delta = nn.Linear(3, 1, bias=False).double(), 0.6, 0.8
+    x = torch.randn(20, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression", sigma_noise=sigma, prior_precision=delta)
+    la.fit([(x, torch.randn(20, 1, dtype=torch.float64))])
+    precision = x.T @ x / sigma**2 + delta * torch.eye(3, dtype=torch.float64)
+    new = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(la.functional_covariance(new), new @ torch.linalg.inv(precision) @ new.T)
+
+
+def test_a_generator_settles_what_is_drawn() -> None:
+    la, x = classifier()
+
+    def drawn(seed: int) -> Tensor:
+        return la(x, link_approx="mc", n_samples=3, generator=torch.Generator().manual_seed(seed))
+
+    before = torch.get_rng_state()
+    assert torch.equal(drawn(0), drawn(0))
+    assert not torch.equal(drawn(0), drawn(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    one = la.sample(2)
+    torch.manual_seed(0)
+    assert torch.equal(la.sample(2), one)
+
+
+def test_predictions_leave_the_model_as_it_was() -> None:
+    la, x = fitted("conv")
+    model = la.model.train()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            mean, covariance = la(x)
+            samples = la.functional_samples(x, n_samples=2)
+        assert not mean.requires_grad and not covariance.requires_grad and not samples.requires_grad
+    assert model.training
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    la(x)  # buffers of the norms are those of the fit
+
+
+def test_a_float32_network_has_float32_predictions_of_float64_accuracy() -> None:
+    la, x = fitted("conv")
+    expected = la.functional_variance(x)
+    model = la.model.float()
+    narrow = KronLaplace(model, "regression", sigma_noise=0.7, prior_precision=la.prior_precision)
+    narrow.fit([(x.float(), la.model(x.float()).detach() * 0)])
+    found = narrow.functional_variance(x.float())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(narrow.functional_variance(x.float()), found)
+
+
+def test_the_prior_and_the_noise_are_read_at_every_call() -> None:
+    la, x = fitted("linear")
+    wide = la.functional_variance(x)
+    la.prior_precision = la.prior_precision * 10
+    assert (la.functional_variance(x).diagonal(dim1=1, dim2=2) < wide.diagonal(dim1=1, dim2=2)).all()
+    torch.testing.assert_close(la.functional_covariance(x), dense_covariance(la, x))
+    la.sigma_noise = 0.1
+    torch.testing.assert_close(la.functional_covariance(x), dense_covariance(la, x))
+
+
+def test_predictions_survive_saving() -> None:
+    la, x = fitted("factored", prior_mean=0.2, temperature=0.5)
+    other = KronLaplace(la.model, "regression", unknown="diagonal")
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(other.functional_variance(x), la.functional_variance(x))
+    assert torch.equal(other.scatter, la.scatter)
+    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
+    old = {k: v for k, v in la.state_dict().items() if k not in ("prior_mean", "temperature", "subset_of_weights")}
+    other.load_state_dict(old)
+    assert (other.prior_mean, other.temperature, other.subset_of_weights) == (0, 1, "all")
+
+
+def test_the_priors_mean_moves_the_scatter_alone() -> None:
+    la, x = fitted("conv")
+    before, mean = la.functional_variance(x), torch.randn(la.n_params, dtype=torch.float64)
+    la.prior_mean = mean
+    sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
+    prior = la.prior_precision.repeat_interleave(torch.tensor(sizes))
+    torch.testing.assert_close(la.scatter, (prior * (la.mean - mean).square()).sum())
+    assert torch.equal(la.functional_variance(x), before)
+    again = KronLaplace(la.model, "regression", sigma_noise=0.7, prior_mean=mean, prior_precision=la.prior_precision)
+    again.fit([(x, la.model(x).detach())])
+    torch.testing.assert_close(again.scatter, la.scatter)
+    with pytest.raises(ValueError, match="prior_mean: expected a number or one value for each of the"):
+        la.prior_mean = mean[:3]
+
+
+def test_a_temperature_divides_likelihood_and_curvature() -> None:
+    la, _ = classifier()
+    warm = KronLaplace(la.model, temperature=2.0, prior_precision=la.prior_precision)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    warm.fit([(x, torch.arange(8) % 4)])
+    torch.testing.assert_close(warm.log_likelihood, la.log_likelihood / 2)
+    unit = torch.eye(la.n_params, dtype=torch.float64) * 10
+    torch.testing.assert_close(
+        warm.posterior_precision.to_matrix() - unit, (la.posterior_precision.to_matrix() - unit) / 2
+    )
+    torch.testing.assert_close(warm.log_det_posterior_precision, torch.logdet(warm.posterior_precision.to_matrix()))
+    with pytest.raises(ValueError, match="temperature: expected positive"):
+        la.temperature = 0.0
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any op gave."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(one, Tensor):
+                self.bytes = max(self.bytes, one.untyped_storage().nbytes())
+        return out
+
+
+def test_many_outputs_need_no_jacobian() -> None:
+    model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 200))
+    x = torch.randn(16, 20)
+    la = KronLaplace(model, fisher="mc", memory_budget=1 << 20).fit([(x, torch.arange(16))])
+    la(x[:1])  # decomposes the factors
+    with Largest() as largest:
+        la(x)
+    jacobian = 4 * 16 * 200 * la.n_params
+    assert 0 < largest.bytes < jacobian / 40
+    torch.testing.assert_close(la(x).sum(1), torch.ones(16))
+    samples = la(x, link_approx="mc", n_samples=2)
+    torch.testing.assert_close(samples.sum(1), torch.ones(16))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, run_model, take
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
@@ -95,6 +96,7 @@ class BaseLaplace(Predictive):
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
         self._seen_versions: list[tuple[int, int]] = []
+        self._predicting: tuple[list[nn.Module], JacobianPass] | None = None
 
     def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
         """What is looked at before the first batch.
@@ -515,7 +517,8 @@ class BaseLaplace(Predictive):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
-        return self.__dict__ | {name: value if value.is_leaf else value.detach() for name, value in given.items()}
+        values = {name: value if value.is_leaf else value.detach() for name, value in given.items()}
+        return self.__dict__ | values | {"_predicting": None}
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:

@@ -49,13 +49,16 @@ class Consumer:
 
 
 class JacobianPass(CurvaturePass):
-    """The passes of a prediction; see :func:`jacobian_pass`.
+    """The passes of a prediction, :func:`running`.
 
     Args:
         model: the network.
         rules: of its layers with trainable parameters, new.
         shapes: by name, of the parameters whose Jacobians are wanted, those of their factors.
         memory_budget: bytes that the gradients of a pass may take.
+
+    Attributes:
+        tried_out: whether :meth:`try_out` was called.
     """
 
     def __init__(
@@ -70,6 +73,11 @@ class JacobianPass(CurvaturePass):
         self.uses = _KeptUses(self._seen)
         self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
         self._consumer = Consumer()
+        self.tried_out = False
+
+    def try_out(self, x: Inputs, several: bool) -> None:
+        super().try_out(x, several)
+        self.tried_out = True
 
     def run(
         self, x: Inputs, columns: ColumnsOf, consumer: Consumer, all_data: bool = False, each_alone: bool = False
@@ -272,13 +280,10 @@ class _Nothing(SecondMoment):
 
 
 @contextmanager
-def jacobian_pass(
-    model: nn.Module, rules: Sequence[Rule], shapes: Mapping[str, FactorShape], memory_budget: int
-) -> Iterator[JacobianPass]:
-    """The passes of a prediction over a model :func:`at_test_time` whose parameters and buffers are constants, for the duration of the
-    context."""
-    run = JacobianPass(model, rules, shapes, memory_budget)
-    with at_test_time(model), requiring_grad([*run.parameters, *run.hyperparameters], False):
+def running(run: JacobianPass) -> Iterator[JacobianPass]:
+    """The model :func:`at_test_time`, its parameters and buffers constants, for the duration of the context."""
+    learnt = [t for t in (*run.model.parameters(), *run.model.buffers()) if t.requires_grad]
+    with at_test_time(run.model), requiring_grad(learnt, False):
         try:
             yield run
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, jacobian_pass
+from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
 from ella_cuda.laplace.links import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
@@ -41,6 +40,7 @@ class Predictive:
     _device: torch.device
     present_rules: Callable[[], list[Rule]]
     require_unchanged: Callable[[], None]
+    _predicting: tuple[list[nn.Module], JacobianPass] | None
     posterior_precision: Posterior
 
     def __call__(
@@ -235,7 +235,8 @@ class Predictive:
     # passes ----------------------------------------------------------------------------------------------------------
 
     def _is_jacobian(self, x: Any, axes: int) -> bool:
-        return isinstance(x, Tensor) and x.dim() == axes and x.shape[-1] == sum(self._numels)
+        fits = isinstance(x, Tensor) and x.dim() == axes and x.shape[-1] == sum(self._numels)
+        return fits and (axes == 2 or x.shape[1] == self.n_outputs)
 
     def _inputs(self, x: Any) -> Inputs:
         """On the model's device."""
@@ -260,14 +261,22 @@ class Predictive:
     ) -> tuple[Tensor, list[Tensor]]:
         """Under several posteriors of one mean, for one pass through the network."""
         moments = _Moments(posteriors, data_points(x), joint, diagonal)
-        with self._pass() as run, without_autocast(self._device.type):
-            if data_points(x):
+        with running(self._pass()) as run, without_autocast(self._device.type):
+            if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
             mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
         return mean, [v.to(mean.dtype) for v in moments.covariances]
 
-    def _pass(self) -> AbstractContextManager[JacobianPass]:
-        return jacobian_pass(self.model, self.present_rules(), self.posterior_precision.shapes, self.memory_budget)
+    def _pass(self) -> JacobianPass:
+        """One for all predictions of a fit, whose network is tried out once."""
+        modules = [*self.model.modules()]
+        if self._predicting is None or self._predicting[0] != modules:
+            shapes = self.posterior_precision.shapes
+            run = JacobianPass(self.model, self.present_rules(), shapes, self.memory_budget)
+            self._predicting = modules, run
+        run = self._predicting[1]
+        run.memory_budget = self.memory_budget
+        return run
 
     @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:

@@ -15,7 +15,7 @@ from ella_cuda.laplace.base import BaseLaplace
 from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, require_loader
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, jacobian_pass
+from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
@@ -208,7 +208,7 @@ class UnfactoredLaplace(BaseLaplace):
         n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
         self.n_data = 0  # until the pass is complete
         seen = 0
-        with jacobian_pass(self.model, rules, self._layout.shapes, self.memory_budget) as run:
+        with running(JacobianPass(self.model, rules, self._layout.shapes, self.memory_budget)) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                 x, y = self._taken(batch)
                 with without_autocast(self._device.type):

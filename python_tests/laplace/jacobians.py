@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -205,7 +206,7 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
     """One of them, with its inputs."""
     torch.manual_seed(0)
     make, inputs = NETWORKS[name]
-    return randomised(make(), 0.6), inputs()
+    return randomised(copy.deepcopy(make()), 0.6), inputs()
 
 
 def dense_jacobians(model: nn.Module, x: Tensor) -> dict[str, Tensor]:

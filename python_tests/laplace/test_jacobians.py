@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, jacobian_pass
+from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import unit_columns
 from ella_cuda.laplace.rules import Rule
 from python_tests.laplace.checks import randomised
@@ -41,7 +41,7 @@ def by_layers(model: nn.Module, x: Tensor, budget: int = 1 << 30, **how: bool) -
     la = KronLaplace(model, "regression", unknown="diagonal")
     rules = la.present_rules()
     collected = Collected(la, rules, len(x))
-    with jacobian_pass(model, rules, collected.shapes, budget) as run:
+    with running(JacobianPass(model, rules, collected.shapes, budget)) as run:
         run.try_out(x, several=True)
         outputs = run.run(x, lambda out, _: unit_columns(out), collected, **how)
     torch.testing.assert_close(outputs, model(x))

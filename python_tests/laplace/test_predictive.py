@@ -425,6 +425,27 @@ def test_a_temperature_divides_likelihood_and_curvature() -> None:
         la.temperature = 0.0
 
 
+def test_a_network_is_tried_out_once_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted("conv")
+    expected = la.functional_variance(x)
+    tried: list[object] = []
+    monkeypatch.setattr("ella_cuda.laplace.curvature.probe", lambda *args: tried.append(args))
+    torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
+    assert not tried
+    la.model.requires_grad_(False)  # which a prediction does not undo
+    torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
+    assert not any(p.requires_grad for p in la.model.parameters())
+
+
+def test_a_layer_in_anothers_place_is_seen() -> None:
+    la, x = fitted("linear")
+    expected = la.functional_variance(x)
+    replaced = nn.Linear(3, 4).double()
+    replaced.load_state_dict(la.model[0].state_dict())
+    la.model[0] = replaced
+    torch.testing.assert_close(la.functional_variance(x), expected)
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that any op gave."""
 

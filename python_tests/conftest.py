@@ -35,19 +35,23 @@ CHOSEN = (
 )
 
 
+# How pytest-xdist hands out the tests of a stage, by its marker expression. The simulator's files compile: each is one process' work.
+STAGES = {"not simulator": "worksteal", "simulator": "loadfile"}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """The whole suite runs on all cores, a process with one thread on each, where pytest-xdist is there and no option says else: most
+    """A whole stage runs on all cores, a process with one thread on each, where pytest-xdist is there and no option says else: most
     tests keep one core busy. Parts of it run in one process, with the threads that torch chooses.
     """
-    whole = [Path(a).resolve() for a in config.args] == [SUITE] and config.option.markexpr == "not simulator"
+    whole = [Path(a).resolve() for a in config.args] == [SUITE] and config.option.markexpr in STAGES
     chosen = any(getattr(config.option, name, False) for name in CHOSEN)
     free = getattr(config.option, "numprocesses", 0) is None and config.option.dist == "no"
     worker = hasattr(config, "workerinput")  # which has all arguments, and would start workers of its own
     shown = config.option.capture == "no"
     if whole and free and not (chosen or shown or worker or torch.cuda.is_available()):
         config.option.numprocesses = config.hook.pytest_xdist_auto_num_workers(config=config)
-        config.option.dist = "worksteal"
+        config.option.dist = STAGES[config.option.markexpr]
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"  # the workers'; this process has loaded torch already
         config.add_cleanup(lambda: _restore("OMP_NUM_THREADS", before))

@@ -71,14 +71,15 @@ def compile_source(nvcc: Path, name: str, archs: list[str]) -> Compiled:
     options = flags(archs)
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     report, fatbin = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("ptxas", "fatbin"))
-    if not (report.exists() and fatbin.exists()):
-        partial = fatbin.with_suffix(f".{os.getpid()}")
-        command = [nvcc, *options, "-fatbin", source, "-o", partial]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
-        os.replace(partial, fatbin)
-        partial.write_text(result.stdout + result.stderr)
-        os.replace(partial, report)
+    with build.one_maker(fatbin):
+        if not (report.exists() and fatbin.exists()):
+            partial = fatbin.with_suffix(f".{os.getpid()}")
+            command = [nvcc, *options, "-fatbin", source, "-o", partial]
+            result = subprocess.run(command, capture_output=True, text=True)
+            assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
+            os.replace(partial, fatbin)
+            partial.write_text(result.stdout + result.stderr)
+            os.replace(partial, report)
     numbers = frozenset(arch.removesuffix("+PTX").replace(".", "") for arch in archs)
     return Compiled(name, numbers, report.read_text(), fatbin)
 

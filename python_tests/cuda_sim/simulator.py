@@ -93,6 +93,20 @@ def digest(paths: Iterable[Path], *texts: str) -> str:
     return hasher.hexdigest()[:24]
 
 
+@contextmanager
+def one_maker(target: Path) -> Iterator[None]:
+    """Whoever else wants to make this file, thread or process, waits outside of the block: look whether it is there inside."""
+    import fcntl  # which Windows lacks, where this module is imported too
+
+    lock = target.with_name(f"{target.name}.lock")
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # whoever waits for it finds the file made
+
+
 def run(command: list[str | Path], target: Path) -> None:
     """Runs a compiler whose last argument names its output, which appears at `target` only once it is complete."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -122,9 +136,10 @@ def compile_object(source: Path, csrc: Path, optimisation: str) -> Path:
         flags.append("-fno-gnu-unique")
     headers = [*headers_of(csrc), *HEADERS.glob("*.h")]
     target = cache_folder() / f"{source.stem}-{digest([source, *headers], torch.__version__, cxx, *flags)}.o"
-    if not target.exists():
-        includes = ["-include", HEADERS / "cusim.h", "-I", csrc, "-isystem", TORCH / "include"]
-        run([cxx, *flags, *includes, "-x", "c++", "-c", source, "-o"], target)
+    with one_maker(target):
+        if not target.exists():
+            includes = ["-include", HEADERS / "cusim.h", "-I", csrc, "-isystem", TORCH / "include"]
+            run([cxx, *flags, *includes, "-x", "c++", "-c", source, "-o"], target)
     return target
 
 
@@ -134,10 +149,11 @@ def build(names: Iterable[str], csrc: Path = SOURCES, optimisation: str = "-O1")
     with ThreadPoolExecutor(jobs()) as pool:
         objects = list(pool.map(lambda source: compile_object(source, csrc, optimisation), sources))
     target = cache_folder() / f"libella_sim-{digest(objects, torch.__version__)}.so"
-    if not target.exists():
-        lib = TORCH / "lib"
-        libraries = ["-L", lib, f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
-        run([str(compiler()), "-shared", *objects, *libraries, "-o"], target)
+    with one_maker(target):
+        if not target.exists():
+            lib = TORCH / "lib"
+            libraries = ["-L", lib, f"-Wl,-rpath,{lib}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+            run([str(compiler()), "-shared", *objects, *libraries, "-o"], target)
     return target
 
 

@@ -43,17 +43,18 @@ def compile_source(nvcc: Path, name: str, arch: str, library: str, small: bool) 
     options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []
     key = build.digest([source, *headers], str(nvcc.resolve()), build.torch.__version__, *options)
     made, ptx = (build.cache_folder() / f"{name}-{key}.{kind}" for kind in ("o", "ptx"))
-    if not (made.exists() and ptx.exists()):
-        folder = build.cache_folder() / f"{name}-{key}-{os.getpid()}"
-        folder.mkdir()
-        command = [nvcc, *options, "-keep", "-keep-dir", folder, "-c", source, "-o", folder / "made.o"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
-        os.replace(folder / f"{name}.ptx", ptx)
-        os.replace(folder / "made.o", made)
-        for rest in folder.iterdir():
-            rest.unlink()
-        folder.rmdir()
+    with build.one_maker(made):
+        if not (made.exists() and ptx.exists()):
+            folder = build.cache_folder() / f"{name}-{key}-{os.getpid()}"
+            folder.mkdir()
+            command = [nvcc, *options, "-keep", "-keep-dir", folder, "-c", source, "-o", folder / "made.o"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            assert result.returncode == 0, f"nvcc cannot compile {name}.cu:\n{result.stderr}"
+            os.replace(folder / f"{name}.ptx", ptx)
+            os.replace(folder / "made.o", made)
+            for rest in folder.iterdir():
+                rest.unlink()
+            folder.rmdir()
     return made, ptx
 
 
@@ -122,28 +123,29 @@ class PtxDevice:
         headers = [*(build.SOURCES / "common").glob("*.h"), build.SOURCES / "schemas.cpp", RUNTIME]
         key = build.digest([*objects, *headers], str(nvcc.resolve()), build.torch.__version__, library)
         target = build.cache_folder() / f"lib{library}-{key}.so"
-        if not target.exists():
-            flags = [
-                "-std=c++17",
-                "-O1",
-                "-fPIC",
-                "-w",
-                compiler.build_config().TARGET_VERSION,
-                f"-DELLA_LIBRARY={library}",
-            ]
-            includes = ["-I", build.SOURCES, "-I", build.TORCH / "include", "-I", nvcc.parents[1] / "include"]
-            libraries = ["-L", build.TORCH / "lib", f"-Wl,-rpath,{build.TORCH / 'lib'}", "-Wl,--no-as-needed"]
-            libraries += [
-                "-ltorch",
-                "-ltorch_cpu",
-                "-lc10",
-                *(f"-Wl,--wrap={name}" for name in WRAPPED),
-                "-Wl,-Bsymbolic",
-            ]
-            sources = [build.SOURCES / "schemas.cpp", RUNTIME]
-            build.run(
-                [str(build.compiler()), *flags, *includes, "-shared", *sources, *objects, *libraries, "-o"], target
-            )
+        with build.one_maker(target):
+            if not target.exists():
+                flags = [
+                    "-std=c++17",
+                    "-O1",
+                    "-fPIC",
+                    "-w",
+                    compiler.build_config().TARGET_VERSION,
+                    f"-DELLA_LIBRARY={library}",
+                ]
+                includes = ["-I", build.SOURCES, "-I", build.TORCH / "include", "-I", nvcc.parents[1] / "include"]
+                libraries = ["-L", build.TORCH / "lib", f"-Wl,-rpath,{build.TORCH / 'lib'}", "-Wl,--no-as-needed"]
+                libraries += [
+                    "-ltorch",
+                    "-ltorch_cpu",
+                    "-lc10",
+                    *(f"-Wl,--wrap={name}" for name in WRAPPED),
+                    "-Wl,-Bsymbolic",
+                ]
+                sources = [build.SOURCES / "schemas.cpp", RUNTIME]
+                build.run(
+                    [str(build.compiler()), *flags, *includes, "-shared", *sources, *objects, *libraries, "-o"], target
+                )
         return target
 
     def schedule(self, blocks: str = "forward", multiprocessors: int = 2, cache_bytes: int = 8192) -> None:

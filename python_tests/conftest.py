@@ -17,6 +17,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import ella_cuda
 from ella_cuda import experiments
+from ella_cuda.reports.pictures import Drawn
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
 SUITE = Path(__file__).parent
@@ -157,6 +158,12 @@ def beside_the_tests(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "python_tests").symlink_to(Path(__file__).parent, target_is_directory=True)
     return folder
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grids draw none, which takes longer than small runs do."""
+    monkeypatch.setattr("ella_cuda.reports.results.save_pictures", lambda *_: Drawn())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -279,7 +279,7 @@ def test_a_run_that_learns_lengthscales_says_so(tmp_path):
     assert row["layers"][1]["paths"]["s_conv"]["inverse_lengthscale"].keys() == {"0.basis"}
 
 
-def test_a_run_that_learns_anchors_says_how_far_they_moved(tmp_path):
+def test_a_run_that_learns_anchors_says_how_far_they_moved(tmp_path, without_pictures):
     config = small("s_conv", learn="anchors", epochs=3, lr_anchors=0.1)
     (row,) = run_grid([config], tmp_path, progress=False)
     saved = read_checkpoint(tmp_path / config.name / "checkpoint.pt")["model"]
@@ -537,7 +537,7 @@ def test_a_running_run_can_be_read(tmp_path, monkeypatch):
         experiments.read_running(tmp_path)
 
 
-def test_a_damaged_note_of_the_environment_is_no_reason_to_refuse_a_resume(tmp_path):
+def test_a_damaged_note_of_the_environment_is_no_reason_to_refuse_a_resume(tmp_path, without_pictures):
     configs = [small(objective="map", epochs=1)]
     rows = run_grid(configs, tmp_path, progress=False)
     (tmp_path / "environment.json").write_text("{")

@@ -9,7 +9,7 @@ import pytest
 
 from ella_cuda import cli
 from ella_cuda.experiments import paper
-from python_tests.test_cli import command, environment, one_line, rows_of, run, wait_for
+from python_tests.test_cli import command, environment, one_line, rows_of, run, run_here, wait_for
 
 # Two rows of the toy table at a size for tests: 43 images, 2 epochs, an evidence step after each but the first.
 SMALL = ["--scale", "0.03", "--epochs", "2", "--burn-in", "1", "--width", "1", "--row", "digit-conv", "quadrant-conv"]
@@ -34,7 +34,7 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
         "--device",
         "cpu",
     ]
-    assert cli.main(["train", "--layer", "conv", "--train-size", "43", *same, "--out", "same"]) == 0
+    run_here("train", "--layer", "conv", "--train-size", "43", *same, "--out", "same")
     order = sorted(rows_of(tmp_path / "same"), key=lambda r: r["run"])
     assert sorted(rows_of(tmp_path / "table"), key=lambda r: r["run"]) == order
     written = (tmp_path / "table" / "comparison.txt").read_text()
@@ -69,11 +69,10 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path):
+def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys):
     options = ["reproduce", "toy", *SMALL, "--epochs", "6", "--row", "digit-conv"]
-    whole = run(*options, "--out", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    assert "results in whole" in whole.stdout
+    run_here(*options, "--out", str(tmp_path / "whole"))
+    assert f"results in {tmp_path / 'whole'}" in capsys.readouterr().out
     started = subprocess.Popen(
         command(*options, "--out", "killed"),
         cwd=tmp_path,

@@ -26,6 +26,8 @@ from ella_cuda.experiments import RunConfig, configure, prepare, prepare_for, ru
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.training.checkpoint import read_checkpoint
 
+pytestmark = pytest.mark.usefixtures("without_pictures")  # what is gone on with are numbers
+
 SMALL = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
 
 

@@ -1,0 +1,247 @@
+"""How good predicted probabilities are: proper scores, calibration, and telling data sets apart. Everything is computed in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LEAST = 1e-12  # probability in a logarithm: one that is 0 in its dtype costs 27.6 nats, not infinitely many
+SUM_TOLERANCE = 1e-2  # of a row's probabilities, which may be of 16 bits
+
+
+class Reliability(NamedTuple):
+    """What became of predictions, by their confidence; see :func:`reliability`.
+
+    Attributes:
+        count: ``(bins,)`` int64, predictions in the bin.
+        confidence: ``(bins,)`` float64, their mean largest probability; NaN in an empty bin.
+        accuracy: ``(bins,)`` float64, the fraction of them that is right; NaN in an empty bin.
+    """
+
+    count: Tensor
+    confidence: Tensor
+    accuracy: Tensor
+
+
+def nll(p: Tensor, y: Tensor) -> Tensor:
+    """Mean negative log likelihood in nats of the labels; probabilities below 1e-12 count as 1e-12.
+
+    Args:
+        p: ``(N, K)`` probabilities of the classes, N and K at least 1.
+        y: ``(N,)`` integer labels in [0, K).
+
+    Returns:
+        A 0-dim float64 tensor.
+
+    Raises:
+        TypeError: ``p`` is not floating point, ``y`` not integer.
+        ValueError: a shape, device, probability or label that is none.
+    """
+    p, y = _checked("nll", p, y)
+    return -p.gather(1, y[:, None]).clamp_min(LEAST).log().mean()
+
+
+def accuracy(p: Tensor, y: Tensor) -> Tensor:
+    """Fraction of data points whose most probable class, the first of equal ones, is the label's.
+
+    Arguments, result and errors are those of :func:`nll`.
+    """
+    p, y = _checked("accuracy", p, y)
+    return _hits(p, y).mean()
+
+
+def brier_score(p: Tensor, y: Tensor) -> Tensor:
+    """Mean over data points of ``sum_k (p_k - [k = y])^2``, from 0 to 2 (Brier 1950).
+
+    Arguments, result and errors are those of :func:`nll`.
+    """
+    p, y = _checked("brier_score", p, y)
+    return (p - torch.nn.functional.one_hot(y, p.shape[1])).square().sum(1).mean()
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Entropy in nats of each prediction: ``-sum_k p_k log p_k``, with 0 log 0 = 0.
+
+    Args:
+        p: ``(N, K)`` probabilities of the classes.
+
+    Returns:
+        ``(N,)`` float64, in [0, log K]; N may be 0.
+
+    Raises:
+        TypeError, ValueError: as :func:`nll`, of ``p``.
+    """
+    return torch.special.entr(_probabilities("entropy", p)).sum(1)
+
+
+def reliability(p: Tensor, y: Tensor, bins: int = 15) -> Reliability:
+    """Confidence against accuracy: predictions by their largest probability, in bins of equal width on [0, 1].
+
+    Bin m is ``[m/bins, (m+1)/bins)``; the last holds 1 too. A calibrated prediction is right as often as it is confident
+    (Guo et al. 2017, section 2).
+
+    Args:
+        p: ``(N, K)`` probabilities of the classes, N and K at least 1.
+        y: ``(N,)`` integer labels in [0, K).
+        bins: how many, at least 1.
+
+    Raises:
+        TypeError, ValueError: as :func:`nll`; ``bins`` is no positive integer.
+    """
+    return _reliability("reliability", p, y, bins)
+
+
+def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
+    """``sum_m count_m / N |accuracy_m - confidence_m|`` over the bins of :func:`reliability`
+    (Naeini et al. 2015; Guo et al. 2017, equation 3).
+
+    Arguments and errors are those of :func:`reliability`.
+
+    Returns:
+        A 0-dim float64 tensor in [0, 1].
+    """
+    found = _reliability("expected_calibration_error", p, y, bins)
+    gaps = (found.accuracy - found.confidence).abs().nan_to_num(nan=0.0)  # an empty bin has no weight
+    return (found.count * gaps).sum() / found.count.sum()
+
+
+def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:
+    """The area under the ROC curve of telling two data sets apart by a score: how probable it is that one of ``scores_out`` is above
+    one of ``scores_in``, ties counted half (Hendrycks and Gimpel 2017).
+
+    It is exact, in O(n log n). Scores are higher for what is unfamiliar: entropies, or ``1 - p.amax(1)``. 0.5 is chance.
+
+    Args:
+        scores_in: ``(N,)``, of data like those trained on; infinities are scores.
+        scores_out: ``(M,)``, of other data.
+
+    Returns:
+        A 0-dim float64 tensor in [0, 1].
+
+    Raises:
+        TypeError: not floating-point tensors.
+        ValueError: a tensor that is empty, not of one axis, has NaN, or is on another device.
+    """
+    for name, scores in (("scores_in", scores_in), ("scores_out", scores_out)):
+        _check_floating("auroc", name, scores)
+        if scores.dim() != 1 or not len(scores):
+            raise ValueError(
+                f"auroc: {name} must have shape (N,) with N at least 1, got {tuple(scores.shape)}; pass one score for each data point."
+            )
+        if scores.isnan().any():
+            raise ValueError(f"auroc: {name} must have no NaN, got {int(scores.isnan().sum())} of {len(scores)}.")
+    _check_device("auroc", "scores_out", scores_out, "scores_in", scores_in)
+    ordered, others = scores_in.double().sort().values, scores_out.double()
+    below, not_above = (torch.searchsorted(ordered, others, right=right).sum() for right in (False, True))
+    return (below + not_above).double() / (2 * len(ordered) * len(others))
+
+
+def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+    """Mean over data points of ``-log N(y; mean, variance)`` in nats, normaliser included.
+
+    Args:
+        mean: ``(N,)`` or ``(N, K)``.
+        variance: positive, of the mean's shape, of independent outputs; or ``(N, K, K)``, positive definite covariances.
+        y: targets, of the mean's shape.
+
+    Returns:
+        A 0-dim float64 tensor.
+
+    Raises:
+        TypeError: a tensor that is not floating point.
+        ValueError: a shape or device that does not fit, a mean or target that is not finite, a variance that is not positive.
+    """
+    for name, value in (("mean", mean), ("variance", variance), ("y", y)):
+        _check_floating("gaussian_nll", name, value)
+        _check_device("gaussian_nll", name, value, "mean", mean)
+        if not value.isfinite().all():
+            raise ValueError(
+                f"gaussian_nll: {name} must be finite, got {int((~value.isfinite()).sum())} values that are not."
+            )
+    if mean.dim() not in (1, 2) or not mean.numel():
+        raise ValueError(f"gaussian_nll: mean must have shape (N,) or (N, K), none of them 0, got {tuple(mean.shape)}.")
+    if y.shape != mean.shape:
+        raise ValueError(f"gaussian_nll: y must have the mean's shape {tuple(mean.shape)}, got {tuple(y.shape)}.")
+    error, variance = y.double() - mean.double(), variance.double()
+    if variance.shape == mean.shape:
+        if not (variance > 0).all():
+            raise ValueError(f"gaussian_nll: variance must be positive, got {variance.min().item():g}.")
+        return 0.5 * ((2 * math.pi * variance).log() + error.square() / variance).sum() / len(mean)
+    if mean.dim() != 2 or variance.shape != (*mean.shape, mean.shape[1]):
+        covariances = f" or {(*mean.shape, mean.shape[1])}" if mean.dim() == 2 else ""
+        raise ValueError(
+            f"gaussian_nll: variance must have shape {tuple(mean.shape)}{covariances}, got {tuple(variance.shape)}."
+        )
+    factor, failed = torch.linalg.cholesky_ex(variance)
+    if failed.any():
+        first = int(failed.nonzero()[0])
+        raise ValueError(f"gaussian_nll: variance must be positive definite, got one at index {first} that is not.")
+    scaled = torch.linalg.solve_triangular(factor, error[..., None], upper=False).square().sum()
+    log_det = 2 * factor.diagonal(dim1=1, dim2=2).log().sum()
+    return 0.5 * (scaled + log_det) / len(mean) + 0.5 * mean.shape[1] * math.log(2 * math.pi)
+
+
+def _reliability(function: str, p: Tensor, y: Tensor, bins: int) -> Reliability:
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+        raise (ValueError if isinstance(bins, int) else TypeError)(
+            f"{function}: bins must be a positive integer, got {bins!r}."
+        )
+    p, y = _checked(function, p, y)
+    confidence = p.amax(1)
+    edges = torch.arange(1, bins, device=p.device, dtype=torch.float64) / bins
+    index = torch.bucketize(confidence, edges, right=True)
+    count = torch.bincount(index, minlength=bins)
+    sums = [torch.bincount(index, weights=values, minlength=bins) for values in (confidence, _hits(p, y))]
+    return Reliability(count, *(total / count for total in sums))
+
+
+def _hits(p: Tensor, y: Tensor) -> Tensor:
+    return (p.argmax(1) == y).double()
+
+
+def _checked(function: str, p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in 64 bits."""
+    p = _probabilities(function, p)
+    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+        raise TypeError(f"{function}: y must be a tensor of integer labels, got {got}.")
+    if y.shape != p.shape[:1]:
+        raise ValueError(f"{function}: y must have shape ({len(p)},), a label for each row of p, got {tuple(y.shape)}.")
+    if not len(p):
+        raise ValueError(f"{function}: p must have at least one row, got shape {tuple(p.shape)}.")
+    _check_device(function, "y", y, "p", p)
+    if bool(((y < 0) | (y >= p.shape[1])).any()):
+        raise ValueError(
+            f"{function}: y must be labels from 0 to {p.shape[1] - 1}, as p has {p.shape[1]} classes, got values from {y.min()} to {y.max()}."
+        )
+    return p, y.long()
+
+
+def _probabilities(function: str, p: Tensor) -> Tensor:
+    _check_floating(function, "p", p)
+    if p.dim() != 2 or not p.shape[1]:
+        raise ValueError(f"{function}: p must have shape (N, K) with K at least 1, got {tuple(p.shape)}.")
+    p = p.double()
+    if not bool((p >= 0).all()) or not bool(((p.sum(1) - 1).abs() <= SUM_TOLERANCE).all()):
+        low, sums = (p.min().item(), p.sum(1))
+        raise ValueError(
+            f"{function}: p must be probabilities, at least 0 and of sum 1 in every row, got a smallest value of {low:g} and sums from "
+            f"{sums.min().item():g} to {sums.max().item():g}; of logits pass their softmax."
+        )
+    return p
+
+
+def _check_floating(function: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{function}: {name} must be a floating-point tensor, got {got}.")
+
+
+def _check_device(function: str, name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    if value.device != other.device:
+        raise ValueError(
+            f"{function}: {name} must be on the device of {other_name}, {other.device}, got {value.device}."
+        )

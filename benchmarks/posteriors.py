@@ -19,6 +19,7 @@ variance under the diagonal posterior, or drawn; the diagonal.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -54,13 +55,8 @@ def images(name: str) -> Dataset:
     train, test = SETS[name]
     made = make_task(load(name), "plain", SIZE)
     made = made if train is None else subsample(made, train, 0)
-    if test is None:
-        return made
-    import dataclasses
-
-    return dataclasses.replace(
-        made, test_images=made.test_images[:test], test_labels=made.test_labels[:test], test_ids=made.test_ids[:test]
-    )
+    fewer = {name: getattr(made, name)[:test] for name in ("test_images", "test_labels", "test_ids")}
+    return dataclasses.replace(made, **fewer)
 
 
 def network() -> nn.Sequential:

@@ -109,7 +109,8 @@ class Rule(ABC):
 
     @abstractmethod
     def shapes(self) -> dict[str, FactorShape]:
-        """Sizes of the factors of every parameter the rule knows, and the order of its elements; called before anything is allocated."""
+        """Sizes of the factors of every parameter the rule knows, and the order of the parameter's elements (``FactorShape.layout``), which
+        predictions and samples follow; called before anything is allocated."""
 
     @abstractmethod
     def inputs(self, *args: Tensor) -> None:

@@ -17,7 +17,7 @@ from ella_cuda.ops.kron_evidence import (
     pack_spectra,
 )
 from ella_cuda.ops.kron_logdet import kron_logdet, kron_logdet_torch
-from ella_cuda.ops.kron_variance import kron_variance_
+from ella_cuda.ops.kron_variance import kron_variance_, kron_variance_torch_
 from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "kron_logdet",
     "kron_logdet_torch",
     "kron_variance_",
+    "kron_variance_torch_",
     "pack_spectra",
     "polyphase_pool",
     "polyphase_pool_torch",

@@ -9,6 +9,7 @@ is active.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def _dtypes_in_words(name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, 
         return f"be float64 whatever the dtype of {name}"
     *others, last = map(_short, allowed or (dtype,))
     own = f"have the dtype of {name} ({_short(dtype)})"
-    return f"{own} or be {', '.join(others[1:])} or {last}" if others else own
+    return f"{own} or be {' or '.join(filter(None, (', '.join(others[1:]), last)))}" if others else own
 
 
 def _known(axis: str, sizes: dict[str, int]) -> int | None:
@@ -117,6 +118,13 @@ def summands(factor: Tensor) -> tuple[torch.dtype, ...]:
     """Dtypes of numbers whose products may be added to a factor."""
     wider = (torch.float32,) if factor.dtype == torch.float64 else ()
     return (factor.dtype, *wider, torch.bfloat16, torch.float16)
+
+
+def require_countable(op: str, **tensors: Tensor | None) -> None:
+    """Check that no tensor has more numbers than kernels count, an axis without entries counted as 1, for an op's fake."""
+    for name, tensor in tensors.items():
+        if tensor is not None and math.prod(max(size, 1) for size in tensor.shape) > 1 << 53:
+            raise RuntimeError(f"{op}: {name} must have at most 2^53 numbers, got shape {tuple(tensor.shape)}")
 
 
 def require_factor(op: str, factor: Tensor) -> None:
@@ -300,10 +308,11 @@ def refuse_graph(name: str, **tensors: Tensor) -> None:
 
     Args:
         name: the op's name, for the message.
-        tensors: the op's tensor arguments by name.
+        tensors: the op's tensor arguments by name, the one that is written first.
     """
+    written = next(iter(tensors))
     for label, tensor in tensors.items():
-        if tensor.requires_grad and (torch.is_grad_enabled() or label == "factor"):
+        if tensor.requires_grad and (torch.is_grad_enabled() or label == written):
             raise ValueError(
                 f"ella_cuda.ops.{name}: {label} requires grad, but {name} writes in place and has no derivative; pass {label}.detach()."
             )
@@ -319,7 +328,7 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
     Autograd notices a tensor changed after it was saved by its version counter, which the dispatcher does not move for such ops.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name)
-    operand = op.default._schema.arguments[1].name
+    written, operand, *_ = (argument.name for argument in op.default._schema.arguments)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake)
 
     def physical(info: Any, in_dims: tuple[Any, ...], target: Tensor, *rest: Any) -> tuple[Any, Any]:
@@ -327,7 +336,7 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
             raise ValueError(
                 f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too."
             )
-        _require_own_memory(name, operand, target, rest[0])
+        require_own_memory(name, written, operand, target, rest[0])
         return vmap(info, in_dims, target, *rest)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", physical)
@@ -340,7 +349,7 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
     return call
 
 
-def _require_own_memory(name: str, read_name: str, target: Tensor, read: Tensor) -> None:
+def require_own_memory(name: str, written: str, read_name: str, target: Tensor, read: Tensor) -> None:
     """Refuse, as kernels do, a target whose numbers share memory with each other or with what is read: of tensors with a vmapped axis,
     before a contiguous copy hides it."""
     target, read = _unwrapped(target), _unwrapped(read)
@@ -352,13 +361,13 @@ def _require_own_memory(name: str, read_name: str, target: Tensor, read: Tensor)
     ):
         if stride <= reach:
             raise RuntimeError(
-                f"{name}: factor must not share memory between entries of the vmapped axis, it is updated in place; pass a clone"
+                f"{name}: {written} must not share memory between entries of the vmapped axis, it is updated in place; pass a clone"
             )
         reach += stride * (size - 1)
     (begin, end), (first, last) = _extent(target), _extent(read)
     if first < end and begin < last:
         raise RuntimeError(
-            f"{name}: {read_name} must not share memory with factor, which is updated in place; pass a clone"
+            f"{name}: {read_name} must not share memory with {written}, which is updated in place; pass a clone"
         )
 
 

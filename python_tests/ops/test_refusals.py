@@ -40,10 +40,14 @@ OPS = {
     "circular_conv2d_scattered_weight_grad": ([("N D 2 2",), ("N", INT64), ("N C 4 4",)], (3, 3)),
     "kron_accumulate_": ([("G d d",), ("N G d",)], (1.0,)),
     "conv_kron_accumulate_": ([("C C",), ("N C H W",)], ([1, 1], [1, 1], [0, 0], [1, 1], True, 1.0)),
+    "kron_variance_": (
+        [("N K K",), ("K N T G b",), ("N T G a",), ("G a", FLOAT64), ("G b", FLOAT64), ("", FLOAT64)],
+        (),
+    ),
     "kron_evidence": ([*SPECTRA, ("B",), ("B",), ("",)], ()),
     "kron_evidence_bend": ([*SPECTRA, ("B",)], ()),
 }
-SMALL = dict(zip("NCXDYGabMAPHWdETBS", (3, 2, 5, 2, 5, 2, 3, 4, 3, 4, 2, 6, 6, 4, 9, 1, 2, 3), strict=True))
+SMALL = dict(zip("NCXDYGabMAPHWdETBSK", (3, 2, 5, 2, 5, 2, 3, 4, 3, 4, 2, 6, 6, 4, 9, 1, 2, 3, 4), strict=True))
 
 
 def letters(name: str) -> list[str]:

@@ -1,0 +1,279 @@
+"""ella_cuda.ops.kron_variance_ against the dense Jacobian times the inverse of the dense block, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda import ops
+from python_tests.ops import checks
+
+# N, K, T, G, a, b
+SHAPES = [
+    (4, 3, 1, 1, 5, 7),
+    (1, 1, 1, 1, 1, 1),
+    (5, 1, 1, 3, 4, 2),
+    (3, 10, 1, 40, 1, 6),  # an embedding
+    (1, 2, 1, 1, 1100, 300),  # several tiles in rows and columns
+    (3, 2, 1, 400, 30, 31),  # several tiles of groups
+    (600, 2, 1, 1, 4, 520),  # several of data points
+    (4, 3, 6, 1, 5, 7),
+    (3, 2, 5, 4, 3, 2),
+    (2, 1, 1030, 2, 3, 4),  # more positions than one product sums
+    (2, 3, 2, 1, 1400, 70),
+    (20, 3, 2, 3, 60, 50),
+]
+
+
+def tensors(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float64, shared: bool = False
+) -> tuple[Tensor, ...]:
+    n, k, t, g, a, b = shape
+    inputs, outputs = torch.randn(n, t, g, a), torch.randn(k, n, t, g, b)
+    spectra = torch.rand(g, a, dtype=torch.float64), torch.rand(1 if shared else g, b, dtype=torch.float64)
+    precision = torch.tensor(0.3, dtype=torch.float64)
+    return (inputs.to(device, dtype), outputs.to(device, dtype), *(x.to(device) for x in (*spectra, precision)))
+
+
+def exact(inputs: Tensor | None, outputs: Tensor, l: Tensor, m: Tensor, precision: Tensor, scale: float = 1) -> Tensor:
+    """(N, K, K) by the eigenvalues' Kronecker product."""
+    l, m, outputs = l.double().cpu(), m.double().cpu().expand(l.shape[0], -1), outputs.double().cpu()
+    variance = 0
+    for g in range(l.shape[0]):
+        if inputs is None:
+            jacobian = outputs[:, :, g].movedim(0, 1).flatten(2)
+        else:
+            left = inputs[:, :, g].double().cpu().mT[:, None]  # n 1 a t
+            jacobian = (left @ outputs[:, :, :, g].movedim(0, 1)).flatten(2)
+        variance = variance + jacobian / (scale * torch.kron(l[g], m[g]) + precision.cpu()) @ jacobian.mT
+    return variance
+
+
+def diagonal_of(variance: Tensor) -> Tensor:
+    return variance.diagonal(dim1=1, dim2=2)
+
+
+def start(shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, diagonal: bool = False) -> Tensor:
+    n, k = shape[:2]
+    return torch.randn((n, k) if diagonal else (n, k, k), dtype=dtype, device=like.device)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_dense_product(shape, shared, diagonal, dtype, device):
+    args = tensors(shape, device, dtype, shared)
+    before = start(shape, args[0], dtype, diagonal)
+    ours, reference = before.clone(), before.clone()
+    assert ops.kron_variance_(ours, *args, 1.7) is ours
+    ops.kron_variance_torch_(reference, *args, 1.7)
+    added = exact(*args, scale=1.7)
+    wanted = before.double().cpu() + (diagonal_of(added) if diagonal else added)
+    checks.error_at_most_twice(ours.cpu(), reference.cpu(), wanted)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[2] != 1030])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_of_a_jacobian(shape, diagonal, device):
+    inputs, outputs, *rest = tensors(shape, device)
+    jacobian = torch.einsum("ntgi,kntgj->kngij", inputs, outputs)
+    before = start(shape, inputs, torch.float64, diagonal)
+    added = exact(None, jacobian, *rest)
+    ours = ops.kron_variance_(before.clone(), None, jacobian, *rest)
+    checks.error_at_most_twice(ours.cpu(), ours, before.cpu() + (diagonal_of(added) if diagonal else added))
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 1, 2, 5, 7), (4, 3, 6, 2, 5, 7), (3, 2, 1, 40, 1, 6)])
+def test_every_layout(shape, device):
+    inputs, outputs, l, m, p = tensors(shape, device)
+    before = start(shape, inputs, torch.float64)
+
+    def check(*args: Tensor | None) -> None:
+        ours = ops.kron_variance_(before.clone(), *args)
+        checks.assert_same(ours.cpu(), before.cpu() + exact(*args))
+
+    for (_, i), (_, o) in zip(checks.layouts(inputs), checks.layouts(outputs), strict=True):
+        check(i, outputs, l, m, p)
+        check(inputs, o, l, m, p)
+    for (_, i), (_, o) in zip(checks.layouts(l), checks.layouts(m), strict=True):
+        check(inputs, outputs, i, o, p)
+    for _, jacobian in checks.layouts(torch.einsum("ntgi,kntgj->kngij", inputs, outputs)):
+        check(None, jacobian, l, m, p)
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 1, 2, 300, 70), (6, 3, 4, 2, 300, 70)])
+@pytest.mark.parametrize("total", [torch.float32, torch.float64])
+def test_float32_with_a_tiny_precision_and_a_wide_spectrum(shape, total, device):
+    """Eigenvalues over 12 decades, whose products times the squared rows add to one another over as many."""
+    inputs, outputs, l, m, _ = tensors(shape, device, torch.float32)
+    l, m = (torch.logspace(-9, 3, x.shape[1], dtype=torch.float64, device=device).expand_as(x) for x in (l, m))
+    precision = torch.tensor(1e-6, dtype=torch.float64, device=device)
+    wanted = exact(inputs, outputs, l, m, precision)
+    ours = ops.kron_variance_(torch.zeros(6, 3, 3, dtype=total, device=device), inputs, outputs, l, m, precision)
+    size = diagonal_of(wanted).sqrt()
+    error = (ours.double().cpu() - wanted).abs() / (size[:, :, None] * size[:, None])
+    assert error.max() < (5e-7 if shape[2] == 1 else 2e-6)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_float32_rows_beside_a_float64_variance(positions, diagonal, device):
+    shape = (5, 3, positions, 2, 9, 8)
+    args = tensors(shape, device, torch.float32)
+    before = 1e9 + start(shape, args[0], torch.float64, diagonal)
+    added = exact(*args)
+    ours = ops.kron_variance_(before.clone(), *args) - before
+    wanted = diagonal_of(added) if diagonal else added
+    torch.testing.assert_close(ours.cpu(), wanted.double(), rtol=0, atol=float(3e-6 * wanted.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 1, 1, 3, 4), (2, 0, 1, 1, 3, 4), (2, 2, 0, 1, 3, 4), (2, 2, 1, 0, 3, 4)])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_nothing_is_added_where_there_is_nothing(shape, diagonal, device):
+    args = tensors(shape, device)
+    before = start(shape, args[0], torch.float64, diagonal)
+    assert torch.equal(ops.kron_variance_(before.clone(), *args), before)
+    for a, b in ((0, 4), (3, 0)):
+        args = tensors((2, 2, 3, 1, a, b), device)
+        before = start((2, 2), args[0], torch.float64, diagonal)
+        assert torch.equal(ops.kron_variance_(before.clone(), *args), before)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[6], SHAPES[11]])
+def test_the_same_from_run_to_run(shape, device):
+    args = tensors(shape, device, torch.float32)
+    first, second = (ops.kron_variance_(torch.zeros(*shape[:2], shape[1], device=device), *args) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("shape", "diagonal"),
+    [((50, 2, 1, 1, 3000, 1000), False), ((20, 10, 16, 1, 1500, 300), False), ((4, 500, 2, 1, 300, 200), True)],
+)
+def test_memory_is_bounded(shape, diagonal):
+    """By less than a twentieth of M and, at one position, half of the denominators."""
+    n, k, _, g, a, b = shape
+    args = tensors(shape, torch.device("cpu"), torch.float32)
+    variance = torch.zeros((n, k) if diagonal else (n, k, k))
+    peak = checks.peak_bytes(lambda: ops.kron_variance_(variance, *args))
+    assert peak < 12 << 20
+    assert peak < 4 * n * k * g * a * b / 20
+
+
+def test_scale_may_be_a_tensor(device):
+    args = tensors((4, 3, 1, 2, 5, 7), device)
+    scale = torch.tensor(3.0, dtype=torch.float64, device=device)
+    one, other = (ops.kron_variance_(torch.zeros(4, 3, 3, device=device).double(), *args, s) for s in (3.0, scale))
+    assert torch.equal(one, other)
+    checks.assert_same(one.cpu(), exact(*args, scale=3))
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf])
+def test_a_scale_that_is_not_positive_is_refused(scale):
+    with pytest.raises(ValueError, match="scale must be a positive, finite number, got"):
+        ops.kron_variance_(torch.zeros(4, 3, 3), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu")), scale)
+
+
+CHANGES = {
+    "variance must have shape": lambda v, i, o, l, m, p: (v[0, 0], i, o, l, m, p),
+    "outputs must have shape": lambda v, i, o, l, m, p: (v, i, o[1:], l, m, p),
+    "outputs must have shape .K, N, G, a, b": lambda v, i, o, l, m, p: (v, None, o[:, 1:], l, m, p),
+    "inputs must have shape": lambda v, i, o, l, m, p: (v, i[1:], o, l, m, p),
+    "eigenvalues_in must have shape": lambda v, i, o, l, m, p: (v, i, o, l[:, 1:], m, p),
+    "eigenvalues_out must have shape": lambda v, i, o, l, m, p: (v, i, o, l, torch.cat([m, m]), p),
+    "precision must have shape": lambda v, i, o, l, m, p: (v, i, o, l, m, p[None]),
+    "variance must be float32 or float64": lambda v, i, o, l, m, p: (v.half(), i, o, l, m, p),
+    r"outputs must have the dtype of variance \(float32\), got float64": lambda v, i, o, l, m, p: (
+        v.float(),
+        i,
+        o,
+        l,
+        m,
+        p,
+    ),
+    r"outputs must have the dtype of variance \(float64\) or be float32, got float16": lambda v, i, o, l, m, p: (
+        v,
+        i.half(),
+        o.half(),
+        l,
+        m,
+        p,
+    ),
+    "inputs must have the dtype of outputs": lambda v, i, o, l, m, p: (v, i.float(), o, l, m, p),
+    "eigenvalues_in must be float64": lambda v, i, o, l, m, p: (v, i, o, l.float(), m, p),
+    "eigenvalues_out must be float64": lambda v, i, o, l, m, p: (v, i, o, l, m.float(), p),
+    "precision must be float64": lambda v, i, o, l, m, p: (v, i, o, l, m, p.float()),
+    "inputs must be on the device of": lambda v, i, o, l, m, p: (v, i.to("meta"), o, l, m, p),
+    "outputs must not share memory with variance": lambda v, i, o, l, m, p: (
+        v,
+        i,
+        v.flatten()[:1].expand(o.shape),
+        l,
+        m,
+        p,
+    ),
+    "inputs must not share memory with variance": lambda v, i, o, l, m, p: (
+        v,
+        v.flatten()[:1].expand(i.shape),
+        o,
+        l,
+        m,
+        p,
+    ),
+    "variance must be contiguous": lambda v, i, o, l, m, p: (v.mT, i, o, l, m, p),
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_what_does_not_fit_is_refused(words):
+    args = tensors((4, 3, 1, 2, 5, 7), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=words):
+        ops.kron_variance_(*CHANGES[words](torch.zeros(4, 3, 3, dtype=torch.float64), *args))
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_a_graph_is_refused(place):
+    args = [torch.zeros(4, 3, 3).double(), *tensors((4, 3, 1, 2, 5, 7), torch.device("cpu"))]
+    args[place].requires_grad_()
+    names = ("variance", "inputs", "outputs", "eigenvalues_in", "eigenvalues_out", "precision")
+    with pytest.raises(ValueError, match=f"{names[place]} requires grad, but kron_variance_ writes in place"):
+        ops.kron_variance_(*args)
+    if place:  # read only
+        with torch.no_grad():
+            ops.kron_variance_(*args)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_under_vmap(positions, device):
+    shape = (4, 3, positions, 2, 5, 7)
+    inputs, outputs, l, m, p = tensors(shape, device)
+    variance = torch.zeros(2, 4, 3, 3, device=device).double()
+    torch.vmap(lambda v, o: ops.kron_variance_(v, inputs, o, l, m, p))(variance, torch.stack([outputs, 2 * outputs]))
+    wanted = exact(inputs, outputs, l, m, p)
+    checks.assert_same(variance.cpu(), torch.stack([wanted, 4 * wanted]))
+    torch.vmap(lambda v, o: ops.kron_variance_(v, None, o, l, m, p))(
+        variance, torch.zeros(2, 3, 4, 2, 5, 7, device=device).double()
+    )
+    with pytest.raises(ValueError, match="must have the vmapped axis too"):
+        torch.vmap(lambda o: ops.kron_variance_(variance[0], inputs, o, l, m, p))(outputs[None])
+
+
+def test_compiled_as_a_whole(device):
+    args = tensors((4, 3, 2, 2, 5, 7), device)
+    compiled = torch.compile(lambda v, *a: ops.kron_variance_(v * 1, *a, 2.0) + 1, fullgraph=True, backend="aot_eager")
+    ours = compiled(torch.zeros(4, 3, 3, device=device).double(), *args)
+    checks.assert_same(ours.cpu(), 1 + exact(*args, scale=2))
+
+
+def test_autocast_and_the_version_counter(device):
+    args = tensors((4, 3, 2, 2, 5, 7), device, torch.float32)
+    variance = torch.zeros(4, 3, 3, device=device)
+    version = variance._version
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        ops.kron_variance_(variance, *args)
+    assert variance._version > version
+    torch.testing.assert_close(variance.double().cpu(), exact(*args).double(), rtol=1e-5, atol=1e-4)

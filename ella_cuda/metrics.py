@@ -25,6 +25,11 @@ class Reliability(NamedTuple):
     confidence: Tensor
     accuracy: Tensor
 
+    def error(self) -> Tensor:
+        """``sum_m count_m / N |accuracy_m - confidence_m|``, 0-dim float64 in [0, 1]: the expected calibration error."""
+        gaps = (self.accuracy - self.confidence).abs().nan_to_num(nan=0.0)  # an empty bin has no weight
+        return (self.count * gaps).sum() / self.count.sum()
+
 
 def nll(p: Tensor, y: Tensor) -> Tensor:
     """Mean negative log likelihood in nats of the labels; probabilities below 1e-12 count as 1e-12.
@@ -103,9 +108,7 @@ def expected_calibration_error(p: Tensor, y: Tensor, bins: int = 15) -> Tensor:
     Returns:
         A 0-dim float64 tensor in [0, 1].
     """
-    found = _reliability("expected_calibration_error", p, y, bins)
-    gaps = (found.accuracy - found.confidence).abs().nan_to_num(nan=0.0)  # an empty bin has no weight
-    return (found.count * gaps).sum() / found.count.sum()
+    return _reliability("expected_calibration_error", p, y, bins).error()
 
 
 def auroc(scores_in: Tensor, scores_out: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from ella_cuda.data.loader import TensorLoader
 from ella_cuda.data.preprocess import holdout, normalize, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
 from ella_cuda.data.tasks import TASKS, make_task
+from ella_cuda.data.warp import rotated
 
 __all__ = [
     "AUGMENTATIONS",
@@ -22,5 +23,6 @@ __all__ = [
     "normalize",
     "read_idx",
     "resize",
+    "rotated",
     "subsample",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import integers, uniform
 from ella_cuda.data.preprocess import resize
-from ella_cuda.data.warp import warp
+from ella_cuda.data.warp import turned, warp
 
 QUADRANTS = 4
 MAX_TRANSLATION = 8 / 32  # of the image's size, each way
@@ -133,10 +133,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor]:
     """Each image turned counter-clockwise, as it is looked at, by its angle."""
     angle = uniform(ids, seed, "angle", -math.pi, math.pi)
-    cos, sin = angle.cos(), angle.sin()
-    # The way back, from the result to the image. Clockwise with the second coordinate down.
-    back = torch.stack([torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)], dim=-2)
-    return warp(resize(images, size), back, torch.zeros(len(ids), 2, dtype=torch.float64)), labels
+    return turned(resize(images, size), angle), labels
 
 
 def _translated(

@@ -1,6 +1,9 @@
-"""Images seen through an affine map of the plane, one map for each image."""
+"""Images seen through an affine map of the plane, one map for each image; rotations among them."""
 
 from __future__ import annotations
+
+import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -39,3 +42,44 @@ def warp(images: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
             images[part], grid.to(images.dtype), mode="bilinear", padding_mode="zeros", align_corners=False
         )
     return out
+
+
+def rotated(images: Tensor, degrees: float | Tensor) -> Tensor:
+    """Turn images about their centre, counter-clockwise as they are looked at; see :func:`warp` for what lies outside.
+
+    Corners come from outside the image, which is 0: turn images before they are normalised, where 0 is their background.
+
+    Args:
+        images: ``(N, C, S, S)``, floating point.
+        degrees: one angle for all images, or ``(N,)``.
+
+    Returns:
+        ``(N, C, S, S)`` of the images' dtype, on their device.
+
+    Raises:
+        TypeError: ``images`` is no floating-point tensor, ``degrees`` neither number nor tensor.
+        ValueError: a shape that is none of these, an angle that is not finite.
+    """
+    if not isinstance(images, Tensor) or not images.is_floating_point():
+        got = images.dtype if isinstance(images, Tensor) else type(images).__name__
+        raise TypeError(f"rotated: images must be a floating-point tensor, got {got}.")
+    if images.dim() != 4 or images.shape[2] != images.shape[3]:
+        raise ValueError(f"rotated: images must have shape (N, C, S, S), got {tuple(images.shape)}.")
+    if isinstance(degrees, bool) or not isinstance(degrees, (numbers.Real, Tensor)):
+        raise TypeError(f"rotated: degrees must be a number or a tensor, got {type(degrees).__name__}.")
+    angle = torch.as_tensor(degrees, dtype=torch.float64)
+    if angle.shape not in ((), images.shape[:1]):
+        raise ValueError(
+            f"rotated: degrees must be one number or have shape ({len(images)},), got {tuple(angle.shape)}."
+        )
+    if not angle.isfinite().all():
+        raise ValueError("rotated: degrees must be finite, got an angle that is not.")
+    return turned(images, (angle * (math.pi / 180)).expand(len(images)))
+
+
+def turned(images: Tensor, angle: Tensor) -> Tensor:
+    """:func:`rotated` by angles in radians, ``(N,)`` float64."""
+    cos, sin = angle.cos(), angle.sin()
+    # The way back, from the result to the image. Clockwise with the second coordinate down.
+    back = torch.stack([torch.stack([cos, -sin], dim=-1), torch.stack([sin, cos], dim=-1)], dim=-2)
+    return warp(images, back, back.new_zeros(len(images), 2))

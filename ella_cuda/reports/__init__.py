@@ -7,6 +7,8 @@ from ella_cuda.reports.pictures import (
     draw_filters,
     draw_layers,
     draw_precisions,
+    draw_reliability,
+    draw_rotations,
     save_picture,
     save_pictures,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "draw_filters",
     "draw_layers",
     "draw_precisions",
+    "draw_reliability",
+    "draw_rotations",
     "layer_table",
     "layout",
     "results_table",

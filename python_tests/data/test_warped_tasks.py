@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import ndimage, stats
 
-from ella_cuda.data import Dataset, load, make_task, subsample
+from ella_cuda.data import Dataset, load, make_task, rotated, subsample
 from ella_cuda.data.draws import uniform
 
 WARPED = ("rotated", "translated", "scaled")
@@ -171,3 +171,41 @@ def test_both_parts_are_transformed_and_keep_their_labels(task):
     assert made.num_classes == 10
     same = [make_task(dataset(blobs(3, (8, 0)), first_id=i), task).train_images for i in (0, 500)]
     assert not torch.equal(*same)
+
+
+@pytest.mark.parametrize("size", [32, 9])
+@pytest.mark.parametrize("turns", [-1, 0, 1, 2])
+def test_right_angles_in_degrees_are_rot90(device, turns, size):
+    images = torch.rand(3, 2, size, size, device=device)
+    assert torch.allclose(rotated(images, 90 * turns), images.rot90(turns, (2, 3)), atol=1e-5)
+
+
+def test_an_angle_for_each_image_turns_it_alone():
+    images, degrees = torch.rand(4, 1, 20, 20), torch.tensor([0.0, 15.0, 90.0, 137.5])
+    made = rotated(images, degrees)
+    for image, turned, angle in zip(images, made, degrees.tolist(), strict=True):
+        assert torch.equal(rotated(image[None], angle)[0], turned)
+        padded = np.pad(image[0].double().numpy(), 1)  # scipy leaves out what is less than a pixel outside
+        expected = ndimage.rotate(padded, angle, reshape=False, order=1)[1:-1, 1:-1]
+        assert np.allclose(turned[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("images", "degrees", "error", "words"),
+    [
+        (torch.rand(2, 8, 8), 15, ValueError, r"images must have shape \(N, C, S, S\), got \(2, 8, 8\)"),
+        (torch.rand(2, 1, 8, 9), 15, ValueError, r"images must have shape \(N, C, S, S\)"),
+        (torch.ones(2, 1, 8, 8).long(), 15, TypeError, "images must be a floating-point tensor, got torch.int64"),
+        (
+            torch.rand(2, 1, 8, 8),
+            torch.ones(3),
+            ValueError,
+            r"degrees must be one number or have shape \(2,\), got \(3,\)",
+        ),
+        (torch.rand(2, 1, 8, 8), math.inf, ValueError, "degrees must be finite"),
+        (torch.rand(2, 1, 8, 8), "15", TypeError, "degrees must be a number or a tensor, got str"),
+    ],
+)
+def test_what_cannot_be_turned_is_refused(images, degrees, error, words):
+    with pytest.raises(error, match=f"rotated: {words}"):
+        rotated(images, degrees)

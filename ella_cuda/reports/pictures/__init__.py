@@ -1,6 +1,7 @@
 """Pictures of runs, drawn without a display."""
 
 from ella_cuda.reports.pictures.anchors import draw_anchors
+from ella_cuda.reports.pictures.calibration import draw_reliability, draw_rotations
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.folder import Drawn, add_picture, save_pictures
@@ -17,6 +18,8 @@ __all__ = [
     "draw_filters",
     "draw_layers",
     "draw_precisions",
+    "draw_reliability",
+    "draw_rotations",
     "save_picture",
     "save_pictures",
 ]

@@ -1,0 +1,86 @@
+"""Reliability diagrams and predictions of turned images, read back from matplotlib."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ella_cuda.metrics import Reliability
+from ella_cuda.reports import draw_reliability, draw_rotations
+from python_tests.reports.pictures.pages import check_page
+
+# Four bins, the second empty: |0.2 - 0.1|, |0.5 - 0.7| and |1 - 0.9| weigh 10, 20 and 70 of 100.
+FOUND = Reliability(
+    torch.tensor([10, 0, 20, 70]),
+    torch.tensor([0.1, float("nan"), 0.7, 0.9], dtype=torch.float64),
+    torch.tensor([0.2, float("nan"), 0.5, 1.0], dtype=torch.float64),
+)
+ROW = {"degrees": 0.0, "nll": 0.3, "accuracy": 90.0, "confidence": 80.0, "entropy": 0.5}
+TURNED = [{key: value + k for key, value in ROW.items()} for k in (2, 0, 1)]
+
+
+def boxes(axis) -> list[tuple[float, float, float]]:
+    """Left edge, width and height of each bar."""
+    return [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in axis.patches]
+
+
+def test_bars_are_accuracies_beside_the_diagonal_and_counts_are_below():
+    figure = draw_reliability({"MAP": FOUND, "predictive": FOUND}, "whose")
+    axes = figure.axes
+    assert figure.get_suptitle() == "whose"
+    assert [axis.get_title() for axis in axes] == ["MAP, ECE 12.0 %", "predictive, ECE 12.0 %", "", ""]
+    for upper, lower in (axes[::2], axes[1::2]):
+        assert boxes(upper) == [(0, 0.25, 0.2), (0.5, 0.25, 0.5), (0.75, 0.25, 1)]
+        assert boxes(lower) == [(0, 0.25, 10), (0.5, 0.25, 20), (0.75, 0.25, 70)]
+        diagonal, points = upper.lines
+        assert list(diagonal.get_xdata()) == list(diagonal.get_ydata()) == [0, 1]
+        assert list(points.get_xdata()) == [0.1, 0.7, 0.9] and list(points.get_ydata()) == [0.2, 0.5, 1]
+        assert lower.get_yscale() == "log" and lower.get_xlabel() == "confidence"
+    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "", "predictions,\nlog scale", ""]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        "accuracy in the bin", "at its mean confidence", "calibrated",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_methods_go_on_in_the_next_line_and_fit_on_a_page(count):
+    figure = draw_reliability({f"method {k}": FOUND for k in range(count)}, "a title")
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    assert len(shown) == 2 * count
+    for k in range(count):  # the counts of a method are under its bars
+        (upper,) = [axis for axis in shown if axis.get_title().startswith(f"method {k},")]
+        place = upper.get_position()
+        under = [a for a in shown if abs(a.get_position().x0 - place.x0) < 1e-6 and a.get_position().y1 < place.y0]
+        assert max(under, key=lambda a: a.get_position().y1).get_xlabel() == "confidence"
+    check_page(figure)
+
+
+def test_a_line_for_each_method_over_the_angle():
+    figure = draw_rotations({"MAP": TURNED, "predictive": [{**row, "nll": 9.0} for row in TURNED]}, "whose")
+    assert [axis.get_ylabel() for axis in figure.axes] == [
+        "NLL, nats", "accuracy, %", "mean confidence, %", "mean entropy, nats",
+    ]  # fmt: skip
+    for axis, key in zip(figure.axes, ("nll", "accuracy", "confidence", "entropy"), strict=True):
+        first, second = axis.lines
+        assert list(first.get_xdata()) == list(second.get_xdata()) == [0, 1, 2]
+        assert list(first.get_ydata()) == [ROW[key], ROW[key] + 1, ROW[key] + 2]
+        assert (list(second.get_ydata()) == [9, 9, 9]) == (key == "nll")
+        styles = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axis.lines]
+        assert all(one != other for one, other in zip(*styles, strict=True))
+        assert axis.get_ylim()[0] == 0 and axis.get_xlabel() == "degrees"
+    assert [figure.axes[k].get_ylim()[1] for k in (1, 2)] == [100, 100]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["MAP", "predictive"]
+    check_page(figure)
+
+
+def test_nothing_to_draw_is_said():
+    none = Reliability(torch.zeros(2, dtype=torch.long), *torch.full((2, 2), float("nan"), dtype=torch.float64))
+    with pytest.raises(ValueError, match="methods must hold at least one, got none"):
+        draw_reliability({})
+    with pytest.raises(ValueError, match="methods: MAP must have predictions, got none"):
+        draw_reliability({"MAP": none})
+    for methods in ({}, {"MAP": []}):
+        with pytest.raises(ValueError, match="methods must hold at least one, each with rows"):
+            draw_rotations(methods)
+    with pytest.raises(ValueError, match=r"a row of MAP must have degrees, nll, .*, lacks confidence, entropy"):
+        draw_rotations({"MAP": [{"degrees": 0, "nll": 1.0, "accuracy": 50.0}]})

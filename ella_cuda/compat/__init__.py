@@ -1,0 +1,1 @@
+"""Plugs for other libraries; each module needs the library that it is named after."""

@@ -83,8 +83,8 @@ class EllaGGN(GGNInterface):
             )
         if settings.get("unknown") == "freeze":
             raise ValueError(
-                "EllaGGN: unknown must be 'error' or 'diagonal', got 'freeze': laplace-torch counts every parameter that requires a gradient; "
-                "freeze these with requires_grad_(False)."
+                "EllaGGN: unknown must be 'error' or 'diagonal', got 'freeze': laplace-torch counts every parameter that requires a "
+                "gradient; freeze these with requires_grad_(False)."
             )
         super().__init__(
             model, likelihood, last_layer, subnetwork_indices, dict_key_x, dict_key_y, stochastic, num_samples
@@ -163,7 +163,8 @@ def _entries(batch: Mapping[str, Any], dict_key_y: str) -> dict[str, Any]:
 
 def _loss(la: KronLaplace) -> Tensor:
     """The data's ``-log p`` at sigma = 1 without its constant, as laplace-torch has it."""
-    return la.square_error / 2 if la.likelihood_function.has_noise else -la.log_likelihood.detach()
+    loss = la.square_error / 2 if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
+    return loss.detach()
 
 
 def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -171,7 +172,9 @@ def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> N
     shapes: dict[int, FactorShape] = {}
     for rule in la.present_rules():
         known, own = rule.shapes(), rule.parameters()
-        shapes |= {id(own[name]): known[name] for name in rule.trainable if name not in rule.tied}
+        for name in rule.trainable:  # layers that share a parameter share the factor of the fewest blocks
+            key = id(own[name])
+            shapes[key] = min(shapes.get(key, known[name]), known[name], key=lambda shape: shape.groups)
     several = [
         f"{name} ({shapes[id(p)].groups} blocks of {shapes[id(p)].inputs} x {shapes[id(p)].outputs})"
         for name, p in parameters.items()
@@ -179,8 +182,8 @@ def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> N
     ]
     if several:
         raise ValueError(
-            f"EllaGGN.kron: laplace-torch's Kron holds one dense pair of factors for a parameter, but the curvature of {', '.join(several)} is "
-            f"block-diagonal. Use {INSTEAD}, which holds blocks."
+            f"EllaGGN.kron: laplace-torch's Kron holds one dense pair of factors for a parameter, but the curvature of {', '.join(several)} "
+            f"is block-diagonal. Use {INSTEAD}, which holds blocks."
         )
 
 
@@ -454,8 +457,8 @@ class EllaKronLaplace(laplace.KronLaplace):
         """
         if state_dict.get("cls_name") != type(self).__name__:
             raise ValueError(
-                f"load_state_dict: the state is that of {state_dict.get('cls_name')!r}, expected {type(self).__name__!r}; make the object with "
-                "the subset_of_weights and hessian_structure of the saved one."
+                f"load_state_dict: the state is that of {state_dict.get('cls_name')!r}, expected {type(self).__name__!r}; make the object "
+                "with the subset_of_weights and hessian_structure of the saved one."
             )
         mapping = dict if state_dict["mapping"] else None
         ella = self.backend.kron_laplace(mapping)

@@ -65,6 +65,17 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
 
 
+class OfOneMatrix(nn.Module):
+    def __init__(self, embedding_first: bool) -> None:
+        super().__init__()
+        layers = {"embedding": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)}
+        self.layers = nn.ModuleDict(layers if embedding_first else dict(reversed(layers.items())))
+        self.layers["head"].weight = self.layers["embedding"].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["head"](torch.tanh(self.layers["embedding"](x).mean(1)))
+
+
 class OfMapping(nn.Module):
     """Takes a batch's mapping whole."""
 
@@ -211,6 +222,18 @@ def test_transposed_convolutions_and_norms_are_held():
     torch.testing.assert_close(peer.log_marginal_likelihood(), la.log_marginal_likelihood(), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("embedding_first", [True, False])
+def test_an_embedding_that_is_the_output_layer_too_is_held(embedding_first):
+    """Its blocks alone could not be."""
+    torch.manual_seed(0)
+    model = OfOneMatrix(embedding_first).double()
+    x, y = torch.randint(6, (N, 3)), torch.randint(6, (N,))
+    _, found = EllaGGN(model, "classification").kron(x, y, N)
+    torch.testing.assert_close(
+        found.to_matrix(), dense_curvature(KronLaplace(model).fit([(x, y)])), rtol=1e-9, atol=1e-12
+    )
+
+
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])
 @pytest.mark.parametrize("structure", ["kron", "full", "diag"])
 def test_the_last_layer(likelihood, structure):
@@ -301,7 +324,7 @@ def test_what_their_factors_cannot_hold_is_refused_by_name(name, named):
 
 def test_arguments_that_do_not_fit_are_refused():
     model, x, y, _ = case("tied")
-    with pytest.raises(TypeError, match="'fisher'.*stochastic"):
+    with pytest.raises(TypeError, match=r"'fisher'.*stochastic"):
         EllaGGN(model, "classification", fisher="mc")
     with pytest.raises(ValueError, match="requires_grad_"):
         EllaGGN(model, "classification", unknown="freeze")
@@ -575,6 +598,17 @@ def test_files(tmp_path, name, likelihood):
     assert (other.n_data, other.n_outputs, other.loss) == (la.n_data, la.n_outputs, la.loss)
     other.fit(loader(x, y), override=False)
     assert other.n_data == 2 * N
+
+
+def test_the_loss_is_that_of_the_data_at_any_temperature():
+    for likelihood in ("classification", "regression"):
+        la, x, y = fitted("tied", likelihood, temperature=1.5)
+        f = la.model(x).detach()
+        expected = F.cross_entropy(f, y, reduction="sum") if y.dim() == 1 else 0.5 * F.mse_loss(f, y, reduction="sum")
+        for _ in range(2):  # after the evidence, which has the temperature
+            torch.testing.assert_close(la.loss, expected, rtol=1e-12, atol=0)
+            la.log_marginal_likelihood()
+            la.fit(loader(x, y))
 
 
 def test_states_that_do_not_fit_change_nothing():

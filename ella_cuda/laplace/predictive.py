@@ -314,6 +314,7 @@ class _Moments(Consumer):
         self.row_bytes = sum(p.row_bytes for p in posteriors)
         self.covariances: list[Tensor] = []
         self._adds: list[Contraction] = []
+        self._places: list[Tensor] = []
         self._parts: list[Tensor] = []
 
     def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
@@ -322,9 +323,11 @@ class _Moments(Consumer):
             size = (self._count, entries) if self._diagonal else (self._count, entries, entries)
             size = (self._count * entries,) * 2 if self._joint else size
             self.covariances = [outputs.new_zeros(size, dtype=torch.float64) for _ in self._posteriors]
-        self._parts = [
+        self._places = [
             v if self._joint else v[which, columns] if self._diagonal else v[which] for v in self.covariances
         ]
+        # Of some columns, what is added to is a copy: the op takes contiguous memory alone.
+        self._parts = [p if p.is_contiguous() else torch.zeros_like(p).contiguous() for p in self._places]
         self._adds = [p.contraction(part, self._joint) for p, part in zip(self._posteriors, self._parts, strict=True)]
 
     def take(self, name: str, jacobian: Jacobian) -> None:
@@ -332,8 +335,10 @@ class _Moments(Consumer):
             add.take(name, jacobian)
 
     def end(self) -> None:
-        for add in self._adds:
+        for add, part, place in zip(self._adds, self._parts, self._places, strict=True):
             add.finish()
+            if part is not place:
+                place += part
 
 
 def _by_position(mean: Tensor, covariance: Tensor) -> Tensor:

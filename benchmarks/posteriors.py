@@ -172,7 +172,7 @@ def picture(found: list[dict[str, Any]], file: Path) -> None:
             axis.tick_params(axis="x", labelsize=8)
             axis.set_title(f"{data}: {MEASURES[key]}", fontsize=8)
             axis.grid(axis="x", alpha=0.3)
-        line[0].invert_yaxis() if line is axes[0] else None
+    axes[0, 0].invert_yaxis()  # which all share
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

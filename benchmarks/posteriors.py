@@ -3,9 +3,9 @@
     python -m benchmarks.posteriors [--seeds N] [--out DIR]
 
 A CONV network (8, 16 and 16 channels on 28x28 images, BatchNorm, a linear head) is trained by Adam on 500 of scikit-learn's digits,
-enlarged to 28x28, or on 3,000 images of Fashion-MNIST. Each posterior is fitted to the training images, and gets the one prior precision with which it
-predicts 300 held-out training images best (a grid of 17 powers of ten from 1e-2 to 1e6). Means over seeds with their standard error, on the
-data's own test images (360, and 2,000):
+enlarged to 28x28, or on 3,000 images of Fashion-MNIST. Each posterior is fitted to the training images, and gets the one prior precision
+with which it predicts 300 held-out training images best (a grid of 17 powers of ten from 1e-2 to 1e6). Means over seeds with their
+standard error, on the data's own test images (360, and 2,000):
 
 NLL         nats; of the softmax that the logits' Gaussian gives (probit)
 ECE, Brier  expected calibration error of 15 bins; Brier score

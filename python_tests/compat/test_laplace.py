@@ -387,7 +387,7 @@ def test_algebra_is_that_of_the_dense_matrix(name):
     h = dense_curvature(la.ella)
     sizes = torch.tensor([p.numel() for p in la.params])
     dense = 3.0 * h + delta.repeat_interleave(sizes).diag()
-    kron = la.H * 3.0 + delta
+    kron = la.H * 3.0 + 0.25 * delta + 0.75 * delta
     assert isinstance(kron, BlockKron)
     assert len(kron) == count
     assert len(dense) == la.n_params

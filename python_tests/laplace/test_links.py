@@ -1,0 +1,64 @@
+"""Class probabilities from Gaussian logits, in their limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ella_cuda.laplace.links import LINKS, sigmoid_probabilities, softmax_probabilities
+
+CLOSED = [link for link in LINKS if link != "mc"]
+
+
+def gaussian(classes: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mean = torch.randn(6, classes, generator=generator, dtype=torch.float64)
+    root = torch.randn(6, classes, classes, generator=generator, dtype=torch.float64)
+    return mean, root @ root.mT + 0.1 * torch.eye(classes, dtype=torch.float64)
+
+
+def probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+    return softmax_probabilities(link, mean, covariance.diagonal(dim1=-2, dim2=-1) if link == "probit" else covariance)
+
+
+@pytest.mark.parametrize("link", CLOSED)
+def test_probabilities_are_distributions_in_the_logits_order(link: str) -> None:
+    mean, _ = gaussian()
+    found = probabilities(link, mean, 0.3 * torch.eye(4, dtype=torch.float64).expand(6, 4, 4))
+    torch.testing.assert_close(found.sum(1), torch.ones(6, dtype=torch.float64))
+    assert found.min() > 0
+    assert torch.equal(found.argsort(1), mean.argsort(1))
+
+
+@pytest.mark.parametrize("link", ["probit", "probit_full"])
+def test_without_variance_they_are_the_softmax_and_with_much_uniform(link: str) -> None:
+    mean, covariance = gaussian()
+    torch.testing.assert_close(probabilities(link, mean, 0 * covariance), torch.softmax(mean, 1))
+    unit = torch.eye(4, dtype=torch.float64).expand(6, 4, 4)
+    torch.testing.assert_close(probabilities(link, mean, 1e16 * unit), torch.full_like(mean, 0.25), rtol=1e-6, atol=0)
+
+
+def test_what_is_added_to_all_logits_does_not_matter_to_differences() -> None:
+    mean, covariance = gaussian()
+    found = probabilities("probit_full", mean, covariance)
+    torch.testing.assert_close(probabilities("probit_full", mean + 3, covariance + 5), found)
+    assert not torch.allclose(probabilities("probit", mean, covariance + 5), probabilities("probit", mean, covariance))
+
+
+def test_two_classes_are_a_sigmoid_of_their_difference() -> None:
+    mean, covariance = gaussian(2)
+    variance = covariance[:, 0, 0] + covariance[:, 1, 1] - 2 * covariance[:, 0, 1]
+    expected = sigmoid_probabilities("probit", mean[:, 0] - mean[:, 1], variance)
+    found = probabilities("probit_full", mean, covariance)[:, 0]
+    # Of two classes the unnormalised values are 1 / (1 + e^d) and 1 / (1 + e^-d).
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("link", CLOSED)
+def test_positions_are_apart_and_large_logits_finite(link: str) -> None:
+    mean, covariance = gaussian()
+    both = probabilities(link, mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
+    torch.testing.assert_close(both.flatten(0, 1), probabilities(link, mean, covariance))
+    if link.startswith("probit"):
+        assert probabilities(link, 1e5 * mean, covariance).isfinite().all()

@@ -66,6 +66,7 @@ def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
     if normalised:
         size = variances.mean(-1, keepdim=True) / math.sqrt(classes / 2)
         mean, variances = mean / size.sqrt(), variances / size
-    log_sum = torch.logsumexp(-mean, -1, keepdim=True)
-    alpha = (1 - 2 / classes + (mean + log_sum).exp() / classes**2) / variances
-    return alpha / alpha.sum(-1, keepdim=True)
+    # The Dirichlet's parameters are (1 - 2 / K + e^z / K^2) / variance; as logarithms, large logits do not overflow.
+    z = mean + torch.logsumexp(-mean, -1, keepdim=True)
+    constant = mean.new_tensor(1 - 2 / classes).log()
+    return torch.softmax(torch.logaddexp(constant, z - 2 * math.log(classes)) - variances.log(), -1)

@@ -73,6 +73,15 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // The derivative of effective[b] in log_ratio[b] = log_scale - log_precision[b], sum q / (1 + q)^2 over tensor b -> (B,)
   m.def("kron_evidence_bend(Tensor eigenvalues, Tensor tiles, Tensor starts, Tensor log_ratio) -> Tensor");
 
+  // variance[n,k,l] += sum_{g,i,j} M[n,k,g,i,j] M[n,l,g,i,j] / (eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), or the
+  // diagonal l = k alone, with M[n,k,g,i,j] = sum_t inputs[n,t,g,i] outputs[k,n,t,g,j]; variance contiguous (N,K,K) or (N,K),
+  // inputs (N,T,G,a), outputs (K,N,T,G,b), or without inputs (K,N,G,a,b), M itself; eigenvalues_in (G,a), eigenvalues_out (G,b)
+  // or (1,b) and precision () float64. Beside a float64 variance, inputs and outputs may both be float32. Its CPU kernel is in
+  // Python: products of tiles by torch.
+  m.def(
+      "kron_variance_(Tensor(a!) variance, Tensor outputs, Tensor? inputs, Tensor eigenvalues_in, Tensor eigenvalues_out, "
+      "Tensor precision) -> ()");
+
   // out[m,a] = sum_x x[m,x] E[a,x], E[a,x] = exp(-|u[x] - v[a]|^2 / 2); x (M,X), u (X,P) and v (A,P) float64 whatever x's
   // type -> contiguous (M,A). E is symmetric in u and v: with them exchanged this is the transposed map.
   m.def("gaussian_project(Tensor x, Tensor u, Tensor v) -> Tensor");

@@ -126,6 +126,21 @@ def kernel_cases() -> list[KernelCase]:
         positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
         return *positive, torch.tensor(0.7, dtype=torch.float64)
 
+    def block(n: int, k: int, t: int, g: int, a: int, b: int) -> Callable[[], Tensors]:
+        spectra = lambda: (normal(g, a).square() + 0.1, normal(1, b).square() + 0.1)  # noqa: E731
+        precision = torch.tensor(0.7, dtype=torch.float64)
+        return lambda: (torch.zeros(n, k, k).double(), normal(n, t, g, a), normal(k, n, t, g, b), *spectra(), precision)
+
+    def variance(function: Callable[..., Tensor], given: bool = False) -> Callable[..., Tensors]:
+        def call(total: Tensor, rows: Tensor, outputs: Tensor, *spectra: Tensor) -> Tensors:
+            spectra = tuple(t.double() for t in spectra)
+            if given:
+                rows, outputs = None, torch.einsum("ntgi,kntgj->kngij", rows, outputs)
+            diagonal = total.new_zeros(total.shape[:2])
+            return function(total, rows, outputs, *spectra, 1.5), function(diagonal, rows, outputs, *spectra, 1.5)
+
+        return call
+
     def one(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
         return lambda *inputs: (function(*inputs),)
 
@@ -280,6 +295,15 @@ def kernel_cases() -> list[KernelCase]:
         ("kron_logdet", spectrum, one(ops.kron_logdet), one(ops.kron_logdet_torch)),
         ("kron_logdet backward", spectrum, gradients(ops.kron_logdet), gradients(ops.kron_logdet_torch)),
         ("kron_logdet second derivative", spectrum, curvature(ops.kron_logdet), curvature(ops.kron_logdet_torch)),
+        *(
+            (f"kron_variance_{more}", block(*sizes), variance(function, given), variance(reference, given))
+            for function, reference in ((ops.kron_variance_, ops.kron_variance_torch_),)
+            for more, sizes, given in (
+                (" at one position", (70, 3, 1, 2, 40, 130), False),
+                (" at several positions", (5, 7, 20, 2, 33, 18), False),
+                (" of a Jacobian", (5, 7, 1, 2, 33, 18), True),
+            )
+        ),
         ("polyphase_pool", image, one(pool), one(pool_reference)),
         ("polyphase_pool backward", image, gradients(pool), gradients(pool_reference)),
     ]

@@ -20,6 +20,7 @@ OPS = (
     "basis_project",
     "kron_evidence",
     "kron_logdet",
+    "kron_variance_",
     "polyphase_pool",
 )
 

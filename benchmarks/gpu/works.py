@@ -19,6 +19,8 @@ from benchmarks.bench_evidence_step import SHAPES as LOGDET_SHAPES
 from benchmarks.bench_evidence_step import expression as logdet
 from benchmarks.bench_factored_linear import bmm, linear, stages
 from benchmarks.bench_kron_accumulate import SHAPES as BLOCKS
+from benchmarks.bench_kron_variance import SHAPES as VARIANCE_SHAPES
+from benchmarks.bench_kron_variance import rank_one
 from benchmarks.compiling import compiled
 from ella_cuda import ops
 
@@ -250,6 +252,27 @@ def evidence(g: int, a: int, b: int) -> Work:
     )
 
 
+def block_variance(n: int, k: int, t: int, g: int, a: int, b: int) -> Work:
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        rows = torch.randn(n, t, g, a, device=device), torch.randn(k, n, t, g, b, device=device)
+        return *rows, *(torch.rand(*size, dtype=torch.float64, device=device) for size in ((g, a), (g, b), ()))
+
+    def added(function: Function) -> Function:
+        return lambda inputs, *others: function(inputs.new_zeros(n, k, k), inputs, *others)
+
+    candidates = {OURS: added(ops.kron_variance_), "einsum": added(ops.kron_variance_torch_)}
+    if t == 1:
+        candidates["rank one"] = lambda inputs, *others: rank_one(inputs.new_zeros(n, k, k), inputs, *others)
+    return Work(
+        f"kron_variance_, {n} points, {k} outputs, {t} positions, {g} blocks of {a} x {b}",
+        make,
+        candidates,
+        added(ops.kron_variance_torch_),
+        2 * n * g * a * b * (1 if t == 1 else t * k + k * (k + 1) // 2),
+        4 * n * t * g * (a + k * b),
+    )
+
+
 def network_evidence(count: int) -> Work:
     """Of so many pairs of sides, about those of the paper's network."""
     sizes = [(1, max(2, 1024 >> i % 8), max(2, 640 >> i % 6)) for i in range(count)]
@@ -278,6 +301,9 @@ def works(rehearse: bool) -> dict[str, Work]:
     out += [accumulate_reduced(*sizes, rehearse) for sizes in blocks[::4]]
     out += [accumulate_reduced_patches(batch, stage, rehearse) for stage in ((7,) if rehearse else (2, 5))]
     out += [network_evidence(3 if rehearse else 52)]
+    out += [
+        block_variance(*sizes) for sizes in ([(2, 2, 1, 2, 3, 4), (2, 2, 3, 1, 3, 4)] if rehearse else VARIANCE_SHAPES)
+    ]
     out += [evidence(*sizes) for sizes in ([(2, 4, 3)] if rehearse else LOGDET_SHAPES)]
     out += [work for stage in chosen for work in images(batch, stage)]
     out += [basis(stage) for stage in ((8,) if rehearse else (1, 3, 5))]

@@ -109,6 +109,54 @@ inline KronLogdetSizes check_kron_logdet_hvp(const Tensor& eigenvalues_in, const
   return s;
 }
 
+// ---- kron_variance_ ----
+
+struct KronVarianceSizes {
+  int64_t N, K, T, G, a, b;
+  bool diagonal;
+  bool shared;  // one row of eigenvalues_out for all groups
+};
+
+inline KronVarianceSizes check_kron_variance(const Tensor& variance, const Tensor& outputs, const std::optional<Tensor>& inputs,
+                                             const Tensor& eigenvalues_in, const Tensor& eigenvalues_out,
+                                             const Tensor& precision) {
+  const char* op = "kron_variance_";
+  const ArgumentCheck check(op, "variance", variance);
+  KronVarianceSizes s{};
+  s.diagonal = variance.dim() == 2;
+  if (s.diagonal) {
+    check.tensor("variance", variance, {-1, -1}, "(N, K)");
+    s.N = variance.size(0), s.K = variance.size(1);
+  } else {
+    check.tensor("variance", variance, {-1, -1, -1}, "(N, K, K)");
+    s.N = variance.size(0), s.K = variance.size(1);
+    check.tensor("variance", variance, {s.N, s.K, s.K}, "(N, K, K)");
+  }
+  const char* meaning = inputs ? "(K, N, T, G, b)" : "(K, N, G, a, b)";
+  if (variance.scalar_type() == ScalarType::Double && outputs.scalar_type() == ScalarType::Float) {
+    check.summand("outputs", outputs, {s.K, s.N, -1, -1, -1}, meaning);
+  } else {
+    check.tensor("outputs", outputs, {s.K, s.N, -1, -1, -1}, meaning);
+  }
+  s.b = outputs.size(4);
+  if (inputs) {
+    s.T = outputs.size(2), s.G = outputs.size(3);
+    ArgumentCheck(op, "outputs", outputs).tensor("inputs", *inputs, {s.N, s.T, s.G, -1}, "(N, T, G, a)");
+    s.a = inputs->size(3);
+    check.apart("inputs", *inputs);
+  } else {
+    s.T = 1, s.G = outputs.size(2), s.a = outputs.size(3);
+  }
+  check.coordinates("eigenvalues_in", eigenvalues_in, {s.G, s.a}, "(G, a)");
+  s.shared = eigenvalues_out.dim() == 2 && eigenvalues_out.size(0) == 1;
+  check.coordinates("eigenvalues_out", eigenvalues_out, {s.shared ? 1 : s.G, s.b}, s.shared ? "(1, b)" : "(G, b)");
+  check.coordinates("precision", precision, {}, "()");
+  ELLA_CHECK(variance.is_contiguous(), op, ": variance must be contiguous, it is updated in place");
+  check.apart("outputs", outputs);
+  check_countable(op, "the products (G, a, b)", {s.G, s.a, s.b});
+  return s;
+}
+
 // ---- kron_evidence and its second derivative ----
 
 struct KronEvidenceSizes {

@@ -148,7 +148,7 @@ def _tiled(
     eigenvalues_out: Tensor,
     precision: Tensor,
 ) -> None:
-    """The op by torch's products of tiles."""
+    """The op on the CPU, by torch's products of tiles."""
     _fake(variance, outputs, inputs, eigenvalues_in, eigenvalues_out, precision)
     for name, tensor in (("outputs", outputs), ("inputs", inputs)):
         if tensor is not None:
@@ -253,9 +253,5 @@ def _jacobian_tile(
     return tile
 
 
-torch.library.define(
-    "ella_cuda::kron_variance_",
-    "(Tensor(a!) variance, Tensor outputs, Tensor? inputs, Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> ()",
-)
-torch.library.impl("ella_cuda::kron_variance_", ("cpu", "cuda"))(_tiled)
+torch.library.impl("ella_cuda::kron_variance_", "cpu")(_tiled)
 _add = register_in_place("kron_variance_", fake=_fake, vmap=_vmap)

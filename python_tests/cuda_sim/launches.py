@@ -49,6 +49,11 @@ def call_every_op(ops: Any) -> None:
         ops.kron_logdet(*eigenvalues, precision)
         ops.kron_logdet_gradient(*eigenvalues, precision)
         ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
+        variance, rows = torch.zeros(2, 3, 3, dtype=dtype), torch.randn(2, 2, 1, 3, dtype=dtype)
+        outputs, known = torch.randn(3, 2, 2, 1, 2, dtype=dtype), [t.double() for t in (*eigenvalues, precision)]
+        ops.kron_variance_(variance, outputs[:, :, :1], rows[:, :1], *known)
+        ops.kron_variance_(variance, outputs, rows, *known)
+        ops.kron_variance_(variance, torch.randn(3, 2, 1, 3, 2, dtype=dtype), None, *known)
         tile = torch.tensor([[0, 0, 3, 3, 2]])  # of the only tensor, the first three numbers times the next two
         spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
         norms = 20 * precision[None]  # so large that terms do not cancel

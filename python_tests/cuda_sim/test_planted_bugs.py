@@ -448,6 +448,14 @@ BUGS = [
         "names lane [0-9]+, which has exited",
     ),
     Bug(
+        "tile of inverses overwritten while others read it",
+        "kron/cuda/kron_variance.cu",
+        "    for (int64_t i0 = 0; i0 < s.a; i0 += kRows) {\n      __syncthreads();\n",
+        "    for (int64_t i0 = 0; i0 < s.a; i0 += kRows) {\n",
+        "kron_variance",
+        "race on shared memory",
+    ),
+    Bug(
         "shared memory written out of bounds",
         "kron/cuda/kron_logdet.cu",
         "memory.array<double>(kThreads / kWarp)",
@@ -695,6 +703,15 @@ def run(library, source, warpgroups):
                 got = torch.cat([value[None], *gradient])
                 outer = l[:, :, None] * m[:, None] + p
                 want = torch.cat([outer.log().sum()[None], *(m[:, None] / outer).sum(2)])
+            elif source == "kron_variance":
+                x, o = torch.randn(3, 1, 2, 40), torch.randn(2, 3, 1, 2, 70)
+                l, m, p = torch.rand(2, 40).double(), torch.rand(1, 70).double(), torch.tensor(0.5).double()
+                got = torch.zeros(3, 2, 2)
+                simulator.ops.kron_variance_(got, o, x, l, m, p)
+                M = torch.einsum("ngi,kngj->kngij", x[:, 0].double(), o[:, :, 0].double())
+                want = torch.einsum("kngij,lngij,gij->nkl", M, M, 1 / (l[:, :, None] * m[:, None] + p))
+                got, want = got / want.abs().amax(), want / want.abs().amax()
+                tolerance = 2e-6
             elif source == "kron_evidence":
                 pairs = [(torch.rand(2, 40), torch.rand(1, 300)), (torch.rand(1, 3), torch.rand(1, 5))]  # several tiles, one
                 norms, u, v = torch.rand(2), torch.tensor([0.5, -1.0]), torch.tensor(0.2)

@@ -18,7 +18,7 @@ SHAPES = [
     (5, 1, 1, 3, 4, 2),
     (3, 10, 1, 40, 1, 6),  # an embedding
     (1, 2, 1, 1, 1100, 300),  # several tiles in rows and columns
-    (3, 2, 1, 400, 30, 31),  # several tiles of groups
+    (3, 2, 1, 60, 60, 100),  # several tiles of groups
     (600, 2, 1, 1, 4, 520),  # several of data points
     (4, 3, 6, 1, 5, 7),
     (3, 2, 5, 4, 3, 2),

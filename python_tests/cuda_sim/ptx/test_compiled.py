@@ -225,6 +225,19 @@ def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kron_variance(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """At one position, at several, and of a Jacobian; more rows, columns and outputs than a tile has."""
+    spectra = torch.rand(2, 18).double(), torch.rand(1, 67).double(), torch.tensor(0.3).double()
+    with ampere.scheduled("reverse"):
+        ops = Checked(ampere)
+        for k, t in ((2, 1), (6, 2)):
+            inputs, outputs = torch.randn(3, t, 2, 18, dtype=dtype), torch.randn(k, 3, t, 2, 67, dtype=dtype)
+            ops.kron_variance_(torch.randn(3, k, k, dtype=dtype), outputs, inputs, *spectra)
+        jacobian = torch.randn(2, 3, 2, 18, 67, dtype=dtype)
+        ops.kron_variance_(torch.randn(3, 2, dtype=dtype), jacobian, None, *spectra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gaussian_project(ampere: PtxDevice, dtype: torch.dtype) -> None:
     """Points near enough to each other and some too far for an exponential above zero."""
     u, v, du, dv = (torch.randn(n, 2, dtype=torch.float64) for n in (70, 5, 70, 5))

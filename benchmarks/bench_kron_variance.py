@@ -30,7 +30,7 @@ CANDIDATES = {"ella_cuda": ops.kron_variance_, "einsum": ops.kron_variance_torch
 def test_kron_variance(time, device, shape, who):
     n, k, t, g, a, b = shape
     inputs, outputs = torch.randn(n, t, g, a, device=device), torch.randn(k, n, t, g, b, device=device)
-    spectra = [torch.rand(*size, dtype=torch.float64, device=device) for size in ((g, a), (g, b), ())]
+    spectra = [torch.rand(size, dtype=torch.float64, device=device) for size in ((g, a), (g, b), ())]
     variance, exact = torch.zeros(n, k, k, device=device), torch.zeros(n, k, k, dtype=torch.float64, device=device)
     CANDIDATES[who](variance, inputs, outputs, *spectra)
     ops.kron_variance_torch_(exact, inputs.double(), outputs.double(), *spectra)

@@ -255,7 +255,7 @@ def evidence(g: int, a: int, b: int) -> Work:
 def block_variance(n: int, k: int, t: int, g: int, a: int, b: int) -> Work:
     def make(device: torch.device) -> tuple[Tensor, ...]:
         rows = torch.randn(n, t, g, a, device=device), torch.randn(k, n, t, g, b, device=device)
-        return *rows, *(torch.rand(*size, dtype=torch.float64, device=device) for size in ((g, a), (g, b), ()))
+        return *rows, *(torch.rand(size, dtype=torch.float64, device=device) for size in ((g, a), (g, b), ()))
 
     def added(function: Function) -> Function:
         return lambda inputs, *others: function(inputs.new_zeros(n, k, k), inputs, *others)

@@ -135,14 +135,7 @@ class KronPosterior(Posterior):
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from ``N(0, P^-1)``, ``(n_samples, P)``: the generator's numbers in the eigenbases."""
-        device = self.scale.device
-        drawn = torch.randn(
-            n_samples,
-            self.n_params,
-            dtype=self.dtype,
-            device=device if generator is None else generator.device,
-            generator=generator,
-        ).to(device)
+        drawn = _drawn(n_samples, self.n_params, self.dtype, self.scale.device, generator)
         found = [basis.back(part * self._power(name, -0.5).to(self.dtype)) for name, basis, part in self._parts(drawn)]
         return self._joined(found)
 
@@ -445,7 +438,7 @@ class FullPosterior(_Collected):
         return (vectors @ basis * values.pow(exponent)) @ basis.mT
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        drawn = _drawn(n_samples, self, generator).double()
+        drawn = _drawn(n_samples, self.n_params, self.dtype, self._device, generator).double()
         found = torch.linalg.solve_triangular(self.factor.mT, drawn.mT, upper=True).mT
         return self.layout.spread(found.to(self.dtype))
 
@@ -476,7 +469,7 @@ class DiagonalPosterior(_Collected):
         return vectors * self.precision.pow(exponent)
 
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
-        drawn = _drawn(n_samples, self, generator)
+        drawn = _drawn(n_samples, self.n_params, self.dtype, self._device, generator)
         return self.layout.spread(drawn * self.precision.rsqrt().to(self.dtype))
 
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
@@ -499,7 +492,10 @@ class DiagonalPosterior(_Collected):
         return Contraction(take)
 
 
-def _drawn(n_samples: int, posterior: FullPosterior | DiagonalPosterior, generator: torch.Generator | None) -> Tensor:
-    device = posterior._device if generator is None else generator.device
-    size = n_samples, posterior.n_params
-    return torch.randn(size, dtype=posterior.dtype, device=device, generator=generator).to(posterior._device)
+def _drawn(
+    n_samples: int, size: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
+) -> Tensor:
+    """Standard normal numbers ``(n_samples, size)``. Each sample has a call of its own: torch draws other numbers for several at once."""
+    where = device if generator is None else generator.device
+    rows = [torch.randn(size, dtype=dtype, device=where, generator=generator) for _ in range(n_samples)]
+    return torch.stack(rows).to(device) if rows else torch.empty(0, size, dtype=dtype, device=device)

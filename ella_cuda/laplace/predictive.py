@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model
+from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, tensors_of
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
@@ -25,7 +25,8 @@ from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
 PREDICTIONS = ("glm", "nn")
-SAMPLED = 256 << 20  # bytes of parameters that are drawn at a time
+SAMPLED = 256 << 20  # bytes of samples that go through the network together
+ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
 
 class Predictive:
@@ -284,7 +285,9 @@ class Predictive:
         posterior, x = self.posterior_precision, self._inputs(x)
         parameters = ReplacedParameters(self.model, self.parameter_names)
         mean = self.mean
-        at_once = max(SAMPLED // (4 * mean.numel() * mean.element_size()), 1)
+        # Samples go through the network together as far as their parameters, and what layers make of the inputs, find room.
+        each = 4 * mean.numel() + ACTIVATIONS * sum(t.numel() for t in tensors_of(x))
+        at_once = max(SAMPLED // (each * mean.element_size()), 1)
         found = []
         with at_test_time(self.model), in_plain_products(), without_autocast(self._device.type), torch.no_grad():
             outputs = checked_outputs(run_model(self.model, x), data_points(x))

@@ -146,6 +146,14 @@ def test_samples_are_functions_that_data_points_share() -> None:
     torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_it_does_not_matter_how_many_samples_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted("conv")
+    whole = la.functional_samples(x, n_samples=5, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr("ella_cuda.laplace.predictive.SAMPLED", 1)
+    apart = la.functional_samples(x, n_samples=5, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(apart, whole)
+
+
 def test_samples_of_the_network_are_its_outputs_at_samples() -> None:
     la, x = fitted("conv")
     with pytest.warns(UserWarning, match="underfits"):

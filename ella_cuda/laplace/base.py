@@ -220,7 +220,7 @@ class BaseLaplace(Predictive):
         mean = self._mean_of_prior(value)
         if self.n_data:
             self.require_unchanged()
-            self._square_norms = self._norms({n: self.model.get_parameter(n) for n in self.parameter_names}, mean)
+            self._square_norms = self.norms({n: self.model.get_parameter(n) for n in self.parameter_names}, mean)
         self._prior_mean = mean
 
     def _mean_of_prior(self, value: Value) -> Tensor:
@@ -234,9 +234,9 @@ class BaseLaplace(Predictive):
             raise ValueError("prior_mean: expected finite values, got inf or nan.")
         return mean.reshape(()) if mean.numel() == 1 else mean
 
-    def _norms(self, parameters: Mapping[str, Tensor], mean: Tensor) -> Tensor:
-        """Of each parameter tensor, the squared distance from the prior's mean."""
-        mean = mean.to(next(iter(parameters.values())).device)
+    def norms(self, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
+        """Of each parameter tensor, the squared distance from the prior's mean, ``self.prior_mean`` unless given; float64."""
+        mean = (self._prior_mean if mean is None else mean).to(next(iter(parameters.values())).device)
         if not mean.dim():
             return torch.stack([(p.detach().double() - mean).square().sum() for p in parameters.values()])
         means = mean.split([p.numel() for p in parameters.values()])

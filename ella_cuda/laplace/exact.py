@@ -163,12 +163,15 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
         else:
             rule.outputs(gradient)
     factors = {rule.full_name(n): f for rule in rules for n, f in rule.factors.items()}
-    total = likelihood.log_likelihood(likelihood.statistic(outputs, y), y.numel(), sigma)
-    for name, delta in zip(la.parameter_names, precision.unbind(), strict=True):
-        factor, parameter = factors[name], la.model.get_parameter(name).detach().double()
+    statistic = likelihood.statistic(outputs, y)
+    statistic = statistic if la.temperature == 1 else statistic / la.temperature
+    total = likelihood.log_likelihood(statistic, y.numel(), sigma)
+    norms = la.norms({name: la.model.get_parameter(name) for name in la.parameter_names})
+    for name, delta, norm in zip(la.parameter_names, precision.unbind(), norms.unbind(), strict=True):
+        factor, size = factors[name], la.model.get_parameter(name).numel()
         factor.n_data = data_points(x)
-        log_det_ratio = factor.logdet(delta, sigma**-2) - parameter.numel() * delta.log()
-        total = total - 0.5 * (log_det_ratio + delta * parameter.square().sum())
+        log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()
+        total = total - 0.5 * (log_det_ratio + delta * norm)
     if not (run.recomputes and total.requires_grad):
         return total
     buffers = list(hyperparameters(la.model).values())

@@ -229,7 +229,7 @@ class KronLaplace(BaseLaplace):
             require_memory(self.model, rules)
         data_fit = DataFitGradient(self.model)
         fingerprint = fingerprint_of(self.model)
-        norms = self._norms(parameters, self._prior_mean)
+        norms = self.norms(parameters)
         if anew:
             self._describe(parameters)
             self._rules = rules

@@ -225,7 +225,7 @@ class UnfactoredLaplace(BaseLaplace):
                 "fit: the log likelihood or the curvature is not finite. Check the data and the parameters, or use float64."
             )
         self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
-        self._square_norms = self._norms(parameters, self._prior_mean)
+        self._square_norms = self.norms(parameters)
         self._bases = FittedBases(self.model)
         self._fingerprint, self._seen_versions = fingerprint.to(self._device), []
         return self
@@ -243,10 +243,11 @@ class UnfactoredLaplace(BaseLaplace):
 
     # evidence --------------------------------------------------------------------------------------------------------
 
-    def _norms(self, parameters: Mapping[str, Tensor], mean: Tensor) -> Tensor:
+    def norms(self, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
         if self._layout is None or self._layout.indices is None:
-            return super()._norms(parameters, mean)
-        offsets = torch.cat([p.detach().double().flatten() for p in parameters.values()]) - mean
+            return super().norms(parameters, mean)
+        flat = torch.cat([p.detach().double().flatten() for p in parameters.values()])
+        offsets = flat - (self._prior_mean if mean is None else mean).to(flat.device)
         squares = offsets[self._layout.indices.to(offsets.device)].square()
         return torch.stack([part.sum() for part in squares.split(self._layout.counts)])
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from python_tests.laplace.checks import randomised
 from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
 
@@ -452,6 +452,16 @@ def test_a_layer_in_anothers_place_is_seen() -> None:
     replaced.load_state_dict(la.model[0].state_dict())
     la.model[0] = replaced
     torch.testing.assert_close(la.functional_variance(x), expected)
+
+
+def test_the_exact_evidence_has_prior_mean_and_temperature() -> None:
+    model, x = network("our conv")
+    y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    la = KronLaplace(model, "regression", prior_mean=0.3, temperature=2.0, sigma_noise=0.8, prior_precision=1.3)
+    exact = exact_log_marginal_likelihood(la, x, y)
+    torch.testing.assert_close(exact, la.fit([(x, y)]).log_marginal_likelihood(), rtol=1e-10, atol=1e-10)
+    plain = KronLaplace(model, "regression", sigma_noise=0.8, prior_precision=1.3)
+    assert abs(exact_log_marginal_likelihood(plain, x, y) - exact) > 0.1
 
 
 class Largest(TorchDispatchMode):

@@ -47,7 +47,7 @@ struct Sizes {
 
 //   partials (parts, N, pairs): pairs (k, l) row by row, of the diagonal k alone
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)  // else the compiler wants more blocks at once, and spills around the divisions
     rank_one_kernel(Rows<T> rows, Spectra spectra, Sizes s, double* __restrict__ partials) {
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<T> inverses = memory.array<T>(kRows * kColumns), squares = memory.array<T>(kPoints * kRows),

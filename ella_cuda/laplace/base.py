@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
+from ella_cuda.laplace.state import checked_count, checked_tensor
 from ella_cuda.laplace.tuning import Loss, check_arguments, fixed_points, grid_search, raise_evidence
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.modes import exclusively
@@ -95,7 +96,7 @@ class BaseLaplace(Predictive):
         self._bases = FittedBases(self.model)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
-        self._seen_versions: list[tuple[int, int]] = []
+        self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module], JacobianPass] | None = None
 
     def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
@@ -471,8 +472,15 @@ class BaseLaplace(Predictive):
     def require_unchanged(self) -> None:
         """RuntimeError where this is not fitted, or the model's parameters or buffers are not what they were at the fit."""
         self._fitted()
-        versions = [(id(t), t._version) for t in (*self.model.parameters(), *self.model.buffers())]
-        if versions == self._seen_versions:
+        # Sums see what is written through ``.data``, of which versions know nothing; both take less time than the fingerprint.
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        seen = [(id(t), t._version, t.data_ptr()) for t in tensors]
+        sums = [t.detach().sum(dtype=torch.float64).to(self._device) for t in tensors if t.is_floating_point()]
+        if (
+            self._verified is not None
+            and self._verified[0] == seen
+            and torch.equal(self._verified[1], torch.stack(sums))
+        ):
             return
         present = fingerprint_of(self.model).to(self._device)
         if not torch.allclose(present, self._fingerprint, rtol=1e-12, atol=0):
@@ -480,7 +488,7 @@ class BaseLaplace(Predictive):
                 f"{type(self).__name__}: the model's parameters or buffers changed since the fit, whose curvature is not theirs; "
                 "call fit again."
             )
-        self._seen_versions = versions
+        self._verified = seen, torch.stack(sums)
 
     def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
         """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective
@@ -513,6 +521,74 @@ class BaseLaplace(Predictive):
         nothing that its type could name, however the rest is shared.
         """
         return {layer: layer_type(sums) or "none" for layer, sums in self._effective_by_path().items()}
+
+    def _shared_state(self) -> dict[str, Any]:
+        """What :meth:`state_dict` has of every approximation."""
+        return {
+            "likelihood": repr(self.likelihood_function),
+            "parameter_names": list(self.parameter_names),
+            "prior_precision": self.prior_precision.detach().clone(),
+            "sigma_noise": self.sigma_noise.detach().clone(),
+            "prior_mean": self.prior_mean.clone(),
+            "temperature": self.temperature,
+            "n_data": self.n_data,
+            "n_outputs": self.n_outputs,
+            "n_targets": self._n_targets,
+            "statistic": self._statistic.clone(),
+            "square_norms": self._square_norms.clone(),
+            "fingerprint": self._fingerprint.clone(),
+        }
+
+    def _checked_state(
+        self, state: Mapping[str, Any], settings: Sequence[str], defaults: Mapping[str, Any] | None = None
+    ) -> tuple[Mapping[str, Any], int, Callable[[], None]]:
+        """A state with the defaults of what files of older approximations lack, how many data it is of, and what takes the entries of
+        :meth:`_shared_state`.
+
+        Args:
+            settings: attributes that the state's entries of these names must equal.
+            defaults: of entries of the subclass.
+
+        Raises:
+            TypeError, ValueError: see :meth:`load_state_dict`.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
+        own = self.state_dict().keys()
+        none = torch.zeros((), dtype=torch.float64)
+        state = {"prior_mean": none, "temperature": 1.0, **(defaults or {}), **state}
+        if missing := sorted(own - state.keys()):
+            raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
+        if unknown := sorted(map(repr, state.keys() - own)):
+            raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
+        expected = {key: getattr(self, key) for key in (*settings, "parameter_names")}
+        for key, here in {"likelihood": repr(self.likelihood_function), **expected}.items():
+            given = state[key]
+            if type(given) is not type(here) or given != here:
+                raise ValueError(f"load_state_dict: {key} is {given!r} in the state, but {here!r} here.")
+        n_data, n_outputs, n_targets = (checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets"))
+        if n_data and not n_outputs:
+            raise ValueError(f"load_state_dict: n_outputs must be positive with n_data = {n_data}, got 0.")
+        count = len(self.parameter_names)
+        precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
+        sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
+        mean = self._mean_of_prior(state["prior_mean"])
+        temperature = self._checked_temperature(state["temperature"])
+        square_norms = checked_tensor("square_norms", state["square_norms"], (count,))
+        if (square_norms < 0).any():
+            raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
+        statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
+
+        def restore() -> None:
+            self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
+            self._prior_mean, self._temperature, self._verified = mean, temperature, None
+            self._bases = FittedBases(self.model)
+            self.n_data, self.n_outputs, self._n_targets = n_data, n_outputs, n_targets
+            self._statistic, self._square_norms, self._fingerprint = (
+                tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
+            )
+
+        return state, n_data, restore
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""

@@ -21,7 +21,7 @@ from ella_cuda.laplace.jacobian import Jacobian, total
 from ella_cuda.laplace.likelihoods import Columns
 from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.uses import Use, Uses, batch_first
 from ella_cuda.nn._autocast import full
 
@@ -69,7 +69,7 @@ class JacobianPass(CurvaturePass):
         self._names = {id(p): name for name, p in model.named_parameters() if name in shapes}
         for rule in self.rules:
             if not rule.knows_jacobians():
-                rule.allocate(_Nothing)  # what its inputs add to
+                rule.allocate(UnkeptMoment)  # what its inputs add to
         self.uses = _KeptUses(self._seen)
         self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
         self._consumer = Consumer()
@@ -261,22 +261,6 @@ class _KeptUses(Uses):
         super().clear()
         self._calls.clear()
         self._apart.clear()
-
-
-class _Nothing(SecondMoment):
-    """Takes what a rule adds, and keeps nothing of it."""
-
-    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: Any = None) -> None:
-        super().__init__(0, 0, like, name, basis)
-        self.total = self.total.new_zeros(()).expand(groups, size, size)
-
-    def _ignore(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    add = add_to = add_weighted = add_counts = add_diagonal = add_windows = add_patches = count = _ignore
-
-    def clone(self, name: str) -> _Nothing:
-        return self
 
 
 @contextmanager

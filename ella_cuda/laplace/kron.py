@@ -31,7 +31,7 @@ from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
-from ella_cuda.laplace.state import checked_count, checked_tensor, read_factors, save_factors
+from ella_cuda.laplace.state import checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
 from ella_cuda.laplace.values import Value, check_choice
@@ -285,7 +285,7 @@ class KronLaplace(BaseLaplace):
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
-        self._fingerprint, self._seen_versions = fingerprint, []
+        self._fingerprint, self._verified = fingerprint, None
         return self
 
     def _add(
@@ -406,24 +406,12 @@ class KronLaplace(BaseLaplace):
         """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with
         ``weights_only=True``.
         """
-        return {
-            "likelihood": repr(self.likelihood_function),
+        return self._shared_state() | {
             "fisher": self.fisher,
             "resolution": self.resolution,
             "unknown": self.unknown,
             "subset_of_weights": self.subset_of_weights,
             "approximation": self.approximation,
-            "parameter_names": list(self.parameter_names),
-            "prior_precision": self.prior_precision.detach().clone(),
-            "sigma_noise": self.sigma_noise.detach().clone(),
-            "prior_mean": self.prior_mean.clone(),
-            "temperature": self.temperature,
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-            "n_targets": self._n_targets,
-            "statistic": self._statistic.clone(),
-            "square_norms": self._square_norms.clone(),
-            "fingerprint": self._fingerprint.clone(),
             "statistic_gradients": {name: g.clone() for name, g in self._statistic_gradients.items()},
             "factors": save_factors(self._rules) if self.n_data else {},
         }
@@ -436,40 +424,8 @@ class KronLaplace(BaseLaplace):
             TypeError: state is no mapping.
             ValueError: an entry is missing, unknown or does not fit this object, or its values are out of range; nothing is changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
-        own = self.state_dict().keys()
-        # Files of approximations without these have the defaults.
-        state = {
-            "prior_mean": torch.zeros((), dtype=torch.float64),
-            "temperature": 1.0,
-            "subset_of_weights": "all",
-            **state,
-        }
-        if missing := sorted(own - state.keys()):
-            raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
-        if unknown := sorted(map(repr, state.keys() - own)):
-            raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        settings = {
-            key: getattr(self, key)
-            for key in ("fisher", "resolution", "unknown", "subset_of_weights", "approximation", "parameter_names")
-        }
-        for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
-            given = state[key]
-            if type(given) is not type(here) or given != here:
-                raise ValueError(f"load_state_dict: {key} is {given!r} in the state, but {here!r} here.")
-        n_data, n_outputs, n_targets = (checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets"))
-        if n_data and not n_outputs:
-            raise ValueError(f"load_state_dict: n_outputs must be positive with n_data = {n_data}, got 0.")
-        count = len(self.parameter_names)
-        precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
-        sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
-        mean = self._mean_of_prior(state["prior_mean"])
-        temperature = self._checked_temperature(state["temperature"])
-        square_norms = checked_tensor("square_norms", state["square_norms"], (count,))
-        if (square_norms < 0).any():
-            raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
-        statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
+        settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
+        state, n_data, restore = self._checked_state(state, settings, {"subset_of_weights": "all"})
         gradients = self._checked_gradients(state["statistic_gradients"])
         if not n_data and state["factors"] != {}:
             raise ValueError("load_state_dict: factors must be empty with n_data = 0.")
@@ -477,15 +433,9 @@ class KronLaplace(BaseLaplace):
         # All of it fits: from here on nothing fails.
         for rule in self._rules if n_data else ():
             rule.factors = {parameter: factors[rule.full_name(parameter)] for parameter in rule.trainable}
-        self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
-        self._prior_mean, self._temperature, self._seen_versions = mean, temperature, []
+        restore()
         self._statistic_gradients = gradients
-        self._bases = FittedBases(self.model)
         self._hold(self._rules if n_data else [])
-        self.n_data, self.n_outputs, self._n_targets = n_data, n_outputs, n_targets
-        self._statistic, self._square_norms, self._fingerprint = (
-            tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
-        )
 
     def _checked_gradients(self, gradients: Any) -> dict[str, Tensor]:
         """A state's gradients of the statistic, copied to the model's device; ValueError where they are not those of its buffers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.base import BaseLaplace
-from ella_cuda.laplace.parameters import trainable
+from ella_cuda.laplace.parameters import is_inside, trainable
 from ella_cuda.laplace.unfactored import DiagLaplace
 
 
@@ -161,11 +161,11 @@ class ModuleNameSubnetMask(SubnetMask):
 
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
         super().__init__(model)
-        known = {m for m, _ in model.named_modules() if any(_is_inside(p, m) for p in self.parameters)}
+        known = {m for m, _ in model.named_modules() if any(is_inside(p, m) for p in self.parameters)}
         self._names = _checked_names("module_names", module_names, known)
 
     def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
-        chosen = {p for p in self.parameters if any(_is_inside(p, name) for name in self._names)}
+        chosen = {p for p in self.parameters if any(is_inside(p, name) for name in self._names)}
         return torch.cat([torch.full((p.numel(),), n in chosen, device=p.device) for n, p in self.parameters.items()])
 
 
@@ -180,10 +180,6 @@ class LastLayerSubnetMask(ModuleNameSubnetMask):
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         name = list(trainable(model))[-1].rpartition(".")[0] if last_layer_name is None else last_layer_name
         super().__init__(model, [name])
-
-
-def _is_inside(parameter: str, module: str) -> bool:
-    return not module or parameter.startswith(f"{module}.")
 
 
 def _checked_names(argument: str, names: Sequence[str], known: Iterable[str]) -> list[str]:

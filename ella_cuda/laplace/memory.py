@@ -16,9 +16,8 @@ from ella_cuda.laplace.batches import Inputs, data_points, take
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
-from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
 
 ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built
@@ -141,17 +140,6 @@ def _says_no_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-class _NoMoment(SecondMoment):
-    """A sum that nothing is added to."""
-
-    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
-        super().__init__(0, 0, like, name, basis)
-
-    def add(self, *_: Any, **__: Any) -> None: ...
-
-    add_weighted = add_patches = add_windows = add_diagonal = add_to = add
-
-
 def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int, int, int]:
     """Bytes that the graph of a fit keeps of a batch, those of a column's gradients, and of all columns': from its first image's, for
     each."""
@@ -165,7 +153,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int
         return tensor
 
     for rule in rules:
-        rule.allocate(_NoMoment)
+        rule.allocate(UnkeptMoment)
     with curvature_pass(model, rules, 1) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -35,6 +35,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def is_inside(parameter: str, name: str) -> bool:
+    """Whether a parameter's name is this one, or that of a parameter inside of the module of this name."""
+    return not name or parameter == name or parameter.startswith(f"{name}.")
+
+
 def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
     """RuntimeError where one was made in inference mode."""
     for name, parameter in parameters.items():

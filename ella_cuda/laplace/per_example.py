@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_mode
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.probe import leaf_uses
 from ella_cuda.laplace.rules import PerExampleRule
+from ella_cuda.laplace.tangent import ReplacedParameters, differ
 
 
 class PerExampleGradients:
@@ -29,20 +29,8 @@ class PerExampleGradients:
     def __init__(self, model: nn.Module, rules: Sequence[PerExampleRule]) -> None:
         self.model, self.rules = model, rules
         self._together = True
-        self._parameters = {
-            rule.full_name(n): p for rule in rules for n, p in rule.parameters().items() if n in rule.trainable
-        }
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        # Every module that has one, under whatever names the model has the module.
-        self._places = [
-            (module, own, names[id(p)])
-            for module in model.modules()
-            for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in names
-        ]
-
-    def _values(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._parameters.items()}
+        names = [rule.full_name(name) for rule in rules for name in rule.trainable]
+        self._parameters = ReplacedParameters(model, names)
 
     def try_out(self, x: Inputs) -> None:
         """Compare both ways on two data points; parameters require a gradient as they do in training.
@@ -63,7 +51,7 @@ class PerExampleGradients:
         apart = self._one_by_one(few, columns)
         try:
             together = self._by_vmap(few, columns)
-            reason = "torch.func.vmap takes wrong gradients" if _differ(together, apart) else ""
+            reason = "torch.func.vmap takes wrong gradients" if differ(together, apart) else ""
         except Exception as error:  # whatever the model's functions raise under vmap
             reason = f"torch.func.vmap cannot take the model ({' '.join(str(error).split())[:300]})"
         self._together = not reason
@@ -85,7 +73,7 @@ class PerExampleGradients:
             column_bytes: of the gradients of a column of the whole batch.
             memory_budget: bytes that gradients may take at a time.
         """
-        count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._values().values())
+        count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._parameters.values().values())
         each = max(-(-column_bytes // count), 2 * own)
         pairs = max(memory_budget // each, 1)
         wide = min(len(columns), pairs)
@@ -105,11 +93,11 @@ class PerExampleGradients:
         return (self._by_vmap if self._together else self._one_by_one)(x, columns)
 
     def _require_read_from_modules(self, x: Inputs) -> None:
-        values = {name: value.requires_grad_() for name, value in self._values().items()}
+        values = {name: value.requires_grad_() for name, value in self._parameters.values().items()}
         with torch.enable_grad():
             theirs = leaf_uses(checked_outputs(run_model(self.model, x), 1).grad_fn)
             replaced = leaf_uses(self._output(values, x).grad_fn)
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._parameters.parameters.items():
             if theirs[id(parameter)] != replaced[id(values[name])]:
                 raise ValueError(
                     f"fit: the forward takes the parameter {name!r} from somewhere else than the module that has it, such as a list of its "
@@ -119,20 +107,8 @@ class PerExampleGradients:
 
     def _output(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """The outputs for the only data point of x, with these values of the parameters."""
-        with self._replaced(values):
+        with self._parameters.replaced(values):
             return checked_outputs(run_model(self.model, x), 1)[0]
-
-    @contextmanager
-    def _replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """For the duration of the context, the modules have these values as their parameters. torch.func.functional_call does not put back
-        the parameter of a module that the model has under two names."""
-        try:
-            for module, own, name in self._places:
-                module._parameters[own] = values[name]
-            yield
-        finally:
-            for module, own, name in self._places:
-                module._parameters[own] = self._parameters[name]
 
     def _by_vmap(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter from columns ``(K, N, *outputs)``."""
@@ -140,16 +116,16 @@ class PerExampleGradients:
         def of_one(tensors: list[Tensor], its_columns: Tensor) -> dict[str, Tensor]:
             parts = iter(tensors)
             one = map_tensors(x, lambda _: next(parts)[None])
-            _, vjp = torch.func.vjp(lambda values: self._output(values, one), self._values())
+            _, vjp = torch.func.vjp(lambda values: self._output(values, one), self._parameters.values())
             return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
 
         return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
 
     def _one_by_one(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """:meth:`_by_vmap` by plain autograd."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self._values()}
+        found: dict[str, list[Tensor]] = {name: [] for name in self._parameters.values()}
         for n, its_columns in enumerate(columns.unbind(1)):
-            values = {name: value.clone().requires_grad_() for name, value in self._values().items()}
+            values = {name: value.clone().requires_grad_() for name, value in self._parameters.values().items()}
             with torch.enable_grad():
                 outputs = self._output(values, take(x, slice(n, n + 1)))
             for column in its_columns:
@@ -162,12 +138,3 @@ class PerExampleGradients:
                     found[name].append(torch.zeros_like(value) if gradient is None else gradient)
         shape = columns.shape[1], columns.shape[0]
         return {name: torch.stack(parts).unflatten(0, shape).transpose(0, 1).detach() for name, parts in found.items()}
-
-
-def _differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Beyond rounding, in what is finite."""
-    for name, b in other.items():
-        size = b.abs().amax()
-        if size.isfinite() and (one[name] - b).abs().amax() > torch.finfo(b.dtype).eps ** 0.5 * size:
-            return True
-    return False

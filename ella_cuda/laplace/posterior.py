@@ -82,7 +82,7 @@ class KronPosterior(Posterior):
     """
 
     def __init__(self, bases: Mapping[str, Eigenbasis], prior_precision: Tensor, scale: Tensor, dtype: torch.dtype):
-        self.bases, self.prior_precision, self.scale, self.dtype = bases, prior_precision, scale, dtype
+        self.bases, self.scale, self.dtype = bases, scale, dtype
         self._prior = dict(zip(bases, prior_precision.unbind(), strict=True))
         self._sizes = [basis.shape.numel for basis in bases.values()]
         self.n_params = sum(self._sizes)
@@ -259,19 +259,13 @@ class Layout:
 
     Args:
         shapes, indices: as above.
-        parameter_shapes: by name.
 
     Raises:
-        ValueError, TypeError: the indices are none.
+        ValueError: the indices are none.
     """
 
-    def __init__(
-        self,
-        shapes: Mapping[str, FactorShape],
-        parameter_shapes: Mapping[str, torch.Size],
-        indices: Tensor | None = None,
-    ) -> None:
-        self.shapes, self.parameter_shapes = dict(shapes), parameter_shapes
+    def __init__(self, shapes: Mapping[str, FactorShape], indices: Tensor | None = None) -> None:
+        self.shapes = dict(shapes)
         sizes = [shape.numel for shape in self.shapes.values()]
         self.n_params = sum(sizes)
         self.indices = None if indices is None else _checked_indices(indices, self.n_params)

@@ -199,8 +199,13 @@ class Predictive:
             predictions: probabilities, or mean and variance of the outputs.
             targets: as for a fit.
             n_samples: with which a likelihood without a closed form integrates.
+
+        Raises:
+            TypeError, ValueError: the targets do not fit.
         """
-        return self.likelihood_function.log_predictive(predictions, targets, self.sigma_noise, n_samples).sum()
+        likelihood = self.likelihood_function
+        likelihood.check(predictions if likelihood.has_classes else predictions[0], targets)
+        return likelihood.log_predictive(predictions, targets, self.sigma_noise, n_samples).sum()
 
     # the posterior over parameters -----------------------------------------------------------------------------------
 
@@ -330,7 +335,7 @@ class _Moments(Consumer):
             v if self._joint else v[which, columns] if self._diagonal else v[which] for v in self.covariances
         ]
         # Of some columns, what is added to is a copy: the op takes contiguous memory alone.
-        self._parts = [p if p.is_contiguous() else torch.zeros_like(p).contiguous() for p in self._places]
+        self._parts = [p if p.is_contiguous() else p.new_zeros(p.shape) for p in self._places]
         self._adds = [p.contraction(part, self._joint) for p, part in zip(self._posteriors, self._parts, strict=True)]
 
     def take(self, name: str, jacobian: Jacobian) -> None:

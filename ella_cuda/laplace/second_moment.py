@@ -216,6 +216,21 @@ class SecondMoment:
         )
 
 
+class UnkeptMoment(SecondMoment):
+    """A sum of which nothing is kept, for passes that want what rules do beside adding; it takes no memory."""
+
+    def __init__(self, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None) -> None:
+        super().__init__(0, 0, like, name, basis)
+        self.total = self.total.new_zeros(()).expand(groups, size, size)
+
+    def _ignore(self, *_: Any, **__: Any) -> None: ...
+
+    add = add_to = add_weighted = add_counts = add_diagonal = add_windows = add_patches = count = _ignore
+
+    def clone(self, name: str) -> UnkeptMoment:
+        return self
+
+
 def _accumulate(total: Tensor, rows: Tensor, alpha: float) -> Tensor:
     narrow = rows.shape[1] == 1 and rows.shape[2] <= WHOLE
     return ops.kron_accumulate_(total, rows.double() if narrow else rows, alpha)

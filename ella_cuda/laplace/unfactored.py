@@ -20,7 +20,7 @@ from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
 from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior
-from ella_cuda.laplace.state import checked_count, checked_tensor
+from ella_cuda.laplace.state import checked_tensor
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -156,7 +156,7 @@ class UnfactoredLaplace(BaseLaplace):
             dict_key_y,
             ignore_index,
         )
-        self._layout = Layout(self._shapes(), self._parameter_shapes(), subnetwork_indices)
+        self._layout = Layout(self._shapes(), subnetwork_indices)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
 
     def __repr__(self) -> str:
@@ -182,8 +182,9 @@ class UnfactoredLaplace(BaseLaplace):
         found = {rule.full_name(n): s for rule in self._rules for n, s in rule.shapes().items() if n in rule.trainable}
         return {name: found[name] for name in self.parameter_names}
 
-    def _parameter_shapes(self) -> dict[str, torch.Size]:
-        return {name: self.model.get_parameter(name).shape for name in self.parameter_names}
+    def _no_curvature(self) -> _Curvature:
+        """Of no data."""
+        return (_Full if self.hessian_structure == "full" else _Diagonal)(self._layout, self._device)
 
     @running_the_model
     def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> UnfactoredLaplace:
@@ -197,9 +198,8 @@ class UnfactoredLaplace(BaseLaplace):
             self._rules = rules
             self._forget()
             self._hold_model()
-            self._layout = Layout(self._shapes(), self._parameter_shapes(), self._layout.indices)
-            kind = _Full if self.hessian_structure == "full" else _Diagonal
-            self._curvature = kind(self._layout, self._device)
+            self._layout = Layout(self._shapes(), self._layout.indices)
+            self._curvature = self._no_curvature()
             self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
         elif not torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0):
             raise ValueError(
@@ -227,7 +227,7 @@ class UnfactoredLaplace(BaseLaplace):
         self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
         self._square_norms = self.norms(parameters)
         self._bases = FittedBases(self.model)
-        self._fingerprint, self._seen_versions = fingerprint.to(self._device), []
+        self._fingerprint, self._verified = fingerprint.to(self._device), None
         return self
 
     def _add(self, run: JacobianPass, x: Inputs, y: Tensor) -> Tensor:
@@ -285,21 +285,9 @@ class UnfactoredLaplace(BaseLaplace):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a fit produced, and the hyperparameters, loadable with ``weights_only=True``."""
-        return {
-            "likelihood": repr(self.likelihood_function),
+        return self._shared_state() | {
             "hessian_structure": self.hessian_structure,
             "subnetwork_indices": None if self.subnetwork_indices is None else self.subnetwork_indices.clone(),
-            "parameter_names": list(self.parameter_names),
-            "prior_precision": self.prior_precision.detach().clone(),
-            "sigma_noise": self.sigma_noise.detach().clone(),
-            "prior_mean": self.prior_mean.clone(),
-            "temperature": self.temperature,
-            "n_data": self.n_data,
-            "n_outputs": self.n_outputs,
-            "n_targets": self._n_targets,
-            "statistic": self._statistic.clone(),
-            "square_norms": self._square_norms.clone(),
-            "fingerprint": self._fingerprint.clone(),
             "curvature": self._curvature.total.clone() if self.n_data else None,
         }
 
@@ -310,45 +298,17 @@ class UnfactoredLaplace(BaseLaplace):
             TypeError: state is no mapping.
             ValueError: an entry is missing, unknown or does not fit this object; nothing is changed then.
         """
-        if not isinstance(state, Mapping):
-            raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
-        own = self.state_dict().keys()
-        if own != state.keys():
-            missing, unknown = sorted(own - state.keys()), sorted(map(repr, state.keys() - own))
-            raise ValueError(
-                f"load_state_dict: entries missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}."
-            )
-        settings = {key: getattr(self, key) for key in ("hessian_structure", "parameter_names")}
-        for key, here in {"likelihood": repr(self.likelihood_function), **settings}.items():
-            if state[key] != here:
-                raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {here!r} here.")
+        state, n_data, restore = self._checked_state(state, ("hessian_structure",))
         given, here = state["subnetwork_indices"], self.subnetwork_indices
         if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
             raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
-        n_data, n_outputs, n_targets = (checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets"))
-        count = len(self.parameter_names)
-        precision = self._precisions(checked_tensor("prior_precision", state["prior_precision"], (count,)))
-        sigma = self._sigma(checked_tensor("sigma_noise", state["sigma_noise"], ()))
-        mean, temperature = (
-            self._mean_of_prior(state["prior_mean"]),
-            self._checked_temperature(state["temperature"]),
-        )
-        norms = checked_tensor("square_norms", state["square_norms"], (count,))
-        statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
         curvature = None
         if n_data:
-            kind = _Full if self.hessian_structure == "full" else _Diagonal
-            curvature = kind(self._layout, self._device)
+            curvature = self._no_curvature()
             curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
         # All of it fits: from here on nothing fails.
-        self._curvature = curvature
-        self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
-        self._prior_mean, self._temperature, self._seen_versions = mean, temperature, []
-        self._bases, self._statistic_gradients = FittedBases(self.model), {}
-        self.n_data, self.n_outputs, self._n_targets = n_data, n_outputs, n_targets
-        self._statistic, self._square_norms, self._fingerprint = (
-            tensor.to(self._device, copy=True) for tensor in (statistic, norms, fingerprint)
-        )
+        restore()
+        self._curvature, self._statistic_gradients = curvature, {}
 
 
 class FullLaplace(UnfactoredLaplace):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ella_cuda import nn as ella_nn
 from ella_cuda.laplace import FactorShape, Rule, register
@@ -101,6 +102,61 @@ class Bilinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.slope(self.layer(x[:, :2], x[:, 2:4])).mean(1))
+
+
+class Folded(nn.Module):
+    """Positions folded into the batch, a linear layer used by a function alone, and a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.head = (
+            nn.Linear(4, 5),
+            nn.LayerNorm(5),
+            nn.Linear(5, 3),
+            nn.Linear(9, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        folded = self.norm(self.first(x.flatten(0, 1)))
+        linear = F.linear(torch.tanh(folded.unflatten(0, x.shape[:2])), self.second.weight, self.second.bias)
+        return self.head(checkpoint(torch.tanh, linear, use_reentrant=False).flatten(1))
+
+
+class Distances(nn.Module):
+    """A function of which torch.func.vmap has wrong gradients, in a layer of a user's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.head = nn.Linear(4, 3), OwnDistances(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.own(self.first(x))
+        return self.head(torch.cdist(z, z).sum(2))
+
+
+class OwnDistances(nn.Module):
+    """Of positions to points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.points.expand(len(x), -1, -1))
+
+
+@register(OwnDistances)
+class OwnDistancesRule(Rule):
+    """Some block, whose Jacobian autograd gives."""
+
+    def shapes(self) -> dict[str, FactorShape]:
+        return {"points": FactorShape(1, 3, 3, 1)}
+
+    def inputs(self, x: Tensor) -> None:
+        self.factors["points"].input_moment.add(x.flatten(0, 1)[:, None])
+
+    def outputs(self, gradient: Tensor) -> None:
+        self.factors["points"].output_moment.add(gradient.flatten(0, 2)[:, None])
 
 
 class Bags(nn.Module):
@@ -199,6 +255,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "attention, batch second": (lambda: Attending(False), _real(3, 4)),
     "bilinear": (Bilinear, _real(4, 4)),
     "bags": (Bags, _words),
+    "folded": (Folded, _real(3, 4)),
+    "distances": (Distances, _real(3, 4)),
 }
 
 

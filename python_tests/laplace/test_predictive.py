@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from typing import Any
@@ -431,6 +432,62 @@ def test_a_temperature_divides_likelihood_and_curvature() -> None:
     torch.testing.assert_close(warm.log_det_posterior_precision, torch.logdet(warm.posterior_precision.to_matrix()))
     with pytest.raises(ValueError, match="temperature: expected positive"):
         la.temperature = 0.0
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "vector", "statistics"])
+def test_whatever_changes_the_network_is_seen(way: str) -> None:
+    la, x = fitted("conv")
+    la(x)
+    if way == "in place":
+        with torch.no_grad():
+            la.model[0].weight[0, 0, 0, 0] += 1e-3
+    elif way == "data":
+        la.model[0].weight.data[0, 0, 0, 0] += 1e-3
+    elif way == "vector":
+        nn.utils.vector_to_parameters(la.mean + 1e-3, la.model.parameters())
+    else:
+        la, x = fitted("twice")
+        la(x)
+        la.model.norm.running_mean.data[0] += 1e-3
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la(x)
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.functional_samples(x, n_samples=1)
+
+
+class Fails(nn.Module):
+    """A linear layer that raises at a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(3, 2), 10**9
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyError("left")
+        return self.linear(x)
+
+
+@pytest.mark.filterwarnings("ignore:pred_type='nn'")
+@pytest.mark.parametrize("calls", [0, 1, 2])
+@pytest.mark.parametrize("asked", ["glm", "nn", "covariance"])
+def test_an_error_leaves_the_model_as_it_was(asked: str, calls: int) -> None:
+    model = randomised(Fails())
+    x = torch.randn(5, 3, dtype=torch.float64)
+    la = KronLaplace(model).fit([(x, torch.arange(5) % 2)])
+    expected, weight = la(x), model.linear.weight
+    model.left = calls
+    with contextlib.suppress(KeyError):  # some need fewer calls
+        if asked == "covariance":
+            la.functional_covariance(x)
+        else:
+            la.functional_samples(x, asked, n_samples=3)
+    model.left = 10**9
+    assert model.linear.weight is weight
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+    torch.testing.assert_close(la(x), expected)
 
 
 def test_a_network_is_tried_out_once_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,15 @@ def test_the_grid_of_a_regression_sees_the_variance() -> None:
     assert found[0] == pytest.approx(10**best)
 
 
+def test_targets_of_the_grid_that_do_not_fit_are_refused() -> None:
+    la, x = regression(), data(20, 1)[0][0]
+    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "grid_size": 2}
+    with pytest.raises(ValueError, match="targets: expected the outputs' shape"):
+        la.optimize_prior_precision(val_loader=[(x, torch.zeros(len(x), 1))], **how)
+    with pytest.raises(ValueError, match="label"):
+        classifier().optimize_prior_precision(val_loader=[(x, torch.full((len(x),), 2))], **how)
+
+
 def test_the_grid_samples_where_asked() -> None:
     la = classifier()
     loader = [(x, y.argmax(1)) for x, y in data(20, 1)]

@@ -233,7 +233,7 @@ def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
     other.load_state_dict(state)
     torch.testing.assert_close(other(x), la(x), rtol=0, atol=0)
     assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="entries missing: curvature"):
+    with pytest.raises(ValueError, match="entries missing from the state: curvature"):
         other.load_state_dict({k: v for k, v in state.items() if k != "curvature"})
     added = other.fit([(x, y)], override=False)
     assert added.n_data == 2 * len(x)

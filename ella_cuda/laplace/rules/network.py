@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.parameters import is_inside
 from ella_cuda.laplace.rules.base import Rule, rule_for, served
 from ella_cuda.laplace.rules.per_example import PerExampleRule
 
@@ -79,8 +80,8 @@ def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]
         names = list(subset)
     found = set()
     for rule in rules:
-        chosen = [n for n in rule.trainable if any(_is_inside(rule.full_name(n), name) for name in names)]
-        found.update(name for name in names for n in chosen if _is_inside(rule.full_name(n), name))
+        chosen = [n for n in rule.trainable if any(is_inside(rule.full_name(n), name) for name in names)]
+        found.update(name for name in names for n in chosen if is_inside(rule.full_name(n), name))
         if chosen and (rule.tied or rule.lent):
             shared = ", ".join(repr(rule.full_name(n)) for n in (*rule.tied, *sorted(rule.lent)))
             raise ValueError(
@@ -93,10 +94,6 @@ def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]
             "model.named_parameters() and model.named_modules()."
         )
     return [rule for rule in rules if rule.trainable]
-
-
-def _is_inside(parameter: str, name: str) -> bool:
-    return not name or parameter == name or parameter.startswith(f"{name}.")
 
 
 def _at_fault(refusal: TypeError | ValueError, names: Sequence[str], of: Sequence[str]) -> TypeError | ValueError:

@@ -133,8 +133,43 @@ def test_samples_have_the_covariance(name: str) -> None:
     assert_covariance(draws[:, some], la.posterior_precision.to_matrix(-1)[some][:, some])
 
 
-def test_samples_are_functions_that_data_points_share() -> None:
-    la, x = fitted("conv")
+class WithoutForwardMode(torch.autograd.Function):
+    """Of tanh; neither a forward mode nor a rule for vmap."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.tanh(x)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return gradient * (1 - out.square())
+
+
+@pytest.mark.filterwarnings("ignore:fit")
+def test_samples_of_functions_without_a_forward_mode() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(WithoutForwardMode.apply(self.first(x)))
+
+    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
+    found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
+    drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
+    expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:fit")
+@pytest.mark.parametrize("name", ["conv", "our conv", "attention", "tied", "distances"])
+def test_samples_are_functions_that_data_points_share(name: str) -> None:
+    la, x = fitted(name)
     whole = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
     parts = [
         la.functional_samples(part, n_samples=3, generator=torch.Generator().manual_seed(1)) for part in x.split(2)

@@ -43,7 +43,7 @@ class Eigenbasis(NamedTuple):
     def back(self, blocks: Tensor) -> Tensor:
         """``(..., G, a, b)`` out of the basis."""
         blocks = blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype) @ blocks
-        return blocks @ self.vectors_out.to(blocks.dtype).mT
+        return blocks @ _whole(self.vectors_out).to(blocks.dtype).mT
 
     def inputs_in(self, blocks: Tensor) -> Tensor:
         """The input side alone of ``(..., G, a, b)``."""
@@ -51,7 +51,7 @@ class Eigenbasis(NamedTuple):
 
     def outputs_in(self, blocks: Tensor) -> Tensor:
         """The output side alone of ``(..., G, a, b)``."""
-        return blocks @ self.vectors_out.to(blocks.dtype)
+        return blocks @ _whole(self.vectors_out).to(blocks.dtype)
 
     def input_rows_in(self, rows: Tensor, blocks: range | None = None) -> Tensor:
         """The rows ``(..., G, a)`` of the input side."""
@@ -80,10 +80,15 @@ def _some(of_blocks: Tensor, blocks: range | None) -> Tensor:
     return of_blocks if whole else of_blocks[blocks.start : blocks.stop]
 
 
+def _whole(vectors: Tensor) -> Tensor:
+    """What all blocks share without its axis, so that a product with it is one of all their rows."""
+    return vectors[0] if vectors.shape[0] == 1 else vectors
+
+
 def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
-    vectors = vectors.to(rows.dtype)
-    if vectors.shape[0] == 1:
-        return rows @ vectors[0]
+    vectors = _whole(vectors).to(rows.dtype)
+    if vectors.dim() == 2:
+        return rows @ vectors
     return torch.einsum("...gi,gij->...gj", rows, vectors)
 
 

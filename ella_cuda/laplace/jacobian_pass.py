@@ -25,6 +25,7 @@ from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.uses import Use, Uses, batch_first
 from ella_cuda.nn._autocast import full
 
+POINTS = 16  # data points that go together, before columns do
 ColumnsOf = Callable[[Tensor, slice], Columns | Tensor]  # of outputs and which data points they are of
 
 
@@ -103,13 +104,15 @@ class JacobianPass(CurvaturePass):
         return torch.cat(outputs)
 
     def _step(self, one: Inputs, columns: ColumnsOf, row_bytes: int, each_alone: bool) -> int:
-        """How many data points go together: as many as the budget has room for with all columns, one at least."""
+        """How many data points go together: as many as the budget has room for with all columns, one at least. Columns that may come some
+        at a time do so where it would be few: what a pass does with inputs alone, it does for every few columns again."""
         with self.nodes():
             outputs = self.forward(one)
             wanted = len(columns(outputs.detach(), slice(1)))
         self.release()
         column = max(self.column_bytes, row_bytes)
-        return max(self.memory_budget // max(column * (1 if each_alone else wanted), 1), 1)
+        room = self.memory_budget // max(column, 1)
+        return max(room // max(wanted, 1), min(room, POINTS) if each_alone else 1, 1)
 
     def _some(self, x: Inputs, which: slice, columns: ColumnsOf, consumer: Consumer, each_alone: bool) -> Tensor:
         with self.nodes():

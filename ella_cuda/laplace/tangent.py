@@ -70,9 +70,16 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
         return torch.func.jvp(function, (values,), (direction,))[1]
 
     def reverse(direction: Values) -> Tensor:
-        outputs, vjp = torch.func.vjp(function, values)
-        _, transposed = torch.func.vjp(lambda cotangent: vjp(cotangent)[0], torch.zeros_like(outputs))
-        return transposed(direction)[0]
+        # By autograd itself: torch.func refuses a torch.autograd.Function without setup_context.
+        with torch.enable_grad():
+            leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+            outputs = function(leaves)
+            cotangent = torch.zeros_like(outputs).requires_grad_()
+            pulled = torch.autograd.grad(
+                outputs, [*leaves.values()], cotangent, create_graph=True, materialize_grads=True
+            )
+            along_direction = sum((g * direction[name]).sum() for name, g in zip(leaves, pulled, strict=True))
+            return torch.autograd.grad(along_direction, cotangent)[0]
 
     def along(way: Callable[[Values], Tensor], sample: int) -> Tensor:
         return way({name: d[sample] for name, d in directions.items()})

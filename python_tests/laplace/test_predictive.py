@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace.predictive import _Moments
 from python_tests.laplace.checks import randomised
 from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
 
@@ -72,6 +73,25 @@ def test_settings_change_the_posterior_not_the_algebra(name: str, how: dict[str,
     k = len(covariance) // n
     blocks = covariance.view(n, k, n, k).diagonal(dim1=0, dim2=2).movedim(2, 0)
     torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["conv", "bags", "distances"])
+def test_variances_of_some_columns_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted(name)
+    variance = dense_covariance(la, x).diagonal().view(len(x), -1)
+    sizes, begin = set(), _Moments.begin
+
+    def noted(self: _Moments, outputs: Tensor, which: slice, columns: slice) -> None:
+        sizes.add((len(outputs), columns.stop - columns.start))
+        begin(self, outputs, which, columns)
+
+    monkeypatch.setattr(_Moments, "begin", noted)
+    for power in range(20):
+        la.memory_budget = 1 << power
+        found = la(x, diagonal_output=True)[1].flatten(1)
+        torch.testing.assert_close(found, variance, rtol=1e-10, atol=1e-12)
+    outputs = variance.shape[1]
+    assert {(1, 1), (len(x), outputs)} <= sizes and any(n > 1 and k < outputs for n, k in sizes)
 
 
 def flat_jacobians(la: KronLaplace, x: Tensor) -> Tensor:

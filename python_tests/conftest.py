@@ -182,7 +182,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     calls: list[Asked] = []
 
     def record(configs, out_dir, *, options, data_dir, download, on_begin, **_):
-        experiments.prepare_for(configs[0], data_dir, download)
+        experiments.require_data(configs[0], data_dir, download)
         out_dir.mkdir(parents=True, exist_ok=True)  # one without a name is made already
         stored = {"options": options, "runs": [dataclasses.asdict(c) for c in configs]}
         (out_dir / "config.json").write_text(json.dumps(stored))

@@ -151,7 +151,7 @@ def test_evaluation_in_batches_is_evaluation_at_once(monkeypatch):
     model = neyshabur("conv", 1, 3, width=1)
     images, labels = torch.randn(11, 1, 32, 32), torch.randint(0, 3, (11,))
     whole = evaluate(model, images, labels)
-    monkeypatch.setattr("ella_cuda.experiments.run.EVALUATION_BATCH", 4)
+    monkeypatch.setattr("ella_cuda.experiments.evaluation.EVALUATION_BATCH", 4)
     assert evaluate(model, images, labels) == pytest.approx(whole)
 
 

@@ -18,6 +18,7 @@ from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import SOURCES
 from ella_cuda.experiments import DENSE_PATH, RunConfig
 from ella_cuda.experiments.declaring import settings_of
+from ella_cuda.experiments.hyperparameters import ROTATED
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
@@ -37,7 +38,7 @@ def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = 
     known = {n: one for n, one in settings_of(RunConfig).items() if one.option and n not in without}
     for name, one in known.items():
         values = dict.fromkeys(one.in_recipe(data) for data in SOURCES)
-        default = "by --data" if len(values) > 1 else _cell(*values)
+        default = "by --data" if len(values) > 1 else "-" if one.several else _cell(*values)
         words: dict[str, Any] = {"choices": [choice or NOTHING for choice in one.choices]}
         if not one.choices:
             words = {"metavar": {int: "N", float: "X", str: name.upper()}[one.kind]}
@@ -45,7 +46,7 @@ def add_attributes(command: argparse.ArgumentParser, without: Collection[str] = 
             flag(name),
             **words,
             type=one.read or one.kind,
-            nargs="+" if isinstance(next(iter(values)), tuple) else None,
+            nargs="+" if one.several or isinstance(next(iter(values)), tuple) else None,
             help=one.help + ("" if default == "-" else f" ({default})"),
         )
     command.formatter_class = _KeepTables
@@ -145,7 +146,11 @@ def grid_options(given: dict[str, Any]) -> dict[str, Any]:
 
 def attributes(options: dict[str, Any]) -> dict[str, Any]:
     """The attributes of runs among the options, in place of the recipe's."""
-    return {name: options[name] for name, one in settings_of(RunConfig).items() if name in options and not one.axis}
+    return {
+        name: "+".join(options[name]) if one.several else options[name]
+        for name, one in settings_of(RunConfig).items()
+        if name in options and not one.axis
+    }
 
 
 def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
@@ -173,6 +178,10 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
             *first, last = (flag(name) for name, one in known.items() if one.path == path)
             words = f"{', '.join(first)} and {last} are those" if first else f"{last} is that"
             raise UsageError(f"{words} of {path} paths, of which there are none.")
+    if ROTATED in options.get("ood", []) and not any(ROTATED in c.ood.split("+") for c in configs):
+        raise UsageError(
+            f"--ood {ROTATED} needs a task whose labels do not say where things are; name another by --task."
+        )
 
 
 def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
@@ -229,7 +238,7 @@ def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name:
         return path
     if args.tensorboard:
         experiments.require_tensorboard()
-    experiments.prepare_for(configs[0], args.data_dir, bool(args.download))
+    experiments.require_data(configs[0], args.data_dir, bool(args.download))
     stem = Path("runs") / f"{name}-{datetime.date.today().isoformat()}"
     try:
         stem.parent.mkdir(exist_ok=True)
@@ -305,6 +314,7 @@ def _print_row(row: dict[str, Any]) -> None:
     )
     print(
         f"{name}: accuracy {row['accuracy']:.2f} %, NLL {row['nll']:.3f}, "
-        f"-log q/N {number(row['neg_log_marginal_likelihood'])}, {row['seconds']:.0f} s",
+        f"-log q/N {number(row['neg_log_marginal_likelihood'])}, NLL of the predictive {number(row.get('nll_predictive'))}, "
+        f"{row['seconds']:.0f} s",
         flush=True,
     )

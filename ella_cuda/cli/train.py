@@ -26,6 +26,7 @@ from ella_cuda.cli.grid import (
 )
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.declaring import settings_of
+from ella_cuda.experiments.hyperparameters import ROTATED
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import learned
@@ -61,6 +62,9 @@ def _train(args: argparse.Namespace) -> int:
     for row in rows:
         if reason := row.get("neg_log_marginal_likelihood_reason"):
             print(f"\nno -log q/N for {row['run']}: {reason}.")
+    if any(ROTATED in options.get("ood", []) and ROTATED not in c.ood.split("+") for c in configs):
+        tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))
+        print(f"\nnot rotated: task {', '.join(tasks)}, whose labels say where things are.")
     if learned(rows):
         print()
         print(layer_table(learned(rows)))

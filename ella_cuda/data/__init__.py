@@ -2,9 +2,10 @@
 
 from ella_cuda.data.augment import AUGMENTATIONS, FlipsShifts, augmentation
 from ella_cuda.data.dataset import Dataset
+from ella_cuda.data.draws import stratified_order
 from ella_cuda.data.idx import read_idx
 from ella_cuda.data.loader import TensorLoader
-from ella_cuda.data.preprocess import holdout, normalize, resize, subsample
+from ella_cuda.data.preprocess import holdout, normalize, normalized_as, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
 from ella_cuda.data.tasks import TASKS, make_task
 from ella_cuda.data.warp import rotated
@@ -21,8 +22,10 @@ __all__ = [
     "load",
     "make_task",
     "normalize",
+    "normalized_as",
     "read_idx",
     "resize",
     "rotated",
+    "stratified_order",
     "subsample",
 ]

@@ -23,6 +23,7 @@ class Dataset:
             reordered, subsampled or split again.
         test_ids: ``(M,)`` int64, disjoint from ``train_ids``.
         black: ``(C,)`` float32, the value of a pixel that was 0 when loaded: 0 until the images are normalised.
+        white: ``(C,)`` float32, that of a pixel that was 1.
         digest: tells what the images and labels were made from apart from other data, where somebody took it.
 
     Raises:
@@ -38,6 +39,7 @@ class Dataset:
     train_ids: Tensor = field(default=None)  # type: ignore[assignment]
     test_ids: Tensor = field(default=None)  # type: ignore[assignment]
     black: Tensor = field(default=None)  # type: ignore[assignment]
+    white: Tensor = field(default=None)  # type: ignore[assignment]
     digest: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,12 +55,13 @@ class Dataset:
                 f"train_images and test_images must agree in (C, h, w), got {tuple(self.train_images.shape[1:])} and "
                 f"{tuple(self.test_images.shape[1:])}."
             )
-        if self.black is None:
-            object.__setattr__(self, "black", self.train_images.new_zeros(self.channels))
-        if self.black.shape != (self.channels,):
-            raise ValueError(
-                f"black must have shape ({self.channels},), one value for each channel, got {tuple(self.black.shape)}."
-            )
+        for name, value in (("black", 0.0), ("white", 1.0)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.train_images.new_full((self.channels,), value))
+            if getattr(self, name).shape != (self.channels,):
+                raise ValueError(
+                    f"{name} must have shape ({self.channels},), one value for each channel, got {tuple(getattr(self, name).shape)}."
+                )
         ids = torch.cat([self.train_ids, self.test_ids])
         if len(ids.unique()) != len(ids):
             raise ValueError("train_ids and test_ids must name every image once, got an id twice.")
@@ -90,4 +93,4 @@ class Dataset:
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on another device."""
         names = [f"{part}_{kind}" for part in ("train", "test") for kind in ("images", "labels", "ids")]
-        return replace(self, **{name: getattr(self, name).to(device) for name in [*names, "black"]})
+        return replace(self, **{name: getattr(self, name).to(device) for name in [*names, "black", "white"]})

@@ -59,7 +59,14 @@ def normalize(dataset: Dataset) -> Dataset:
         train_images=(dataset.train_images - mean) / std,
         test_images=(dataset.test_images - mean) / std,
         black=(dataset.black - mean.flatten()) / std.flatten(),
+        white=(dataset.white - mean.flatten()) / std.flatten(),
     )
+
+
+def normalized_as(images: Tensor, dataset: Dataset) -> Tensor:
+    """Images ``(N, C, h, w)`` with pixels in 0..1, shifted and scaled as a data set's were."""
+    black = dataset.black[:, None, None]
+    return black + (dataset.white[:, None, None] - black) * images
 
 
 def subsample(dataset: Dataset, train_size: int, seed: int = 0) -> Dataset:

@@ -1,12 +1,13 @@
 """Runs: one training with its evaluation, grids of them in a folder, and the recipes they follow."""
 
 from ella_cuda.experiments.device import resolve_device
+from ella_cuda.experiments.evaluation import evaluate
 from ella_cuda.experiments.folder import read_anchors, read_evaluations, read_grid, read_running
 from ella_cuda.experiments.grid import run_grid
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.load import LoadedRun, load_run
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
-from ella_cuda.experiments.run import evaluate, prepare, prepare_for, run_one
+from ella_cuda.experiments.run import prepare, prepare_for, require_data, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.run_folder import CONFIG_FILE, read_summary
 
@@ -30,6 +31,7 @@ __all__ = [
     "read_running",
     "read_summary",
     "recipe",
+    "require_data",
     "require_tensorboard",
     "resolve_device",
     "run_grid",

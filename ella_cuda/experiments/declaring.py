@@ -30,6 +30,7 @@ class Setting:
         choices: of a str. minimum, maximum: of a number, in place of 1 and 2³¹-1 (int) or single precision's positive numbers (float).
         check: of a str or float, in place of the range: raises ValueError for a wrong value; called with name and value.
         read: makes the one value out of several that mean the same; called with a str.
+        several: of a str: whether it is several words, joined by "+" in any order.
         axis: whether it is what the runs of a grid differ in. option: whether the command line has an option of its name.
         path: the path without which it means nothing.
         named: its part of a run's name, a format of the value; "" for none, "{}" for axes. named_with: the path without which it has
@@ -49,6 +50,7 @@ class Setting:
     maximum: float | None = None
     check: Callable[[str, Any], None] | None = None
     read: Callable[[str], str] | None = None
+    several: bool = False
     axis: bool = False
     option: bool = True
     path: str = ""
@@ -71,6 +73,8 @@ class Setting:
         """
         if value is None and self.optional:
             return None
+        if self.several and isinstance(value, str):
+            value = "+".join(sorted({word for word in value.split("+") if word}))
         if self.read is not None and isinstance(value, str):
             value = self.read(value)
         value = {int: self._whole, float: self._real, str: self._word}[self.kind](value)

@@ -24,7 +24,7 @@ from ella_cuda.data.checksums import NOT_AS_PUBLISHED
 from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.folder import read_grid, read_running
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
-from ella_cuda.experiments.run import prepare_for, run_one
+from ella_cuda.experiments.run import require_data, run_one
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, write_file
 from ella_cuda.progress import bar_size
@@ -85,7 +85,7 @@ def run_grid(
         raise ValueError(f"jobs must be at least 1, got {jobs}.")
     if tensorboard:
         require_tensorboard()
-    prepare_for(configs[0], data_dir, download)  # before anything is written: the data may be missing
+    require_data(configs[0], data_dir, download)  # before anything is written: the data may be missing
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

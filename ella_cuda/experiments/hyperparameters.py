@@ -24,6 +24,7 @@ LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
 MIN_HOLDOUT = 1e-6  # of the images of any data set here, less than one
+ROTATED = "rotated"  # in place of other data: the images that a network is evaluated on, turned
 # Data sets that have most of their recipe in common.
 MNIST, CIFAR = ("mnist", "fashion-mnist"), ("cifar10", "cifar100")
 
@@ -49,6 +50,12 @@ def _check_tolerance(name: str, value: float) -> None:
         raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
     if 0 < value < SINGLE[0]:
         raise ValueError(f"{name} must be 0 or at least {SINGLE[0]:.3g}, got {value}.")
+
+
+def _check_ood(name: str, value: str) -> None:
+    known = (*SOURCES, ROTATED)
+    if value and not set(value.split("+")) <= set(known):
+        raise ValueError(f"{name} must be names out of {', '.join(known)}, got {value!r}.")
 
 
 def _check_holdout(name: str, value: float) -> None:
@@ -229,9 +236,23 @@ class EvidenceConfig(CurvatureConfig):
     lr_anchors: float = setting(0.003, help="Adam's learning rate on anchors that --learn names, in pixels")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What else a trained network is asked about."""
+
+    ood: str = setting(
+        "",
+        several=True,
+        check=_check_ood,
+        help=f"other data sets, whose test images the network's uncertainty should tell from its own; {ROTATED}: those it is evaluated on, "
+        "turned by 0, 15, ..., 180 degrees",
+    )
+    ood_size: int = setting(2000, help="images of each of --ood, at most, classes in proportion")
+
+
 # Fields begin with GridConfig's, the last base's: a run's name has their order.
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig):
+class RunConfig(EvaluationConfig, EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig):
     """One run: everything that its numbers depend on. The ``help`` of each field says what it is, as ``ella-cuda train --help`` does.
 
     Raises:
@@ -255,6 +276,12 @@ class RunConfig(EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, Grid
             raise ValueError(
                 f"augment must be none for the task {self.task}, whose labels say where things are; got {self.augment!r}."
             )
+        if TASKS[self.task].positional and ROTATED in self.ood.split("+"):
+            raise ValueError(
+                f"ood must be without {ROTATED} for the task {self.task}, whose labels say where things are; got {self.ood!r}."
+            )
+        if self.data in self.ood.split("+"):
+            raise ValueError(f"ood must name other data than the run's own, {self.data}; got {self.ood!r}.")
         if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & self.paths):
             raise ValueError(
                 f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
@@ -345,7 +372,7 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
 
     Args:
         data, task, layer, objective, seed: see :class:`RunConfig`.
-        **changes: other attributes, in place of the recipe's.
+        **changes: other attributes, in place of the recipe's. Of ``ood``, turned images are left out where labels say where things are.
 
     Raises:
         ValueError: what :class:`RunConfig` raises.
@@ -353,4 +380,6 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
     common = {name: value for name, value in recipe(data, layer).items() if not settings_of(RunConfig)[name].axis}
     if task in TASKS and TASKS[task].positional:
         common["augment"] = "none"
+        if isinstance(ood := changes.get("ood"), str):
+            changes["ood"] = "+".join(word for word in ood.split("+") if word != ROTATED)
     return RunConfig(data=data, task=task, layer=layer, objective=objective, seed=seed, **{**common, **changes})

@@ -11,27 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
 from ella_cuda.digest import tensors_digest
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
 from ella_cuda.models import Neyshabur, neyshabur
-from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
 from ella_cuda.run_folder import CHECKPOINT_FILE, sealed_row, write_history
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
-EVALUATION_BATCH = 500
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
@@ -71,21 +68,9 @@ def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool =
     return prepare(config.data, config.task, size, seed, config.train_size, config.holdout, data_dir, download)
 
 
-def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Accuracy in percent and mean negative log likelihood in nats of the softmax at the model's parameters.
-
-    Args:
-        model: ``(N, C, H, W) -> (N, K)`` logits; evaluated in evaluation mode, and left in its own.
-        images: ``(N, C, H, W)``.
-        labels: ``(N,)`` int64.
-    """
-    correct = nll = 0.0
-    with evaluation_mode(model), torch.no_grad():
-        for x, y in TensorLoader(images, labels, EVALUATION_BATCH):
-            logits = model(x).double()
-            correct += float((logits.argmax(1) == y).sum())
-            nll += float(F.cross_entropy(logits, y, reduction="sum"))
-    return 100 * correct / len(labels), nll / len(labels)
+def require_data(config: RunConfig, data_dir: str | None = None, download: bool = False) -> None:
+    """Raise what a run raises whose data are not there, or do not fit together, before anything is written."""
+    asked_images(config, prepare_for(config, data_dir, download), data_dir, download)
 
 
 def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neyshabur:
@@ -133,8 +118,15 @@ def run_one(
         would be too large) ``, seconds, layers, other_parameters``, counts, ``evaluated_on`` (test or holdout), and the ``digest``
         of all but the seconds.
 
+        Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
+        ``nll_predictive, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax ``ece_plugin, brier_plugin``. What follows has a part
+        ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin ``count, confidence, accuracy`` (None in an empty one);
+        of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``; ``rotations``, a list of ``degrees, nll, accuracy,
+        confidence`` (percent) ``, entropy``.
+
     Raises:
-        ValueError: a checkpoint is of another configuration or of other data; see :func:`ella_cuda.marglik_training`.
+        ValueError: data of ``ood`` do not fit; a checkpoint is of another configuration or of other data, see
+            :func:`ella_cuda.marglik_training`.
         OSError: ``run_dir`` cannot be written; what was there is untouched.
         FloatingPointError: training diverged; the last good checkpoint stays.
         RuntimeError: ``tensorboard`` without the package of that name; somebody else works in the folder.
@@ -162,6 +154,7 @@ def _run(
     if config.evidence_batch_size is None:
         config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
     dataset = prepare_for(config, data_dir, download).to(device)
+    asked = asked_images(config, dataset, data_dir, download)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     model = build_network(config, **network).to(device)
@@ -221,6 +214,7 @@ def _run(
             la.fit(evidence_loader)
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
+    predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
     precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
     lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
     gamma = la.effective_parameters() if fitted else None
@@ -233,6 +227,7 @@ def _run(
         "nll": nll,
         "neg_log_marginal_likelihood": None if evidence is None else -evidence,
         "neg_log_marginal_likelihood_reason": reason,
+        **predictions,
         "seconds": round(diary.seconds(), 2),
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_size": len(dataset.train_images),

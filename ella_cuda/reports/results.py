@@ -13,18 +13,19 @@ from ella_cuda.digest import DIGEST
 from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
-from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES, columns, mean, network_title
+from ella_cuda.reports.text import CALIBRATION, METRICS, OBJECTIVE_TITLES, columns, mean, network_title
 from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
+NESTED = ("layers", "other_parameters", "reliability", "ood", "rotations", DIGEST)  # of a row
 WHERE = {"test": "test images", "holdout": "held-out training images"}
 
 
 def results_table(rows: Rows) -> str:
-    """Accuracy, NLL and ``-log q/N``: a line for each data set and task, a column for each objective and layer; means over seeds.
+    """Accuracy, NLL and ``-log q/N``, where rows have them calibration and the AUROC of other data: a line for each data set and task, a
+    column for each objective and layer; means over seeds.
 
-    ``-`` stands for what was not run or, for ``-log q/N``, not computed. ``*`` marks a mean over fewer seeds than
-    others.
+    ``-`` stands for what was not run or not computed. ``*`` marks a mean over fewer seeds than others.
 
     Source: the layout of van der Ouderaa et al., NeurIPS 2023, Table 1.
     """
@@ -40,14 +41,22 @@ def results_table(rows: Rows) -> str:
     seeds = sorted({r["seed"] for r in rows})
     objectives = [OBJECTIVE_TITLES[o] if i == 0 or kinds[i - 1][0] != o else "" for i, (o, _) in enumerate(kinds)]
     blocks: list[list[str]] = [["", *objectives]]
-    for key, (title, style) in METRICS.items():
+    values = [flattened(r) for r in rows]
+    known = {
+        k: one for k, one in {**METRICS, **CALIBRATION, **_auroc_titles(rows)}.items() if any(k in v for v in values)
+    }
+    for key, (title, style) in known.items():
         blocks.append([title, *(network for _, network in kinds)])
         for data, task in tasks:
             line = [f"  {task}" if len(sets) == 1 else f"  {data}, {task}"]
             for objective, network in kinds:
                 kind = (data, task, objective, network)
-                found = [r for r in rows if (r["data"], r["task"], r["objective"], network_title(r, rows)) == kind]
-                value = mean(r[key] for r in found)
+                found = [
+                    value
+                    for r, value in zip(rows, values, strict=True)
+                    if (r["data"], r["task"], r["objective"], network_title(r, rows)) == kind
+                ]
+                value = mean(r.get(key) for r in found)
                 line.append("-" if value is None else style.format(value) + ("*" if len(found) < len(seeds) else ""))
             blocks.append(line)
     about = "; ".join(f"{data}, evaluated on {size}" for data, size in sets.items()) + "; "
@@ -55,11 +64,38 @@ def results_table(rows: Rows) -> str:
     return about + "\n" + columns(blocks)
 
 
+def _auroc_titles(rows: Rows) -> dict[str, tuple[str, str]]:
+    """Title and style of what :func:`flattened` makes of ``ood``."""
+    found = {}
+    for key in dict.fromkeys(key for row in rows for key in flattened({"ood": row.get("ood", {})})):
+        _, data, score, *way = key.split()
+        score = score.replace("_", " ").replace("max", "maximum")
+        found[key] = (f"AUROC of {data}, {score}{'' if way else ', predictive'}", "{:.3f}")
+    return found
+
+
+def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's single values, those of other data and of turned images among them: ``ood mnist entropy`` of the predictive, ``ood mnist
+    entropy plugin`` of the softmax."""
+    cells = {k: v for k, v in row.items() if k not in NESTED}
+    for data, ways in row.get("ood", {}).items():
+        for way, scores in ways.items():
+            cells |= {f"ood {data} {score}{_of(way)}": value for score, value in scores.items()}
+    for way, turned in row.get("rotations", {}).items():
+        for one in turned:
+            cells |= {f"rotated {one['degrees']} {k}{_of(way)}": v for k, v in one.items() if k != "degrees"}
+    return cells
+
+
+def _of(way: str) -> str:
+    return "" if way == "predictive" else f" {way}"
+
+
 def results_csv(rows: Rows) -> str:
     """The rows as CSV: their single values, and type and share of effective parameters for every layer."""
     flat = []
     for row in rows:
-        cells = {k: v for k, v in row.items() if k not in ("layers", "other_parameters", DIGEST)}
+        cells = flattened(row)
         for layer in row["layers"]:
             cells[f"{layer['name']} type"] = layer["type"]
             for path, entry in layer["paths"].items():

@@ -13,6 +13,14 @@ METRICS = {  # of a row of summary.json: title, style
     "nll": ("NLL, nats", "{:.3f}"),
     "neg_log_marginal_likelihood": ("-log q/N, nats", "{:.3f}"),
 }
+CALIBRATION = {  # the same
+    "nll_predictive": ("NLL, predictive, nats", "{:.3f}"),
+    "ece_plugin": ("ECE", "{:.3f}"),
+    "ece": ("ECE, predictive", "{:.3f}"),
+    "brier_plugin": ("Brier score", "{:.3f}"),
+    "brier": ("Brier score, predictive", "{:.3f}"),
+}
+WAYS = {"plugin": "softmax", "predictive": "predictive"}  # how predictions are made
 
 
 def layer_title(layer: str) -> str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ella_cuda.files import write_file
+from ella_cuda.metrics import Reliability
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports.pictures.anchors import draw_anchors
+from ella_cuda.reports.pictures.calibration import draw_reliability, draw_rotations
 from ella_cuda.reports.pictures.curves import draw_curves
 from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.page import picture_files, save_picture
 from ella_cuda.reports.pictures.precisions import draw_precisions
+from ella_cuda.reports.text import WAYS, run_title
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
 from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, read_diary, read_history
 from ella_cuda.training.checkpoint import read_checkpoint
@@ -41,7 +47,8 @@ def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Pa
     """Draw everything there is to draw of runs, finished or not, as PNG and SVG.
 
     ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are
-    ``precisions`` (of evidence runs), ``filters`` (where weights have images) and ``anchors`` (of sparsified layers).
+    ``precisions`` (of evidence runs), ``filters`` (where weights have images), ``anchors`` (of sparsified layers), and of finished runs
+    ``reliability`` and, with turned images, ``rotations``.
     A run's own pictures that are in its folder and younger than what they show are not drawn again, but copied where
     they are wanted elsewhere: delete a picture to have it drawn anew.
 
@@ -87,6 +94,10 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
         makers["filters"] = lambda: draw_filters(row, weights())
         if paths & SPARSE_PATHS:
             makers["anchors"] = lambda: draw_anchors(row, weights(), _start(run_dir))
+    if "reliability" in row:
+        makers["reliability"] = lambda: draw_reliability(_methods(row["reliability"], _reliability), run_title(row))
+    if "rotations" in row:
+        makers["rotations"] = lambda: draw_rotations(_methods(row["rotations"], list), run_title(row))
     if makers:
         out_dir.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():
@@ -100,6 +111,15 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
 def _weights(row: Mapping[str, Any], run_dir: Path) -> list[SpatialWeight]:
     kind = read_diary(run_dir)["config"]["basis"]
     return spatial_weights(row["layers"], read_checkpoint(run_dir / CHECKPOINT_FILE)["model"], kind)
+
+
+def _methods(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:
+    return {title: of(found[way]) for way, title in WAYS.items() if way in found}
+
+
+def _reliability(bins: Mapping[str, list[Any]]) -> Reliability:
+    numbers = ([math.nan if v is None else v for v in bins[key]] for key in ("confidence", "accuracy"))
+    return Reliability(torch.tensor(bins["count"]), *(torch.tensor(n, dtype=torch.float64) for n in numbers))
 
 
 def _start(run_dir: Path) -> dict[str, list[list[float]]] | None:

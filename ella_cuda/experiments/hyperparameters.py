@@ -325,9 +325,12 @@ class RunConfig(EvaluationConfig, EvidenceConfig, OptimizerConfig, NetworkConfig
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """The attributes that differ from their defaults: what a checkpoint says of its run, also when later versions have more of them."""
-        known = settings_of(type(self)).items()
-        return {name: value for name, one in known if (value := getattr(self, name)) != one.default}
+        """The attributes of the training that differ from their defaults: what a checkpoint says of its run, also when later versions have
+        more of them."""
+        known, later = settings_of(type(self)).items(), settings_of(EvaluationConfig)
+        return {
+            name: value for name, one in known if name not in later and (value := getattr(self, name)) != one.default
+        }
 
     @property
     def name(self) -> str:

@@ -47,7 +47,7 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     exec(compile(outputs, "use.md", "exec"), names)
     assert names["la"].n_outputs == 35 and names["waiting"].likelihood == "exponential"
     # The folder that the page names, from a run as its name says, at a size for tests.
-    (folder,) = re.findall(r'load_run\("(.*?)"\)', loading)
+    (folder,) = re.findall(r'run = "(.*?)"', loading)
     sizes = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 1, "train_size": 40}
     config = experiments.configure("digits", "digit", "s_fc+s_conv", "evidence", learn="lengthscales", **sizes)
     assert Path(folder).name == config.name
@@ -74,7 +74,7 @@ def test_errors_for_many_outputs_are_those_of_the_benchmark():
 
 
 def test_a_command_makes_the_folder_that_is_loaded(asked):
-    (folder,) = re.findall(r'load_run\("(.*?)"\)', USE)
+    (folder,) = re.findall(r'\nrun = "(.*?)"\n', USE)
     (command,) = re.findall(rf"`ella-cuda (train [^`]*--out {Path(folder).parent})`", USE)
     assert cli.main(shlex.split(command)) == 0
     assert Path(folder) in [grid.folder / config.name for grid in asked for config in grid.configs]

@@ -51,7 +51,8 @@ def config(**changes):
 
 def check(events: dict[tuple[str, int], float], row: dict, evaluations: list[dict]) -> None:
     """Every number of a diary is there once, and nothing else."""
-    expected = {("accuracy/test", 4): row["accuracy"], ("nll/test", 4): row["nll"]}
+    once = ("accuracy", "nll", "nll_predictive", "ece", "ece_plugin", "brier", "brier_plugin")
+    expected = {(f"{key}/test", 4): row[key] for key in once}
     for e in evaluations:
         step = e["epoch"]
         expected["loss", step] = e["loss"]

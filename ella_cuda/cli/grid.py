@@ -15,7 +15,7 @@ from typing import Any
 
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError, grid_of, named_device
-from ella_cuda.data import SOURCES
+from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import DENSE_PATH, RunConfig
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED
@@ -178,10 +178,11 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
             *first, last = (flag(name) for name, one in known.items() if one.path == path)
             words = f"{', '.join(first)} and {last} are those" if first else f"{last} is that"
             raise UsageError(f"{words} of {path} paths, of which there are none.")
+    if "ood_size" in options and not any(c.ood for c in configs):
+        raise UsageError("--ood-size is of the data that --ood names, of which there are none.")
     if ROTATED in options.get("ood", []) and not any(ROTATED in c.ood.split("+") for c in configs):
-        raise UsageError(
-            f"--ood {ROTATED} needs a task whose labels do not say where things are; name another by --task."
-        )
+        others = " or ".join(name for name, task in TASKS.items() if not task.positional)
+        raise UsageError(f"--ood {ROTATED} needs a task whose labels do not say where things are: --task {others}.")
 
 
 def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:

@@ -29,7 +29,7 @@ from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
-from ella_cuda.reports.results import learned
+from ella_cuda.reports.results import learned, rotations_table
 from ella_cuda.reports.text import layer_title
 
 
@@ -57,6 +57,8 @@ def _train(args: argparse.Namespace) -> int:
     rows = do_runs("train", args, configs, options, out_dir)
     print()
     print(results_table(rows))
+    if turned := rotations_table(rows):
+        print(f"\n{turned}")
     if missing := _left_out(configs, options):
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     for row in rows:

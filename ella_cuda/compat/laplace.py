@@ -7,7 +7,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -415,6 +417,13 @@ class EllaKronLaplace(laplace.KronLaplace):
         away = (self.mean.double() - self.prior_mean.double()).split([p.numel() for p in self.params])
         return (precision * torch.stack([part.square().sum() for part in away])).sum()
 
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Of parameters ``(..., P)``, ``(...)``."""
+        exponent = -0.5 * self.square_norm(value)
+        if not normalized:
+            return exponent
+        return exponent + 0.5 * (self.log_det_posterior_precision - self.n_params * math.log(2 * math.pi))
+
     def square_norm(self, value: Tensor) -> Tensor:
         return self.posterior_precision.posterior().square_form(value - self.mean)
 
@@ -428,12 +437,25 @@ class EllaKronLaplace(laplace.KronLaplace):
         la = self._fitted()
         if isinstance(X, Mapping) and self._mapping is None:
             raise ValueError("EllaKronLaplace: x is a mapping, but the batches of the fit were none.")
-        covariance = la.functional_covariance(X) if joint else la.functional_variance(X)
-        with evaluation_mode(self.model), torch.no_grad():
-            mean = self.model(X.to(self._device) if isinstance(X, Tensor) else X)
-        if diagonal_output and not joint:
-            covariance = covariance.diagonal(dim1=-2, dim2=-1)
+        mean, covariance = la.moments(X, joint, diagonal_output and not joint)
+        if mean.dim() != 2:
+            raise ValueError(
+                f"EllaKronLaplace: laplace-torch predicts outputs (N, K), the model's are {tuple(mean.shape)}; the attribute ella "
+                "predicts outputs at several positions."
+            )
         return mean.flatten() if joint else mean, covariance
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+        """As ``laplace.KronLaplace``'s, but samples come from ``generator`` where one is given, there from torch's global one."""
+        given = inspect.signature(super().__call__).bind(x, *args, **kwargs)
+        given.apply_defaults()
+        how = given.arguments
+        sampled = how["pred_type"] == "nn" or (how["link_approx"] == "mc" and self.likelihood == "classification")
+        if how["generator"] is None or not sampled or how["pred_type"] not in ("glm", "nn"):
+            return super().__call__(x, *args, **kwargs)
+        names = ("pred_type", "n_samples", "diagonal_output", "generator")
+        samples = self.predictive_samples(x, **{name: how[name] for name in names})
+        return samples.mean(0) if self.likelihood == "classification" else (samples.mean(0), samples.var(0))
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         return self.mean + self.posterior_precision.posterior().sample(n_samples, generator)

@@ -156,6 +156,7 @@ def describe_predictions(
                 for other, images in asked.others.items()
             }
         if turned:
+            row["rotated_size"] = len(turned[0][1])
             row["rotations"] = {
                 way: [{"degrees": d, **_scored(predicted(predict, x), y)} for d, x, y in turned]
                 for way, predict in ways.items()

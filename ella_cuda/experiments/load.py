@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
-from ella_cuda.experiments.run import build_network
+from ella_cuda.experiments.run import build_network, prepare_for
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
@@ -24,28 +25,37 @@ class LoadedRun(NamedTuple):
     """What :func:`load_run` gives."""
 
     model: Neyshabur  # in evaluation mode
-    la: KronLaplace  # of the model, with the run's prior precisions; not fitted
+    la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
 
 
-def load_run(run_dir: str | os.PathLike[str], device: str = "cpu") -> LoadedRun:
+def load_run(
+    run_dir: str | os.PathLike[str],
+    device: str = "cpu",
+    *,
+    fit: bool = False,
+    data_dir: str | None = None,
+    download: bool = False,
+) -> LoadedRun:
     """The network of a run, finished or not, as of its last checkpoint; bases of sparsified layers as they were learned.
 
-    Factors are not kept in a folder: for the evidence and effective parameters call ``la.fit`` with the training data, which
-    :func:`prepare_for` gives. Nothing is written, no data are read, and torch's random generators stay as they are. Loading
-    executes no code from the files.
+    Factors are not kept in a folder: predictions with error bars, the evidence and effective parameters need ``fit=True``, one pass over
+    the run's training data, or ``la.fit`` with those that :func:`prepare_for` gives. Nothing is written, without ``fit`` no data are
+    read, and torch's random generators stay as they are. Loading executes no code from the files.
 
     Args:
         run_dir: the run's own folder, which holds ``checkpoint.pt``: a folder of ``ella-cuda train`` has one for each run.
         device: ``cpu``, ``cuda`` or ``cuda:<index>``, whatever the run was on; ``auto`` is the GPU if there is one.
+        fit: fit ``la``, so that it predicts.
+        data_dir, download: see :func:`ella_cuda.data.load`.
 
     Returns:
         ``(model, la, config, epoch)``.
 
     Raises:
         ValueError: the folder is not that of a run, or has no checkpoint yet, or a file in it is damaged or of another version.
-        RuntimeError: the device is not there.
+        RuntimeError: the device is not there. With ``fit`` also what :func:`ella_cuda.data.load` raises.
     """
     run_dir = Path(run_dir)
     target = resolve_device(device)
@@ -73,6 +83,9 @@ def load_run(run_dir: str | os.PathLike[str], device: str = "cpu") -> LoadedRun:
         )
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(path, error, ADVICE) from error
+    if fit:
+        data = prepare_for(config, data_dir, download).to(target)
+        la.fit(TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size))
     return LoadedRun(model, la, config, state["epoch"])
 
 

@@ -121,8 +121,8 @@ def run_one(
         Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax ``ece_plugin, brier_plugin``. What follows has a part
         ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin ``count, confidence, accuracy`` (None in an empty one);
-        of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``; ``rotations``, a list of ``degrees, nll, accuracy,
-        confidence`` (percent) ``, entropy``.
+        of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``; ``rotations``, of ``rotated_size`` images, a list of
+        ``degrees, nll, accuracy, confidence`` (percent) ``, entropy``.
 
     Raises:
         ValueError: data of ``ood`` do not fit; a checkpoint is of another configuration or of other data, see

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda.reports import describe_layers
+from ella_cuda.reports.text import CALIBRATION
 
 FOLDER = "tensorboard"  # in that of a run
 
@@ -59,11 +60,12 @@ class TensorBoardLog:
         self._writer.flush()  # before the checkpoint of this epoch
 
     def finish(self, row: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Write what is left of the evaluations, and the finished row's accuracy and NLL, and close the file."""
+        """Write what is left of the evaluations, and how good the finished row says predictions are, and close the file."""
         self.write(evaluations)
         where, epoch = row["evaluated_on"], evaluations[-1]["epoch"]
-        self._writer.add_scalar(f"accuracy/{where}", row["accuracy"], epoch)
-        self._writer.add_scalar(f"nll/{where}", row["nll"], epoch)
+        for key in ("accuracy", "nll", *CALIBRATION):
+            if row[key] is not None:
+                self._writer.add_scalar(f"{key}/{where}", row[key], epoch)
         self._writer.close()
 
     def _scalars(self, entry: Mapping[str, Any]) -> dict[str, float | None]:

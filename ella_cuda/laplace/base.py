@@ -17,7 +17,7 @@ from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable
+from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable, uneven_sum
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
@@ -97,7 +97,8 @@ class BaseLaplace(Predictive):
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
-        self._predicting: tuple[list[nn.Module], JacobianPass] | None = None
+        self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
+        self._inputs_shape: torch.Size | None = None  # of a data point of the fit
 
     def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
         """What is looked at before the first batch.
@@ -182,6 +183,7 @@ class BaseLaplace(Predictive):
     def _taken(self, batch: Any) -> tuple[Inputs, Tensor]:
         """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
         x, y = pair_on(batch, self._device, "fit", dict_keys(self.dict_key_x, self.dict_key_y))
+        self._inputs_shape = x.shape[1:] if isinstance(x, Tensor) else None
         return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x, y
 
     def _fitted(self) -> None:
@@ -475,7 +477,7 @@ class BaseLaplace(Predictive):
         # Sums see what is written through ``.data``, of which versions know nothing; both take less time than the fingerprint.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         seen = [(id(t), t._version, t.data_ptr()) for t in tensors]
-        sums = [t.detach().sum(dtype=torch.float64).to(self._device) for t in tensors if t.is_floating_point()]
+        sums = [uneven_sum(t.detach()).to(self._device) for t in tensors if t.is_floating_point()]
         if (
             self._verified is not None
             and self._verified[0] == seen
@@ -558,7 +560,10 @@ class BaseLaplace(Predictive):
         none = torch.zeros((), dtype=torch.float64)
         state = {"prior_mean": none, "temperature": 1.0, **(defaults or {}), **state}
         if missing := sorted(own - state.keys()):
-            raise ValueError(f"load_state_dict: entries missing from the state: {', '.join(missing)}.")
+            raise ValueError(
+                f"load_state_dict: entries missing from the state: {', '.join(missing)}; a {type(self).__name__} takes the states of its own "
+                "class."
+            )
         if unknown := sorted(map(repr, state.keys() - own)):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
         expected = {key: getattr(self, key) for key in (*settings, "parameter_names")}

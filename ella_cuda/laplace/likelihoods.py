@@ -143,8 +143,14 @@ class Likelihood(ABC):
         mean, variance = (part.double() for part in predictions)
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(n_samples, *mean.shape, generator=generator, dtype=torch.float64).to(mean.device)
-        each = [self.log_prob(mean + variance.sqrt() * one, targets).reshape(len(targets), -1).sum(1) for one in drawn]
+        outputs = (self.at_normal(mean, variance, one) for one in drawn)
+        each = [self.log_prob(f, targets).reshape(len(targets), -1).sum(1) for f in outputs]
         return torch.logsumexp(torch.stack(each), 0) - math.log(n_samples)
+
+    def at_normal(self, mean: Tensor, variance: Tensor, numbers: Tensor) -> Tensor:
+        """Independent Gaussian outputs at standard normal numbers; of a likelihood that not all outputs are admitted by, the Gaussian of
+        those that are."""
+        return mean + variance.sqrt() * numbers
 
     def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets of a right shape with values that :meth:`loss` takes in the place of those that it does not, and whether there were none
@@ -555,6 +561,15 @@ class Heteroscedastic(Likelihood):
         eta_1, eta_2 = outputs.chunk(2, 1)
         y = targets.to(outputs.dtype).view(eta_1.shape)
         return eta_2 * (y + 0.5 * eta_1 / eta_2).square() + 0.5 * (-eta_2 / math.pi).log()
+
+    def at_normal(self, mean: Tensor, variance: Tensor, numbers: Tensor) -> Tensor:
+        first, second = super().at_normal(mean, variance, numbers).chunk(2, 1)
+        (_, mean), (_, variance), (_, numbers) = (part.chunk(2, 1) for part in (mean, variance, numbers))
+        # eta_2 is negative: by the inverse of its distribution function, as far as that is below zero.
+        scale = variance.sqrt()
+        below = torch.special.ndtr(-mean / scale.clamp(min=torch.finfo(scale.dtype).tiny))
+        cut = mean + scale * torch.special.ndtri(torch.special.ndtr(numbers) * below)
+        return torch.cat([first, torch.where(scale > 0, cut, second)], 1)
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
         """Two for each target, the Cholesky factor of its covariance: ``(sigma, 2 mu sigma)`` and ``(0, sqrt(2) sigma^2)``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ella_cuda.laplace.values import check_choice
 
 LINKS = ("probit", "probit_full", "mc", "bridge", "bridge_norm")
+NOTHING = 100.0  # times the resolution, of the largest variance: less is rounding
 DIAGONAL = ("probit",)  # those that read nothing but variances
 
 
@@ -19,7 +21,8 @@ def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor
     Args:
         link: "probit" scales each logit by its variance; "probit_full" compares every pair of logits by the variance of their difference,
             so that nothing depends on what is added to all of them; "bridge" is a Dirichlet's mean, "bridge_norm" with its correction of
-            large variances.
+            large variances. A Dirichlet needs a variance of every logit, given that logits sum to zero; where one is none beyond rounding,
+            a data point gets "probit_full", of which a warning tells.
         mean: ``(..., K)``. covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
 
     Returns:
@@ -57,12 +60,30 @@ def _pairwise(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
-    classes = mean.shape[-1]
+    given = mean
     rows = covariance.sum(-1)
     whole = rows.sum(-1, keepdim=True)
     # Condition on logits that sum to zero.
     mean = mean - rows * mean.sum(-1, keepdim=True) / whole
     variances = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / whole
+    largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    none = ~(variances > NOTHING * torch.finfo(mean.dtype).eps * largest).all(-1)
+    if none.any():
+        warnings.warn(
+            f"link_approx: {int(none.sum())} of {none.numel()} predictions have logits without a variance of their own, which a Dirichlet "
+            "needs; these are probit_full's.",
+            UserWarning,
+            stacklevel=2,
+        )
+        variances = variances.masked_fill(none[..., None], 1.0)
+        mean = torch.where(none[..., None], torch.zeros_like(mean), mean)
+        return torch.where(none[..., None], _pairwise(given, covariance), _dirichlet(mean, variances, normalised))
+    return _dirichlet(mean, variances, normalised)
+
+
+def _dirichlet(mean: Tensor, variances: Tensor, normalised: bool) -> Tensor:
+    """Its mean, of logits that sum to zero."""
+    classes = mean.shape[-1]
     if normalised:
         size = variances.mean(-1, keepdim=True) / math.sqrt(classes / 2)
         mean, variances = mean / size.sqrt(), variances / size

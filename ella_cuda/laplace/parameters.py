@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -52,8 +53,9 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
 
 def fingerprint_of(model: nn.Module) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
-    parts = []
-    for index, tensor in enumerate(model.state_dict().values(), start=1):
+    parts, kept = [], model.state_dict()
+    others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
+    for index, tensor in enumerate([*kept.values(), *others.values()], start=1):
         if tensor.is_floating_point():
             weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
             weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
@@ -63,6 +65,23 @@ def fingerprint_of(model: nn.Module) -> Tensor:
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
         if parts
         else torch.zeros((), dtype=torch.float64)
+    )
+
+
+def uneven_sum(tensor: Tensor) -> Tensor:
+    """A sum of the elements, 0-dim float64, that tells apart what few changes do, also where they move nothing but places; for less than
+    :func:`fingerprint_of` takes."""
+    flat = tensor.flatten()
+    side = math.isqrt(flat.numel())
+    weights = (
+        torch.arange(1, side + 1, dtype=torch.float64, device=tensor.device).mul_(0.6180339887498949).frac_().add_(0.5)
+    )
+    square, rest = flat[: side * side].view(side, side), flat[side * side :]
+    rows = square.double() @ weights @ (1 + weights.square())
+    return (
+        rows
+        + rest.sum(dtype=torch.float64)
+        + (rest.double() @ torch.arange(len(rest), device=rest.device).double()) / 7
     )
 
 

@@ -268,7 +268,7 @@ class Layout:
         self.shapes = dict(shapes)
         sizes = [shape.numel for shape in self.shapes.values()]
         self.n_params = sum(sizes)
-        self.indices = None if indices is None else _checked_indices(indices, self.n_params)
+        self.indices = None if indices is None else checked_indices(indices, self.n_params)
         self._local: dict[str, Tensor] = {}
         if self.indices is None:
             self.counts = sizes
@@ -313,7 +313,8 @@ class Layout:
         return whole
 
 
-def _checked_indices(indices: Tensor, n_params: int) -> Tensor:
+def checked_indices(indices: Tensor, n_params: int) -> Tensor:
+    """They themselves; ValueError where they are none of so many parameters."""
     if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
         got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, tensors_of
-from ella_cuda.laplace.curvature import at_test_time, in_plain_products
+from ella_cuda.laplace.curvature import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
@@ -40,8 +41,9 @@ class Predictive:
     dict_key_y: str
     _device: torch.device
     present_rules: Callable[[], list[Rule]]
+    _checked_parameters: Callable[[Sequence[Rule]], dict[str, nn.Parameter]]
     require_unchanged: Callable[[], None]
-    _predicting: tuple[list[nn.Module], JacobianPass] | None
+    _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
     posterior_precision: Posterior
 
     def __call__(
@@ -58,7 +60,7 @@ class Predictive:
 
         The network is linearised at its parameters, so that its outputs are Gaussian: the mean is the network's output, the covariance
         ``J P^-1 J^T``. Memory does not depend on the number of parameters times that of outputs; with many outputs pass
-        ``diagonal_output=True``, or ``link_approx="probit"``, which take variances alone, or "mc".
+        ``link_approx="probit"``, or of likelihoods without classes ``diagonal_output=True``, which take variances alone, or "mc".
 
         Args:
             x: the model's inputs, ``(N, ...)``: a tensor, a tuple or list of arguments, or a mapping of them by name; moved to the model's
@@ -66,9 +68,9 @@ class Predictive:
             pred_type: "glm", or "nn": the network itself at samples of its parameters, with ``link_approx="mc"``; a warning says why not.
             joint: for likelihoods without classes, the covariance of all data points' outputs together.
             link_approx: how class probabilities come from Gaussian logits: "probit", "probit_full" (with covariances), "mc" (samples),
-                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.links`. Others ignore it.
+                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.links`. Likelihoods without classes have no link.
             n_samples: of "mc" and "nn".
-            diagonal_output: leave covariances between a data point's outputs out.
+            diagonal_output: leave covariances between a data point's outputs out, where there are no classes, or of samples ("mc").
             generator: of the samples, on any device; None is torch's global one.
 
         Returns:
@@ -94,33 +96,30 @@ class Predictive:
             samples = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
             return samples.mean(0) if likelihood.has_classes else (samples.mean(0), samples.var(0))
         if likelihood.has_classes:
-            diagonal = diagonal_output or link_approx in DIAGONAL or not likelihood.couples_outputs
-            mean, covariance = self._moments(x, diagonal=diagonal)
-            covariance = _by_position(mean, covariance)
-            if diagonal and link_approx not in DIAGONAL and likelihood.couples_outputs:
-                covariance = torch.diag_embed(covariance)
-            return likelihood.probabilities(link_approx, mean, covariance)
+            mean, covariance = self.moments(x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
+            return likelihood.probabilities(link_approx, mean, _by_position(mean, covariance))
         if joint:
-            mean, covariance = self._moments(x, joint=True)
+            mean, covariance = self.moments(x, joint=True)
             return mean.flatten(), covariance
-        mean, covariance = self._moments(x, diagonal=diagonal_output)
+        mean, covariance = self.moments(x, diagonal=diagonal_output)
         return mean, covariance.view_as(mean) if diagonal_output else covariance
 
     def functional_variance(self, x: Any) -> Tensor:
         """Covariances ``J P^-1 J^T`` of each data point's outputs, ``(N, K, K)``, K the entries of a data point's outputs.
 
         Args:
-            x: the model's inputs, as for a call; or their Jacobians ``(N, K, P)``, P all parameters of ``parameter_names``.
+            x: the model's inputs, as for a call; or their Jacobians ``(N, K, P)``, P all parameters of ``parameter_names``. What has the
+                shape of the inputs of the fit is inputs.
         """
-        if self._is_jacobian(x, 3):
+        if self._is_jacobian(x):
             return self.posterior_precision.inv_square_form(x)
-        return self._moments(x)[1]
+        return self.moments(x)[1]
 
     def functional_covariance(self, x: Any) -> Tensor:
-        """The covariance of all data points' outputs, ``(N K, N K)``; x as for :meth:`functional_variance`, Jacobians also ``(N K, P)``."""
-        if self._is_jacobian(x, 2) or self._is_jacobian(x, 3):
+        """The covariance of all data points' outputs, ``(N K, N K)``; x as for :meth:`functional_variance`."""
+        if self._is_jacobian(x):
             return self.posterior_precision.joint_square_form(x)
-        return self._moments(x, joint=True)[1]
+        return self.moments(x, joint=True)[1]
 
     def functional_samples(
         self,
@@ -145,7 +144,7 @@ class Predictive:
         if n_samples < 1:
             raise ValueError(f"n_samples must be positive, got {n_samples!r}.")
         if pred_type == "glm" and diagonal_output:
-            mean, variance = self._moments(x, diagonal=True)
+            mean, variance = self.moments(x, diagonal=True)
             drawn = _normal((n_samples, *mean.shape), mean, generator)
             return mean + variance.view_as(mean).sqrt() * drawn
         if pred_type == "nn":
@@ -207,6 +206,14 @@ class Predictive:
         likelihood.check(predictions if likelihood.has_classes else predictions[0], targets)
         return likelihood.log_predictive(predictions, targets, self.sigma_noise, n_samples).sum()
 
+    def moments(self, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+        """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)`` with ``diagonal``, or ``(N K, N K)`` with
+        ``joint``; x as for a call."""
+        self.require_unchanged()
+        posterior = self.posterior_precision
+        mean, (covariance,) = self._moments_under(self._inputs(x), [posterior], joint, diagonal)
+        return mean, covariance
+
     # the posterior over parameters -----------------------------------------------------------------------------------
 
     @property
@@ -232,7 +239,7 @@ class Predictive:
         return exponent + 0.5 * (precision.logdet() - precision.n_params * math.log(2 * math.pi))
 
     def _checked_vector(self, value: Tensor) -> Tensor:
-        count = self.posterior_precision.n_params
+        count = self.n_params
         if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != count:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"value: expected all parameters, a tensor (..., {count}), got {got}.")
@@ -240,9 +247,9 @@ class Predictive:
 
     # passes ----------------------------------------------------------------------------------------------------------
 
-    def _is_jacobian(self, x: Any, axes: int) -> bool:
-        fits = isinstance(x, Tensor) and x.dim() == axes and x.shape[-1] == sum(self._numels)
-        return fits and (axes == 2 or x.shape[1] == self.n_outputs)
+    def _is_jacobian(self, x: Any) -> bool:
+        shape = (self.n_outputs, self.n_params)
+        return isinstance(x, Tensor) and x.dim() == 3 and x.shape[1:] == shape and self._inputs_shape != shape
 
     def _inputs(self, x: Any) -> Inputs:
         """On the model's device."""
@@ -253,13 +260,6 @@ class Predictive:
         x = inputs_on(x, self._device, type(self).__name__)
         x = map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
         return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
-
-    def _moments(self, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
-        """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)``, or with ``joint`` ``(N K, N K)``."""
-        self.require_unchanged()
-        posterior = self.posterior_precision
-        mean, (covariance,) = self._moments_under(self._inputs(x), [posterior], joint, diagonal)
-        return mean, covariance
 
     @running_the_model
     def _moments_under(
@@ -275,11 +275,21 @@ class Predictive:
 
     def _pass(self) -> JacobianPass:
         """One for all predictions of a fit, whose network is tried out once."""
-        modules = [*self.model.modules()]
-        if self._predicting is None or self._predicting[0] != modules:
+        here = [*self.model.modules(), *self.model.parameters()]
+        if (
+            self._predicting is None
+            or len(self._predicting[0]) != len(here)
+            or any(a is not b for a, b in zip(self._predicting[0], here, strict=True))
+        ):
             shapes = self.posterior_precision.shapes
-            run = JacobianPass(self.model, self.present_rules(), shapes, self.memory_budget)
-            self._predicting = modules, run
+            # What has a posterior does not change with what is trainable after the fit.
+            wanted = {id(self.model.get_parameter(name)) for name in self.parameter_names}
+            frozen = [p for p in self.model.parameters() if id(p) in wanted and not p.requires_grad]
+            others = [p for p in self.model.parameters() if id(p) not in wanted and p.requires_grad]
+            with requiring_grad(frozen, True), requiring_grad(others, False):
+                rules = self.present_rules()
+                self._checked_parameters(rules)
+            self._predicting = here, JacobianPass(self.model, rules, shapes, self.memory_budget)
         run = self._predicting[1]
         run.memory_budget = self.memory_budget
         return run
@@ -304,10 +314,62 @@ class Predictive:
             for begin in range(0, n_samples, at_once):
                 drawn = posterior.sample(min(at_once, n_samples - begin), generator)
                 if pred_type == "glm":
-                    found.append(outputs + jvp(function, parameters.values(), parameters.split(drawn)))
+                    found.append(outputs + self._along(x, function, parameters, drawn))
                 else:
                     found += [function(parameters.split(one))[None] for one in mean + drawn]
         return torch.cat(found)
+
+    def _along(
+        self,
+        x: Inputs,
+        function: Callable[[dict[str, Tensor]], Tensor],
+        parameters: ReplacedParameters,
+        directions: Tensor,
+    ) -> Tensor:
+        """The outputs' derivatives along directions ``(S, P)``, ``(S, N, ...)``."""
+        if not any(_is_padded(module) for module in self.model.modules()):
+            with suppress(NotImplementedError):  # of a function without forward mode whose gradient has no derivative
+                return jvp(function, parameters.values(), parameters.split(directions))
+        shapes = self.posterior_precision.shapes
+        whole = parameters.split(directions)
+        consumer = _Along({name: shape.to_blocks(whole[name], 1) for name, shape in shapes.items()}, data_points(x))
+        with running(self._pass()) as run:
+            if data_points(x) and not run.tried_out:
+                run.try_out(x, several=True)
+            outputs = run.run(x, lambda f, _: unit_columns(f), consumer, each_alone=True)
+        return consumer.values.view(len(directions), *outputs.shape)
+
+
+def _is_padded(module: nn.Module) -> bool:
+    """Whether a layer has a row without a gradient, which forward mode does not know of."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
+
+
+class _Along(Consumer):
+    """Adds up the derivatives of outputs along directions.
+
+    Args:
+        directions: by parameter name, ``(S, G, a, b)``.
+        count: N, data points of all.
+
+    Attributes:
+        values: ``(S, N, K)``.
+    """
+
+    def __init__(self, directions: Mapping[str, Tensor], count: int) -> None:
+        self._directions, self._count = directions, count
+        first = next(iter(directions.values()))
+        self.row_bytes = max(d[0].numel() for d in directions.values()) * first.element_size()
+        self.values = first.new_zeros(len(first), count, 0)
+
+    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
+        if not self.values.shape[2]:
+            self.values = self.values.new_zeros(len(self.values), self._count, math.prod(outputs.shape[1:]))
+        self._place = self.values[:, which, columns]
+
+    def take(self, name: str, jacobian: Jacobian) -> None:
+        directions = self._directions[name]
+        self._place += torch.einsum("kngab,sgab->snk", jacobian.dense(directions.shape[1]), directions)
 
 
 class _Moments(Consumer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,12 @@ def raise_evidence(
 
 def fixed_points(la: KronLaplace, n_steps: int, scalar: bool, tune_sigma: bool, progress_bar: bool) -> None:
     r"""MacKay's updates :math:`\delta_l \leftarrow \gamma_l / \|\theta_l - \mu_l\|^2` until they rest, of all tensors together if ``scalar``;
-    of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (N K - \gamma)`.
+    of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (T (N K - \gamma))`, T the temperature. Where the data determine more than half of
+    their own number, sigma takes the slower step :math:`\sigma^2 \leftarrow (\|y - f\|^2 / T + \gamma \sigma^2) / (N K)` to the same point:
+    the diagonal's :math:`\gamma` may be above N K.
+
+    Warns:
+        UserWarning: they do not rest after ``n_steps``.
 
     Source: MacKay, "Bayesian interpolation", 1992, section 4.
     """
@@ -60,10 +66,22 @@ def fixed_points(la: KronLaplace, n_steps: int, scalar: bool, tune_sigma: bool, 
         precision = torch.where(precision.isnan(), before[:-1], precision)
         la.prior_precision = precision.clamp(SMALLEST, LARGEST)
         if tune_sigma:
-            la.sigma_noise = (la.square_error / (la.n_targets - gamma.sum()).clamp(min=1)).sqrt()
+            error, determined = la.square_error / la.temperature, gamma.sum()
+            few = 2 * determined < la.n_targets
+            square = (
+                error / (la.n_targets - determined)
+                if few
+                else (error + determined * la.sigma_noise.detach().square()) / la.n_targets
+            )
+            la.sigma_noise = square.sqrt()
         after = torch.cat([la.prior_precision.detach(), la.sigma_noise.detach()[None]])
         if (after.log() - before.log()).abs().max() < STILL:
             return
+    warnings.warn(
+        f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more, or method='marglik'.",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def grid_search(
@@ -96,6 +114,14 @@ def grid_search(
     values = torch.tensor([total.value() for total in losses], dtype=torch.float64)
     if values.isnan().all():
         raise ValueError("optimize_prior_precision: the loss is not a number at every precision of the grid.")
+    if values.isnan().any():
+        wrong = ", ".join(f"{v:.3g}" for v in grid[values.isnan().to(grid.device)].tolist()[:5])
+        warnings.warn(
+            f"optimize_prior_precision: the loss is not a number at {int(values.isnan().sum())} of {len(values)} precisions ({wrong}), which "
+            "are left out.",
+            UserWarning,
+            stacklevel=3,
+        )
     return grid[values.nan_to_num(nan=math.inf).argmin()]
 
 

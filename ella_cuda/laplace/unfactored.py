@@ -18,8 +18,8 @@ from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
-from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior
+from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, trainable
+from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
 from ella_cuda.laplace.state import checked_tensor
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
@@ -156,7 +156,8 @@ class UnfactoredLaplace(BaseLaplace):
             dict_key_y,
             ignore_index,
         )
-        self._layout = Layout(self._shapes(), subnetwork_indices)
+        self._subnetwork_indices = subnetwork_indices
+        self._layout = Layout(self._shapes(), self._among_served(subnetwork_indices))
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
 
     def __repr__(self) -> str:
@@ -170,7 +171,28 @@ class UnfactoredLaplace(BaseLaplace):
     @property
     def subnetwork_indices(self) -> Tensor | None:
         """Of the elements that have a posterior, ``(S,)``, int64; None is all."""
-        return self._layout.indices
+        return self._subnetwork_indices
+
+    def _among_served(self, indices: Tensor | None) -> Tensor | None:
+        """Indices among all trainable parameters as indices among those of ``parameter_names``.
+
+        Raises:
+            ValueError: they are none, or one is of a parameter that has no posterior.
+        """
+        if indices is None:
+            return None
+        parameters = trainable(self.model)
+        checked_indices(indices, sum(p.numel() for p in parameters.values()))
+        served = torch.cat([torch.full((p.numel(),), n in set(self.parameter_names)) for n, p in parameters.items()])
+        owners = torch.arange(len(parameters)).repeat_interleave(torch.tensor([p.numel() for p in parameters.values()]))
+        here = indices.cpu()
+        if not served[here].all():
+            wrong = owners[here[~served[here]]].unique().tolist()
+            raise ValueError(
+                f"subnetwork_indices: some are elements of {', '.join([*parameters][i] for i in wrong)}, which subset_of_weights or "
+                "unknown='freeze' leaves out; choose among the others."
+            )
+        return (served.cumsum(0) - 1)[here].to(indices.device)
 
     @property
     def H(self) -> Tensor:

@@ -13,7 +13,7 @@ from ella_cuda.digest import DIGEST
 from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
-from ella_cuda.reports.text import CALIBRATION, METRICS, OBJECTIVE_TITLES, columns, mean, network_title
+from ella_cuda.reports.text import CALIBRATION, METRICS, OBJECTIVE_TITLES, WAYS, columns, mean, network_title
 from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
@@ -62,6 +62,28 @@ def results_table(rows: Rows) -> str:
     about = "; ".join(f"{data}, evaluated on {size}" for data, size in sets.items()) + "; "
     about += f"seed {seeds[0]}" if len(seeds) == 1 else f"mean over seeds {', '.join(map(str, seeds))}"
     return about + "\n" + columns(blocks)
+
+
+def rotations_table(rows: Rows) -> str:
+    """Accuracy and NLL of the images that runs turned, empty without such: a line for each run's network and way to predict, a column for
+    each angle in degrees; means over seeds."""
+    turned = [r for r in rows if "rotations" in r]
+    if not turned:
+        return ""
+    kinds: dict[str, list[list[Mapping[str, Any]]]] = {}
+    for row in turned:
+        name = f"{row['data']}, {row['task']}, {network_title(row, rows)}, {OBJECTIVE_TITLES[row['objective']]}"
+        for way, found in row["rotations"].items():
+            kinds.setdefault(f"  {name}, {WAYS[way]}", []).append(found)
+    degrees = [one["degrees"] for one in next(iter(kinds.values()))[0]]
+    lines = []
+    for key in ("accuracy", "nll"):
+        title, style = METRICS[key]
+        lines.append([f"turned images: {title}", *(f"{d}\u00b0" for d in degrees)])
+        for name, found in kinds.items():
+            means = [mean(one[key] for one in at) for at in zip(*found, strict=True)]
+            lines.append([name, *(style.format(value) for value in means)])
+    return columns(lines)
 
 
 def _auroc_titles(rows: Rows) -> dict[str, tuple[str, str]]:
@@ -134,6 +156,8 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     write_summary(out_dir, rows)
     write_file(out_dir / CSV_FILE, results_csv(rows))
     text = results_table(rows)
+    if turned := rotations_table(rows):
+        text += "\n\n" + turned
     if learned(rows):
         text += "\n\n" + layer_table(learned(rows))
     write_file(out_dir / TABLE_FILE, text + "\n")

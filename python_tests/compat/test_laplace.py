@@ -490,6 +490,38 @@ def test_every_way_to_predict_runs(name):
     assert all(torch.equal(a, b) for a, b in zip(before, la.params, strict=True))
 
 
+def test_samples_are_the_generators():
+    la, x, _ = fitted("tied", prior_precision=5.0)
+    for how in ({"link_approx": "mc"}, {"pred_type": "nn", "link_approx": "mc"}):
+        found = [la(x, generator=torch.Generator().manual_seed(s), n_samples=4, **how) for s in (3, 3, 4)]
+        assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+        torch.testing.assert_close(found[0].sum(1), torch.ones(N, dtype=torch.float64))
+    values = la.sample(3, torch.Generator().manual_seed(0))
+    each = torch.stack([la.log_prob(value) for value in values])
+    torch.testing.assert_close(la.log_prob(values), each)
+    gaussian = torch.distributions.MultivariateNormal(la.mean, precision_matrix=la.posterior_precision.to_matrix())
+    torch.testing.assert_close(each, gaussian.log_prob(values), rtol=1e-9, atol=1e-8)
+
+
+def test_inputs_of_as_many_features_as_parameters_are_inputs():
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Tanh()).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    la = plugged(model, "regression")
+    la.fit(loader(x, torch.randn(5, 1, dtype=torch.float64)))
+    _, joint = la(x, joint=True)
+    torch.testing.assert_close(joint.diagonal(), la(x)[1].flatten())
+
+
+def test_outputs_at_positions_are_predicted_by_the_approximation_inside():
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    la = plugged(model)
+    la.fit(loader(x, torch.randint(3, (6, 2))))
+    with pytest.raises(ValueError, match=r"predicts outputs \(N, K\), the model's are \(6, 2, 3\); the attribute ella"):
+        la(x)
+    assert la.ella(x).shape == (6, 2, 3)
+
+
 def test_samples_have_the_posterior():
     la, _, _ = fitted("tied", prior_precision=2.0)
     draws = la.sample(20000, torch.Generator().manual_seed(1))

@@ -15,7 +15,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from ella_cuda import cli
-from ella_cuda.data import TensorLoader, load, resize
+from ella_cuda.data import load, resize
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, load_run, prepare_for, run_grid, run_one
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions
 from ella_cuda.experiments.hyperparameters import EvaluationConfig
@@ -49,18 +49,16 @@ def both(loaded: LoadedRun, images: Tensor) -> dict[str, np.ndarray]:
     return {"plugin": plugin.numpy(), "predictive": loaded.la(images).double().numpy()}
 
 
-def refitted(config: RunConfig, folder: Path) -> LoadedRun:
-    loaded, data = load_run(folder), prepare_for(config)
-    loaded.la.fit(TensorLoader(data.train_images, data.train_labels, 150))
-    return loaded
-
-
 @pytest.fixture(scope="module", params=["evidence", "map"])
 def asked(request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory):
     """A run that was asked about other data and turned images: its configuration, row and network."""
     config, folder = small(request.param, ood="rotated+mnist", ood_size=20), tmp_path_factory.mktemp("run")
     row = run_one(config, folder, progress=False, data_dir=str(data_dir))
-    return config, row, refitted(config, folder)
+    loaded = load_run(folder, fit=True)
+    assert float(loaded.la.log_marginal_likelihood()) / 40 == pytest.approx(
+        -row["neg_log_marginal_likelihood"], rel=1e-9
+    )
+    return config, row, loaded
 
 
 def test_calibration_is_that_of_the_loaded_network(asked):
@@ -163,7 +161,7 @@ def test_a_run_goes_on_to_the_same_predictions_and_may_be_asked_more(tmp_path):
     config = small()
     row = run_one(config, tmp_path, progress=False)
     more = run_one(dataclasses.replace(config, ood="rotated", ood_size=10), tmp_path, progress=False)
-    assert {k: v for k, v in more.items() if k not in ("rotations", "seconds", "digest")} == {
+    assert {k: v for k, v in more.items() if k not in ("rotations", "rotated_size", "seconds", "digest")} == {
         k: v for k, v in row.items() if k not in ("seconds", "digest")
     }
 
@@ -222,7 +220,14 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
             assert words in capsys.readouterr().err
     assert cli.main([*TINY, "--ood", "letters"]) == 2 and "(given: --ood)" in capsys.readouterr().err
     assert cli.main(["train", "--task", "quadrant", "--ood", "rotated"]) == 2
-    assert "--ood rotated needs a task whose labels do not say where things are" in capsys.readouterr().err
+    assert (
+        "do not say where things are: --task plain or digit or rotated or translated or scaled."
+        in capsys.readouterr().err
+    )
+    assert (
+        cli.main([*TINY, "--ood-size", "5"]) == 2
+        and "--ood-size is of the data that --ood names" in capsys.readouterr().err
+    )
     assert not [*tmp_path.iterdir()]
 
 
@@ -233,7 +238,16 @@ def test_the_command_asks_and_its_files_answer(data_dir, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "AUROC of mnist, maximum probability, predictive" in shown and "ECE, predictive" in shown
     assert (folder / "table.txt").read_text().strip() in shown
+    kinds = ("turned images: ", "  digits, plain, CONV, MAP, softmax", "  digits, plain, CONV, MAP, predictive")
+    lines = [line.split() for line in shown.splitlines() if line.startswith(kinds)]
+    assert lines[0][-13:] == [f"{d}\u00b0" for d in range(0, 181, 15)] and [line[-14] for line in lines[1:3]] == [
+        "softmax",
+        "predictive",
+    ]
     (row,) = json.loads((folder / "summary.json").read_text())
+    assert lines[2][-13:] == [f"{r['accuracy']:.2f}" for r in row["rotations"]["predictive"]]
+    assert lines[4][-13:] == [f"{r['nll']:.3f}" for r in row["rotations"]["plugin"]]
+    assert row["rotated_size"] == 10
     assert json.loads((folder / "config.json").read_text())["options"]["ood"] == ["rotated", "mnist"]
     for name in ("reliability", "rotations"):
         assert (folder / row["run"] / f"{name}.png").stat().st_size > 1000

@@ -55,6 +55,23 @@ def test_two_classes_are_a_sigmoid_of_their_difference() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("link", ["bridge", "bridge_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_dirichlet_needs_variance_in_every_direction(link: str, dtype: torch.dtype) -> None:
+    mean, covariance = gaussian()
+    row = torch.randn(6, 4, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # Of rank one, none at all, of rank one beside a common shift, which is whole too given the sum, and two that are whole.
+    flat = torch.cat([row[:2] @ row[:2].mT, 0 * covariance[2:3], row[3:4] @ row[3:4].mT + 2.0, covariance[4:]])
+    mean, flat = mean.to(dtype), flat.to(dtype)
+    with pytest.warns(UserWarning, match="3 of 6 predictions have logits without a variance of their own"):
+        found = softmax_probabilities(link, mean, flat)
+    expected = torch.cat(
+        [softmax_probabilities("probit_full", mean, flat)[:3], softmax_probabilities(link, mean[3:], flat[3:])]
+    )
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[2], torch.softmax(mean[2], 0))
+
+
 @pytest.mark.parametrize("link", CLOSED)
 def test_positions_are_apart_and_large_logits_finite(link: str) -> None:
     mean, covariance = gaussian()

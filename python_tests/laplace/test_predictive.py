@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace.links import softmax_probabilities
 from ella_cuda.laplace.predictive import _Moments
 from python_tests.laplace.checks import randomised
 from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
@@ -106,8 +107,7 @@ def test_jacobians_may_be_given(name: str) -> None:
     jacobians, posterior = flat_jacobians(la, x), la.posterior_precision
     covariance = dense_covariance(la, x)
     torch.testing.assert_close(la.functional_variance(jacobians), la.functional_variance(x), rtol=1e-9, atol=1e-12)
-    for rows in (jacobians, jacobians.flatten(0, 1)):
-        torch.testing.assert_close(la.functional_covariance(rows), covariance, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(la.functional_covariance(jacobians), covariance, rtol=1e-9, atol=1e-12)
     inverse = posterior.to_matrix(-1)
     rows = jacobians.flatten(0, 1)
     torch.testing.assert_close(rows @ inverse @ rows.T, covariance, rtol=1e-9, atol=1e-12)
@@ -141,7 +141,7 @@ def assert_covariance(samples: Tensor, covariance: Tensor) -> None:
     assert abs(upper.square().mean() - 1) < 5 * (2 / len(upper)) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["linear", "our conv", "tied", "attention"])
+@pytest.mark.parametrize("name", ["linear", "our conv", "tied", "attention", "bags"])
 def test_samples_have_the_covariance(name: str) -> None:
     la, x = fitted(name)
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_samples_of_functions_without_a_forward_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:fit")
-@pytest.mark.parametrize("name", ["conv", "our conv", "attention", "tied", "distances"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_samples_are_functions_that_data_points_share(name: str) -> None:
     la, x = fitted(name)
     whole = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
@@ -198,7 +198,8 @@ def test_samples_are_functions_that_data_points_share(name: str) -> None:
     again = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(2))
     assert not torch.allclose(whole, again)
     parameters = la.sample(3, torch.Generator().manual_seed(1))
-    expected = la.model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), parameters - la.mean)
+    along = torch.einsum("nkp,sp->snk", flat_jacobians(la, x), parameters - la.mean)
+    expected = la.model(x) + along.view(3, *la.model(x).shape)
     torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -279,9 +280,8 @@ def test_laplace_torch_predicts_the_same(link: str, diagonal: bool) -> None:
         warnings.simplefilter("ignore")
         theirs = laplace.KronLaplace(model, "classification", prior_precision=0.7)
         theirs.fit(loader)
-        expected = theirs(x, link_approx=link)
-    torch.testing.assert_close(ours(x, link_approx=link), expected.detach(), rtol=1e-5, atol=1e-6)
-    assert ours(x, link_approx=link, diagonal_output=diagonal).shape == (8, 4)
+        expected = theirs(x, link_approx=link, diagonal_output=diagonal).detach()
+    torch.testing.assert_close(ours(x, link_approx=link, diagonal_output=diagonal), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         ours.functional_variance(x),
         theirs.functional_variance(theirs.backend.jacobians(x)[0]).detach(),
@@ -294,9 +294,11 @@ def test_positions_have_predictions_of_their_own() -> None:
     model = randomised(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     x = torch.randn(6, 2, 4, dtype=torch.float64)
     la = KronLaplace(model).fit([(x, torch.randint(3, (6, 2)))])
-    alone = [la(x[:, t : t + 1], link_approx="probit_full") for t in range(2)]
-    torch.testing.assert_close(la(x, link_approx="probit_full"), torch.cat(alone, 1))
-    assert la(x, link_approx="bridge", diagonal_output=True).shape == (6, 2, 3)
+    covariance, mean = la.functional_variance(x).view(6, 2, 3, 2, 3), model(x).detach()
+    for t in range(2):
+        for link in ("probit_full", "bridge"):
+            expected = softmax_probabilities(link, mean[:, t], covariance[:, t, :, t])
+            torch.testing.assert_close(la(x, link_approx=link)[:, t], expected)
 
 
 def test_binary_and_counts() -> None:
@@ -489,7 +491,7 @@ def test_a_temperature_divides_likelihood_and_curvature() -> None:
         la.temperature = 0.0
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "vector", "statistics"])
+@pytest.mark.parametrize("way", ["in place", "data", "vector", "statistics", "turned", "moved", "not saved"])
 def test_whatever_changes_the_network_is_seen(way: str) -> None:
     la, x = fitted("conv")
     la(x)
@@ -500,10 +502,23 @@ def test_whatever_changes_the_network_is_seen(way: str) -> None:
         la.model[0].weight.data[0, 0, 0, 0] += 1e-3
     elif way == "vector":
         nn.utils.vector_to_parameters(la.mean + 1e-3, la.model.parameters())
-    else:
+    elif way == "statistics":
         la, x = fitted("twice")
         la(x)
         la.model.norm.running_mean.data[0] += 1e-3
+    elif way == "turned":
+        weight = la.model[0].weight.data
+        weight.copy_(weight.flip(0))
+    elif way == "moved":
+        weight = la.model[0].weight.data.view(-1)
+        weight[0] += 1e-3
+        weight[-1] -= 1e-3
+    else:
+        model = randomised(nn.Sequential(nn.Linear(3, 2)))
+        model.register_buffer("scale", torch.ones(2, dtype=torch.float64), persistent=False)
+        x = torch.randn(5, 3, dtype=torch.float64)
+        la = KronLaplace(model).fit([(x, torch.arange(5) % 2)])
+        model.scale *= 3
     with pytest.raises(RuntimeError, match="changed since the fit"):
         la(x)
     with pytest.raises(RuntimeError, match="changed since the fit"):
@@ -555,6 +570,60 @@ def test_a_network_is_tried_out_once_for_a_fit(monkeypatch: pytest.MonkeyPatch) 
     la.model.requires_grad_(False)  # which a prediction does not undo
     torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
     assert not any(p.requires_grad for p in la.model.parameters())
+
+
+@pytest.mark.parametrize("kind", [KronLaplace, DiagLaplace, FullLaplace])
+@pytest.mark.parametrize("frozen", ["all", "some", "none"])
+def test_what_has_a_posterior_is_settled_by_the_fit(kind: Any, frozen: str) -> None:
+    model, x = network("conv")
+    first = model[0].requires_grad_(False)
+    y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    la = kind(model, "regression").fit([(x, y)])
+    state = la.state_dict()
+    expected = la.functional_variance(x)
+    assert expected.diagonal(dim1=1, dim2=2).min() > 0
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen == "none" or (frozen == "some" and name == la.parameter_names[0]))
+    before = [p.requires_grad for p in model.parameters()]
+    model[0].to(torch.float64)
+    la._predicting = None  # as before a first prediction
+    torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
+    assert before == [p.requires_grad for p in model.parameters()] and first.weight.requires_grad == (frozen == "none")
+    model.requires_grad_(True)
+    first.requires_grad_(False)
+    loaded = kind(model, "regression")
+    loaded.load_state_dict(state)
+    model.requires_grad_(False)
+    torch.testing.assert_close(loaded.functional_variance(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_parameters_in_anothers_place_are_seen(all_of_them: bool) -> None:
+    la, x = fitted("conv")
+    expected = la.functional_variance(x)
+    if all_of_them:
+        la.model.load_state_dict({n: t.clone() for n, t in la.model.state_dict().items()}, assign=True)
+    else:
+        la.model[0].weight = nn.Parameter(la.model[0].weight.detach().clone())
+    torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
+
+
+def test_inputs_of_as_many_features_as_parameters_are_inputs() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 1, bias=False), nn.Tanh()))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(5, 1, dtype=torch.float64))])
+    torch.testing.assert_close(la.functional_covariance(x), dense_covariance(la, x), rtol=1e-10, atol=1e-12)
+    positions = randomised(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Flatten()))
+    x = torch.randn(5, 3, 2, dtype=torch.float64)  # as (N, K, P)
+    la = KronLaplace(positions, "regression").fit([(x, torch.randn(5, 3, dtype=torch.float64))])
+    blocks = torch.stack([dense_covariance(la, one[None]) for one in x])
+    torch.testing.assert_close(la.functional_variance(x), blocks, rtol=1e-10, atol=1e-12)
+
+
+def test_samples_of_independent_outputs_have_the_variances() -> None:
+    la, x = fitted("conv")
+    samples = la.functional_samples(x, n_samples=4000, diagonal_output=True, generator=torch.Generator().manual_seed(0))
+    assert_covariance((samples - la.model(x)).flatten(1).detach(), dense_covariance(la, x).diagonal().diag())
 
 
 def test_a_layer_in_anothers_place_is_seen() -> None:

@@ -130,6 +130,51 @@ def test_a_subnetwork_is_the_restricted_matrix(name: str, structure: str) -> Non
     assert la(x).shape == model(x).shape
 
 
+class Owner(nn.Module):
+    """Has a parameter that no rule knows, before the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+        self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x * self.own.sum(0))))
+
+
+@pytest.mark.parametrize("how", [{"unknown": "freeze"}, {"subset_of_weights": ["first", "head"]}], ids=str)
+def test_indices_are_among_all_trainable_parameters(how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Owner().double()
+    x, y = torch.randn(12, 3).double(), torch.arange(12) % 3
+    chosen = ParamNameSubnetMask(model, ["first.weight"]).select()
+    la = SubnetLaplace(model, subnetwork_indices=chosen, **how).fit([(x, y)])
+    assert {n for n, gamma in la.effective_parameters().items() if gamma} == {"first.weight"}
+    assert torch.equal(la.subnetwork_indices, chosen)
+    alone = FullLaplace(model, subset_of_weights=["first.weight"]).fit([(x, y)])
+    torch.testing.assert_close(la.H, alone.H)
+    torch.testing.assert_close(la.functional_variance(x), alone.functional_variance(x))
+    loaded = SubnetLaplace(model, subnetwork_indices=chosen, **how)
+    loaded.load_state_dict(la.state_dict())
+    torch.testing.assert_close(loaded.functional_variance(x), la.functional_variance(x))
+    with pytest.raises(
+        ValueError, match="some are elements of own, which subset_of_weights or unknown='freeze' leaves out"
+    ):
+        SubnetLaplace(model, subnetwork_indices=torch.tensor([3, 7]), **how)
+
+
+def test_density_of_a_subnetwork_is_that_of_its_elements() -> None:
+    model, x = network("conv")
+    y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    indices = torch.tensor([1, 5, 40, 41])
+    la = SubnetLaplace(model, "regression", subnetwork_indices=indices).fit([(x, y)])
+    values = la.sample(3, torch.Generator().manual_seed(0))
+    assert torch.equal((values != la.mean).any(0).nonzero().flatten(), indices)
+    precision = la.H + torch.eye(4, dtype=torch.float64)
+    gaussian = torch.distributions.MultivariateNormal(la.mean[indices], precision_matrix=precision)
+    torch.testing.assert_close(la.log_prob(values), gaussian.log_prob(values[:, indices]))
+
+
 def test_everything_chosen_is_the_full_posterior() -> None:
     model, x, y = labelled("conv")
     full = FullLaplace(model).fit([(x, y)])

@@ -77,7 +77,7 @@ def _draw_bins(axis: Any, name: str, found: Reliability, first: bool, legend: di
     point = {"marker": "o", "markersize": 3, "linestyle": "", "color": "#cc4c02", "zorder": 4, "clip_on": False}
     (points,) = axis.plot([float(found.confidence[m]) for m in filled], heights, **point)
     legend |= {"accuracy in the bin": bars, "at its mean confidence": points, "calibrated": diagonal}
-    plain_axes(axis, f"{name}, ECE {100 * float(found.error()):.1f} %", "", "accuracy" if first else "")
+    plain_axes(axis, f"{name}, ECE {float(found.error()):.3f}", "", "accuracy" if first else "")
     axis.set(xlim=(0, 1), ylim=(0, 1), yticks=[0, 0.5, 1])
     axis.tick_params(labelbottom=False, labelleft=first)
 

@@ -97,7 +97,10 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
     if "reliability" in row:
         makers["reliability"] = lambda: draw_reliability(_methods(row["reliability"], _reliability), run_title(row))
     if "rotations" in row:
-        makers["rotations"] = lambda: draw_rotations(_methods(row["rotations"], list), run_title(row))
+        makers["rotations"] = lambda: draw_rotations(
+            _methods(row["rotations"], list),
+            f"{run_title(row)}, {row['rotated_size']} of {row['evaluated_size']} images",
+        )
     if makers:
         out_dir.mkdir(parents=True, exist_ok=True)
     for name, make in makers.items():

@@ -28,7 +28,7 @@ def test_bars_are_accuracies_beside_the_diagonal_and_counts_are_below():
     figure = draw_reliability({"MAP": FOUND, "predictive": FOUND}, "whose")
     axes = figure.axes
     assert figure.get_suptitle() == "whose"
-    assert [axis.get_title() for axis in axes] == ["MAP, ECE 12.0 %", "predictive, ECE 12.0 %", "", ""]
+    assert [axis.get_title() for axis in axes] == ["MAP, ECE 0.120", "predictive, ECE 0.120", "", ""]
     for upper, lower in (axes[::2], axes[1::2]):
         assert boxes(upper) == [(0, 0.25, 0.2), (0.5, 0.25, 0.5), (0.75, 0.25, 1)]
         assert boxes(lower) == [(0, 0.25, 10), (0.5, 0.25, 20), (0.75, 0.25, 70)]

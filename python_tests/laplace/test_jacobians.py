@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import unit_columns
 from ella_cuda.laplace.rules import Rule
 from python_tests.laplace.checks import randomised
-from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
+from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network
 
 
 class Collected(Consumer):
@@ -72,36 +70,8 @@ def test_a_small_budget_takes_parts(name: str, each_alone: bool) -> None:
     assert by_layers(model, x, 1, all_data=True).parts == 1
 
 
-class Unbatched(nn.Module):
-    """A function of which torch.func.vmap gives wrong gradients, or none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.head_of(self.linear(x)))
-
-    class _Tanh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            out = torch.tanh(x)
-            ctx.save_for_backward(out)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            (out,) = ctx.saved_tensors
-            if gradient.abs().sum().item() < 0:
-                raise AssertionError
-            return gradient * (1 - out.square())
-
-    def head_of(self, x: Tensor) -> Tensor:
-        return self._Tanh.apply(x)
-
-
 def test_columns_go_back_one_by_one_where_they_must() -> None:
-    model = randomised(Unbatched())
+    model = randomised(nn.Sequential(nn.Linear(3, 4), OwnTanh(), nn.Linear(4, 2)))
     x = torch.randn(4, 3, dtype=torch.float64)
     with pytest.warns(UserWarning, match="one at a time"):
         found = by_layers(model, x).found

@@ -16,7 +16,7 @@ from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_m
 from ella_cuda.laplace.links import softmax_probabilities
 from ella_cuda.laplace.predictive import _Moments
 from python_tests.laplace.checks import randomised
-from python_tests.laplace.jacobians import NETWORKS, dense_jacobians, network
+from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network
 
 
 def fitted(name: str, **how: object) -> tuple[KronLaplace, Tensor]:
@@ -153,32 +153,10 @@ def test_samples_have_the_covariance(name: str) -> None:
     assert_covariance(draws[:, some], la.posterior_precision.to_matrix(-1)[some][:, some])
 
 
-class WithoutForwardMode(torch.autograd.Function):
-    """Of tanh; neither a forward mode nor a rule for vmap."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.tanh(x)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (out,) = ctx.saved_tensors
-        return gradient * (1 - out.square())
-
-
 @pytest.mark.filterwarnings("ignore:fit")
 def test_samples_of_functions_without_a_forward_mode() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(WithoutForwardMode.apply(self.first(x)))
-
-    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
+    model = randomised(nn.Sequential(nn.Linear(3, 4), OwnTanh(), nn.Linear(4, 2)))
+    x = torch.randn(4, 3, dtype=torch.float64)
     la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
     found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
     drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean

@@ -34,6 +34,8 @@ SMALL = [
     "2",
     "--train-size",
     "40",
+    "--test-size",
+    "40",
 ]
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -22,7 +22,7 @@ from ella_cuda import cli
 from ella_cuda.testing import KernelCheck
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
-TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40"
+TINY = "train --task digit --layer conv --objective map --width 1 --epochs 1 --burn-in 0 --frequency 1 --train-size 40 --test-size 40"
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ from ella_cuda.reports import layer_table
 from ella_cuda.reports.text import number
 from ella_cuda.training.checkpoint import read_checkpoint
 
-SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
 
 def small(layer: str = "conv", objective: str = "evidence", seed: int = 0, **changes) -> RunConfig:
@@ -166,7 +166,7 @@ def test_a_row_says_what_its_checkpoint_gives(tmp_path, layer, objective):
     with torch.no_grad():
         log_p = model(data.test_images).log_softmax(1)
     assert row["accuracy"] == pytest.approx(100 * float((log_p.argmax(1) == data.test_labels).double().mean()))
-    assert row["nll"] == pytest.approx(-float(log_p[torch.arange(360), data.test_labels].double().mean()), rel=1e-5)
+    assert row["nll"] == pytest.approx(-float(log_p[torch.arange(40), data.test_labels].double().mean()), rel=1e-5)
     precision = state["learners"]["prior"]["log_precision"].exp()
     la = KronLaplace(model, prior_precision=precision).fit(TensorLoader(data.train_images, data.train_labels, 40))
     assert row["neg_log_marginal_likelihood"] == pytest.approx(-float(la.log_marginal_likelihood()) / 40, rel=1e-4)
@@ -182,7 +182,7 @@ def test_a_row_says_what_its_checkpoint_gives(tmp_path, layer, objective):
         assert precision.tolist() == pytest.approx([config.prior_prec_init] * len(precision))
     assert row["parameters"] == sum(p.numel() for p in model.parameters())
     assert (row["task"], row["layer"], row["objective"], row["seed"]) == ("quadrant", layer, objective, 0)
-    assert (row["train_size"], row["evaluated_on"], row["evaluated_size"]) == (40, "test", 360)
+    assert (row["train_size"], row["evaluated_on"], row["evaluated_size"]) == (40, "test", 40)
     history = json.loads((tmp_path / "history.json").read_text())
     assert len(history["losses"]) == 2
     assert [e["epoch"] for e in history["evaluations"]] == [1, 2]

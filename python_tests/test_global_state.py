@@ -27,7 +27,7 @@ from ella_cuda import data, experiments, marglik_training, models, reports
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.testing import check_kernels
 
-TINY = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+TINY = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 # Whose work is random draws, from torch's generator of the CPU, as torch's own functions' is.
 DRAWS = ("marglik_training", "marglik_training, resumed", "neyshabur")
 

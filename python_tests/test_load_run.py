@@ -15,7 +15,7 @@ from ella_cuda.experiments.diary import Diary
 from ella_cuda.models import PATHS
 from ella_cuda.nn import SpatialBasis
 
-SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
 
 def small(layer: str = "conv", objective: str = "evidence", **changes) -> RunConfig:

@@ -18,7 +18,7 @@ import pytest
 from ella_cuda.experiments import configure, run_grid
 from ella_cuda.progress import bar_size
 
-SMALL = {"width": 1, "epochs": 1, "train_size": 40}
+SMALL = {"width": 1, "epochs": 1, "train_size": 40, "test_size": 40}
 
 
 @pytest.mark.parametrize(("columns", "width"), [(0, 80), (60, 59)])

@@ -48,7 +48,7 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert names["la"].n_outputs == 35 and names["waiting"].likelihood == "exponential"
     # The folder that the page names, from a run as its name says, at a size for tests.
     (folder,) = re.findall(r'run = "(.*?)"', loading)
-    sizes = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 1, "train_size": 40}
+    sizes = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 1, "train_size": 40, "test_size": 40}
     config = experiments.configure("digits", "digit", "s_fc+s_conv", "evidence", learn="lengthscales", **sizes)
     assert Path(folder).name == config.name
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,21 @@ from ella_cuda.experiments import paper
 from python_tests.test_cli import command, environment, one_line, rows_of, run, run_here, wait_for
 
 # Two rows of the toy table at a size for tests: 43 images, 2 epochs, an evidence step after each but the first.
-SMALL = ["--scale", "0.03", "--epochs", "2", "--burn-in", "1", "--width", "1", "--row", "digit-conv", "quadrant-conv"]
+SMALL = [
+    "--scale",
+    "0.03",
+    "--epochs",
+    "2",
+    "--burn-in",
+    "1",
+    "--width",
+    "1",
+    "--test-size",
+    "40",
+    "--row",
+    "digit-conv",
+    "quadrant-conv",
+]
 
 
 @pytest.mark.slow
@@ -29,6 +43,8 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
         "1",
         "--width",
         "1",
+        "--test-size",
+        "40",
         "--hypersteps",
         "3",
         "--device",

@@ -28,7 +28,7 @@ from ella_cuda.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_pictures")  # what is gone on with are numbers
 
-SMALL = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 3, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
 
 def small(layer: str = "conv", objective: str = "map", seed: int = 0, data: str = "digits", **changes) -> RunConfig:
@@ -89,7 +89,20 @@ def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsy
 def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys):
     """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
     monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
-    options = ["--task", "digit", "--layer", "conv", "--objective", "map", "--width", "1", "--train-size", "40"]
+    options = [
+        "--task",
+        "digit",
+        "--layer",
+        "conv",
+        "--objective",
+        "map",
+        "--width",
+        "1",
+        "--train-size",
+        "40",
+        "--test-size",
+        "40",
+    ]
     options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
@@ -391,7 +404,7 @@ def test_a_note_of_the_environment_in_another_encoding_is_written_anew(tmp_path)
 
 
 WHOLE_OPTIONS = [
-    "width", "epochs", "batch-size", "fan-in-limit", "burn-in", "frequency", "hypersteps", "train-size", "jobs",
+    "width", "epochs", "batch-size", "fan-in-limit", "burn-in", "frequency", "hypersteps", "train-size", "test-size", "jobs",
 ]  # fmt: skip
 
 

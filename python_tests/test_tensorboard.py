@@ -12,7 +12,7 @@ from ella_cuda.experiments import configure, run_grid, run_one
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.tensorboard import TensorBoardLog
 
-SMALL = {"width": 1, "epochs": 4, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 4, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
 
 class Writer:

@@ -69,18 +69,20 @@ def normalized_as(images: Tensor, dataset: Dataset) -> Tensor:
     return black + (dataset.white[:, None, None] - black) * images
 
 
-def subsample(dataset: Dataset, train_size: int, seed: int = 0) -> Dataset:
-    """Keep ``train_size`` training images, classes in proportion, in their old order; smaller choices lie in larger
+def subsample(dataset: Dataset, size: int, seed: int = 0, part: str = "train") -> Dataset:
+    """Keep ``size`` images of a part, "train" or "test", classes in proportion, in their old order; smaller choices lie in larger
     ones.
 
     Raises:
-        ValueError: ``train_size`` is not in 1..N.
+        ValueError: ``size`` is not in 1..N.
     """
-    n = len(dataset.train_images)
-    if not 1 <= train_size <= n:
-        raise ValueError(f"train_size must be in 1..{n}, the number of training images, got {train_size}.")
-    order = stratified_order(dataset.train_labels, dataset.train_ids, seed, "subsample")
-    return _keep_train(dataset, order[:train_size].sort().values)
+    parts = {"train": "training", "test": "test"}
+    images, labels, ids = (getattr(dataset, f"{part}_{kind}") for kind in ("images", "labels", "ids"))
+    if not 1 <= size <= len(images):
+        raise ValueError(f"{part}_size must be in 1..{len(images)}, the number of {parts[part]} images, got {size}.")
+    some = stratified_order(labels, ids, seed, "subsample")[:size].sort().values
+    kept = {f"{part}_images": images[some], f"{part}_labels": labels[some], f"{part}_ids": ids[some]}
+    return replace(dataset, **kept)
 
 
 def holdout(dataset: Dataset, fraction: float, seed: int = 0) -> Dataset:
@@ -109,13 +111,4 @@ def holdout(dataset: Dataset, fraction: float, seed: int = 0) -> Dataset:
         train_images=dataset.train_images[kept],
         train_labels=dataset.train_labels[kept],
         train_ids=dataset.train_ids[kept],
-    )
-
-
-def _keep_train(dataset: Dataset, index: Tensor) -> Dataset:
-    return replace(
-        dataset,
-        train_images=dataset.train_images[index],
-        train_labels=dataset.train_labels[index],
-        train_ids=dataset.train_ids[index],
     )

@@ -106,6 +106,10 @@ class DataConfig:
         help="of the images that weights learn from; none where labels say where things are",
     )
     train_size: int | None = setting(None, help="use only so many training images, classes in proportion")
+    test_size: int | None = setting(
+        None,
+        help="evaluate on only so many images, classes in proportion: predictions with error bars of many take long",
+    )
     holdout: float | None = setting(
         None,
         check=_check_holdout,

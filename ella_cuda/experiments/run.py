@@ -44,6 +44,7 @@ def prepare(
     holdout_fraction: float | None = None,
     data_dir: str | None = None,
     download: bool = False,
+    test_size: int | None = None,
 ) -> Dataset:
     """A run's images and labels on the CPU: loaded, split, subsampled, made into the task, normalised.
 
@@ -57,6 +58,8 @@ def prepare(
             raise ValueError(f"holdout: {error}") from error
     if train_size is not None:
         dataset = subsample(dataset, train_size, data_seed)
+    if test_size is not None:
+        dataset = subsample(dataset, test_size, data_seed, "test")
     made = normalize(make_task(dataset, task, image_size, data_seed))
     sources = (dataset.train_images, dataset.train_ids, dataset.test_images, dataset.test_ids)
     return dataclasses.replace(made, digest=tensors_digest(*sources, made.train_labels, made.test_labels))
@@ -65,7 +68,17 @@ def prepare(
 def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool = False) -> Dataset:
     """The images and labels of a run, on the CPU; see :func:`prepare`."""
     size, seed = config.image_size, config.data_seed
-    return prepare(config.data, config.task, size, seed, config.train_size, config.holdout, data_dir, download)
+    sizes = {"train_size": config.train_size, "test_size": config.test_size}
+    return prepare(
+        config.data,
+        config.task,
+        size,
+        seed,
+        holdout_fraction=config.holdout,
+        data_dir=data_dir,
+        download=download,
+        **sizes,
+    )
 
 
 def require_data(config: RunConfig, data_dir: str | None = None, download: bool = False) -> None:

@@ -75,6 +75,17 @@ def test_subsample_keeps_proportions_order_and_nests():
         assert some.train_labels[k] == data.train_labels[j]
 
 
+def test_subsample_of_the_test_images_leaves_the_others():
+    data = load("digits")
+    some = subsample(data, 100, 3, "test")
+    assert torch.equal(some.train_images, data.train_images) and len(some.test_images) == len(some.test_labels) == 100
+    assert ((some.test_labels.bincount() - data.test_labels.bincount() * 100 / 360).abs() < 1.5).all()
+    positions = torch.searchsorted(data.test_ids, some.test_ids)
+    assert torch.equal(data.test_images[positions], some.test_images)
+    with pytest.raises(ValueError, match=r"test_size must be in 1\.\.360, the number of test images, got 361"):
+        subsample(data, 361, 0, "test")
+
+
 @pytest.mark.parametrize("size", [0, -1, 11])
 def test_subsample_refuses_sizes_out_of_range(size):
     with pytest.raises(ValueError, match=r"train_size must be in 1\.\.10"):

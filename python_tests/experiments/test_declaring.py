@@ -31,6 +31,8 @@ TINY = [
     "1",
     "--train-size",
     "20",
+    "--test-size",
+    "20",
 ]
 
 

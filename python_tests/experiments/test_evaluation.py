@@ -24,7 +24,7 @@ from ella_cuda.reports.results import results_csv
 from python_tests.data.test_sources import write_cifar, write_idx
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not as published")
-SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 60}
 
 
 def small(objective: str = "evidence", **changes) -> RunConfig:
@@ -203,6 +203,8 @@ TINY = [
     "1",
     "--train-size",
     "20",
+    "--test-size",
+    "40",
     "--jobs",
     "1",
 ]

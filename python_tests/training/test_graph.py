@@ -410,7 +410,7 @@ def test_an_approximation_keeps_no_node_of_the_weights(device, learn):
 
 
 def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path, without_pictures):
-    small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40}
+    small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
     run_config = configure("digits", "digit", "f_fc+conv", "evidence", device=str(device), **small)
     rows = [run_grid([run_config], tmp_path / str(c), progress=False, cuda_graph=c)[0] for c in (True, False)]
     assert rows[0]["neg_log_marginal_likelihood"] == pytest.approx(rows[1]["neg_log_marginal_likelihood"], rel=1e-3)

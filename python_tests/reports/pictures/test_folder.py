@@ -14,7 +14,7 @@ from ella_cuda.experiments import configure, run_grid
 from ella_cuda.reports import save_picture, save_pictures
 from ella_cuda.reports.pictures import folder as folder_module
 
-SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40}
+SMALL = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 
 
 @pytest.fixture(scope="module")

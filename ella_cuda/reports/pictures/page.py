@@ -79,6 +79,8 @@ def panels(count: int, per_line: int, width: float, height: float, **options: An
 def finish(figure: Any, title: str = "", legend: Mapping[str, Any] | None = None, note: str = "") -> None:
     """Set a title above the panels, a note below them and a legend of handles by label, make the figure higher by their
     lines, and lay it out, once for files of both kinds."""
+    from matplotlib import rc_context
+
     width, height = figure.get_size_inches()
     title, note = folded(title, width, LARGE), folded(note, width, NORMAL)
     lines = LARGE * len(title.splitlines()) + NORMAL * len(note.splitlines())
@@ -97,7 +99,9 @@ def finish(figure: Any, title: str = "", legend: Mapping[str, Any] | None = None
         figure.supxlabel(note, fontsize=NORMAL)
     figure.set_figheight(height + lines * LINE / 72)
     figure.get_layout_engine().execute(figure)
-    figure.set_layout_engine("none")
+    # No engine at all: with "none" every file is drawn twice.
+    with rc_context({"figure.autolayout": False, "figure.constrained_layout.use": False}):
+        figure.set_layout_engine(None)
 
 
 def folded(text: str, width: float, size: float) -> str:

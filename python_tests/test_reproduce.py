@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-
 import pytest
 
 from ella_cuda import cli
 from ella_cuda.experiments import paper
-from python_tests.test_cli import command, environment, one_line, rows_of, run, run_here, wait_for
+from ella_cuda.experiments.diary import Diary
+from ella_cuda.training import Evaluation
+from python_tests.test_cli import one_line, rows_of, run_here
 
 # Two rows of the toy table at a size for tests: 43 images, 2 epochs, an evidence step after each but the first.
 SMALL = [
@@ -30,7 +29,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch, capsys):
+def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch, capsys, without_pictures):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "toy", *SMALL, "--hypersteps", "3", "--out", "table", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
@@ -84,27 +83,25 @@ def test_runs_are_those_of_train_beside_the_papers_numbers(tmp_path, monkeypatch
     assert "4 runs finished" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_killed_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys):
-    options = ["reproduce", "toy", *SMALL, "--epochs", "6", "--row", "digit-conv"]
+@pytest.mark.usefixtures("without_pictures")
+def test_an_interrupted_table_resumes_to_the_numbers_of_one_that_was_not(tmp_path, monkeypatch, capsys):
+    options = ["reproduce", "toy", *SMALL, "--epochs", "3", "--row", "digit-conv", "--device", "cpu", "--jobs", "1"]
     run_here(*options, "--out", str(tmp_path / "whole"))
     assert f"results in {tmp_path / 'whole'}" in capsys.readouterr().out
-    started = subprocess.Popen(
-        command(*options, "--out", "killed"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    second = tmp_path / "killed" / "digits-digit-conv-evidence-seed0"
-    wait_for(second / "checkpoint.pt", started)
-    started.send_signal(signal.SIGKILL)
-    started.communicate()
+    record = Diary.record
+
+    def stop(self: Diary, evaluation: Evaluation) -> None:
+        if "evidence" in self.folder.name and evaluation.epoch == 3:
+            raise KeyboardInterrupt
+        record(self, evaluation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Diary, "record", stop)
+        assert cli.main([*options, "--out", str(tmp_path / "killed")]) == 130
     assert len(rows_of(tmp_path / "killed")) == 1
     partly = (tmp_path / "killed" / "comparison.txt").read_text()
     assert partly.count("waiting") == 1
-    resumed = run("reproduce", "--resume", "killed", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    run_here("reproduce", "--resume", str(tmp_path / "killed"), "--jobs", "1")
     assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
     tables = [(tmp_path / folder / "comparison.txt").read_text() for folder in ("killed", "whole")]
     assert tables[0] == tables[1] != partly

@@ -167,7 +167,7 @@ def test_density_of_a_heteroscedastic_prediction_is_of_negative_second_parameter
     for precision in (0.03, 100.0):
         la.prior_precision = precision
         mean, variance = la(x, diagonal_output=True)
-        found = la.log_density((mean, variance), y[:, 0], n_samples=20000)
+        found = la.log_density((mean, variance), y[:, 0], n_samples=4000)
         total = 0.0
         for n in range(len(x)):
             # Of eta_1 the integral is a Gaussian's in closed form; of eta_2 < 0 a sum.
@@ -177,7 +177,7 @@ def test_density_of_a_heteroscedastic_prediction_is_of_negative_second_parameter
             noise = -0.5 / eta_2
             given = torch.distributions.Normal(mean[n, 0] * noise, (noise + variance[n, 0] * noise.square()).sqrt())
             total += ((given.log_prob(y[n, 0]).exp() * weights).sum() / weights.sum()).log().item()
-        assert found.item() == pytest.approx(total, abs=0.02 * len(x))
+        assert found.item() == pytest.approx(total, abs=0.04 * len(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         chosen = la.optimize_prior_precision(

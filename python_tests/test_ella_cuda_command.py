@@ -249,8 +249,7 @@ def test_with_all_streams_closed_a_run_writes_what_it_always_writes(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("line", ["--version", "--help", "train --help"])
+@pytest.mark.parametrize(("line", "unbuffered"), [("--version", ""), ("--version", "1"), ("train --help", "1")])
 def test_output_that_cannot_be_written_is_a_failure_in_one_line(line, unbuffered, tmp_path):
     done = shell(f"{line} >/dev/full", tmp_path, PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 1

@@ -106,8 +106,8 @@ def network() -> nn.Sequential:
     )
 
 
-def configs() -> list[experiments.RunConfig]:
-    return [experiments.configure("digits", "digit", "conv", "evidence", seed, **TINY) for seed in (0, 1)]
+def configs(objective: str = "map") -> list[experiments.RunConfig]:
+    return [experiments.configure("digits", "digit", "conv", objective, seed, **TINY) for seed in (0, 1)]
 
 
 CALLS: dict[str, Callable[[Work], Any]] = {
@@ -121,7 +121,7 @@ CALLS: dict[str, Callable[[Work], Any]] = {
     "neyshabur": lambda w: models.neyshabur("s_fc+s_conv", 1, 10, 1)(torch.zeros(1, 1, 32, 32)),
     "load": lambda w: data.load("digits"),
     "prepare": lambda w: experiments.prepare("digits", "translated", 16, 5, 50, 0.2),
-    "run_one": lambda w: experiments.run_one(configs()[0], w.folder / "one", progress=False),
+    "run_one": lambda w: experiments.run_one(configs("evidence")[0], w.folder / "one", progress=False),
     "run_grid, one at a time": lambda w: experiments.run_grid(configs(), w.folder / "serial", progress=False),
     "run_grid, two at once": lambda w: experiments.run_grid(configs(), w.folder / "parallel", progress=False, jobs=2),
     "run_grid, resumed": lambda w: experiments.run_grid(configs(), w.folder / "runs", progress=False),

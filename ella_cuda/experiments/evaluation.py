@@ -127,18 +127,23 @@ def describe_predictions(
         return torch.softmax(model(x).double(), 1)
 
     ways: dict[str, Predict] = {"plugin": plugin} | ({} if la is None else {"predictive": la})
-    turned = [] if asked.turned is None else [(d, *_turned(asked.turned, d, dataset)) for d in DEGREES]
-    count = len(ways) * (1 + len(asked.others) + len(turned))
+    count = len(dataset.test_images) + sum(map(len, asked.others.values()))
+    if asked.turned is not None:
+        count += len(DEGREES) * len(asked.turned[0])
     with (
         evaluation_mode(model),
-        tqdm(total=count, desc=f"{name}: predictions", disable=not progress, **bar_size()) as bar,
+        tqdm(
+            total=len(ways) * count, desc=f"{name}: predictions", unit="image", disable=not progress, **bar_size()
+        ) as bar,
     ):
 
         def predicted(predict: Predict, images: Tensor) -> Tensor:
-            with torch.no_grad():
-                found = torch.cat([predict(x).double() for x in images.split(EVALUATION_BATCH)])
-            bar.update()
-            return found
+            found = []
+            for x in images.split(EVALUATION_BATCH):
+                with torch.no_grad():
+                    found.append(predict(x).double())
+                bar.update(len(x))
+            return torch.cat(found)
 
         own = {way: predicted(predict, dataset.test_images) for way, predict in ways.items()}
         row: dict[str, Any] = {}
@@ -155,19 +160,23 @@ def describe_predictions(
                 other: {way: _told_apart(own[way], predicted(predict, images)) for way, predict in ways.items()}
                 for other, images in asked.others.items()
             }
-        if turned:
-            row["rotated_size"] = len(turned[0][1])
-            row["rotations"] = {
-                way: [{"degrees": d, **_scored(predicted(predict, x), y)} for d, x, y in turned]
-                for way, predict in ways.items()
-            }
+        if asked.turned is not None:
+            images, turned_labels = asked.turned
+            row["rotated_size"] = len(images)
+            row["rotations"] = {way: [] for way in ways}
+            for degrees in DEGREES:
+                turned = _turned(images, degrees, dataset)
+                for way, predict in ways.items():
+                    row["rotations"][way].append(
+                        {"degrees": degrees, **_scored(predicted(predict, turned), turned_labels)}
+                    )
     return row
 
 
-def _turned(images: tuple[Tensor, Tensor], degrees: float, dataset: Dataset) -> tuple[Tensor, Tensor]:
-    """Turned about black, as before normalising."""
+def _turned(images: Tensor, degrees: float, dataset: Dataset) -> Tensor:
+    """Turned with black from outside, as before normalising."""
     black = dataset.black[:, None, None]
-    return rotated(images[0] - black, degrees) + black, images[1]
+    return rotated(images - black, degrees) + black
 
 
 def _bins(found: metrics.Reliability) -> dict[str, list[float | None]]:

@@ -11,7 +11,7 @@ import torch
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
-from ella_cuda.experiments.run import build_network, prepare_for
+from ella_cuda.experiments.run import build_network, own_random_state, prepare_for
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
@@ -85,7 +85,8 @@ def load_run(
         raise damaged(path, error, ADVICE) from error
     if fit:
         data = prepare_for(config, data_dir, download).to(target)
-        la.fit(TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size))
+        with own_random_state():
+            la.fit(TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size))
     return LoadedRun(model, la, config, state["epoch"])
 
 

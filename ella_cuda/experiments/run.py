@@ -92,7 +92,7 @@ def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neys
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
+def own_random_state() -> Iterator[None]:
     """The generators of torch, numpy and Python are the context's own: at its end they are where they were."""
     before = random_state([])
     try:
@@ -101,7 +101,7 @@ def _own_random_state() -> Iterator[None]:
         restore_random_state(before, [])
 
 
-@_own_random_state()
+@own_random_state()
 def run_one(
     config: RunConfig,
     run_dir: str | os.PathLike[str],
@@ -132,10 +132,10 @@ def run_one(
         of all but the seconds.
 
         Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
-        ``nll_predictive, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax ``ece_plugin, brier_plugin``. What follows has a part
-        ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin ``count, confidence, accuracy`` (None in an empty one);
-        of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``; ``rotations``, of ``rotated_size`` images, a list of
-        ``degrees, nll, accuracy, confidence`` (percent) ``, entropy``.
+        ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
+        ``ece_plugin, brier_plugin``. What follows has a part ``plugin`` and, where there is one, ``predictive``: ``reliability``, by bin
+        ``count, confidence, accuracy`` (None in an empty one); of ``ood``, by data set, AUROC of ``entropy`` and ``max_probability``;
+        ``rotations``, of ``rotated_size`` images, a list of ``degrees, nll, accuracy, confidence`` (percent) ``, entropy``.
 
     Raises:
         ValueError: data of ``ood`` do not fit; a checkpoint is of another configuration or of other data, see

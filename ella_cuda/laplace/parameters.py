@@ -69,8 +69,8 @@ def fingerprint_of(model: nn.Module) -> Tensor:
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:
-    """A sum of the elements, 0-dim float64, that tells apart what few changes do, also where they move nothing but places; for less than
-    :func:`fingerprint_of` takes."""
+    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum. It takes less time than
+    :func:`fingerprint_of`."""
     flat = tensor.flatten()
     side = math.isqrt(flat.numel())
     weights = (

@@ -328,7 +328,7 @@ class Predictive:
     ) -> Tensor:
         """The outputs' derivatives along directions ``(S, P)``, ``(S, N, ...)``."""
         if not any(_is_padded(module) for module in self.model.modules()):
-            with suppress(NotImplementedError):  # of a function without forward mode whose gradient has no derivative
+            with suppress(RuntimeError):  # of functions without a forward mode whose gradients have no derivatives
                 return jvp(function, parameters.values(), parameters.split(directions))
         shapes = self.posterior_precision.shapes
         whole = parameters.split(directions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,31 +65,43 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
 
     Returns:
         ``(S, *function(values).shape)``.
+
+    Raises:
+        NotImplementedError: a function without a forward mode is differentiable once.
     """
 
     def forward(direction: Values) -> Tensor:
         return torch.func.jvp(function, (values,), (direction,))[1]
 
-    def reverse(direction: Values) -> Tensor:
+    def reverse(direction: Values) -> tuple[Tensor, Tensor, Tensor]:
+        """The derivative; and a cotangent c with what c^T J d is by one pass."""
         # By autograd itself: torch.func refuses a torch.autograd.Function without setup_context.
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
             outputs = function(leaves)
-            cotangent = torch.zeros_like(outputs).requires_grad_()
+            cotangent = torch.ones_like(outputs).requires_grad_()
             pulled = torch.autograd.grad(
                 outputs, [*leaves.values()], cotangent, create_graph=True, materialize_grads=True
             )
-            along_direction = sum((g * direction[name]).sum() for name, g in zip(leaves, pulled, strict=True))
-            return torch.autograd.grad(along_direction, cotangent)[0]
+            product = sum((g * direction[name]).sum() for name, g in zip(leaves, pulled, strict=True))
+            return torch.autograd.grad(product, cotangent)[0], cotangent.detach(), product.detach()
 
-    def along(way: Callable[[Values], Tensor], sample: int) -> Tensor:
+    def along(way: Callable[[Values], Any], sample: int) -> Any:
         return way({name: d[sample] for name, d in directions.items()})
 
     count = len(next(iter(directions.values())))
     try:
         last, way = along(forward, count - 1), forward
     except Exception:  # whatever functions without a forward mode raise
-        last, way = along(reverse, count - 1), reverse
+        last, cotangent, product = along(reverse, count - 1)
+        # Of a function that is differentiable once, autograd leaves the second derivative out without a word.
+        terms = last * cotangent
+        if differ({"": terms.sum()}, {"": product}, terms.abs().sum()):
+            raise NotImplementedError("jvp: a function without a forward mode is differentiable once.") from None
+
+        def way(direction: Values) -> Tensor:
+            return reverse(direction)[0]
+
     if count > 1:
         with suppress(Exception):  # whatever functions that vmap cannot take raise
             together = torch.func.vmap(way)(directions)
@@ -98,10 +111,11 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
     return torch.stack([*(along(way, sample) for sample in range(count - 1)), last])
 
 
-def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two ways to the same derivatives differ beyond rounding, in what is finite."""
+def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor], of: Tensor | None = None) -> bool:
+    """Whether two ways to the same derivatives differ beyond rounding, in what is finite; ``of`` is the size of what was added up, where
+    that is not theirs."""
     for name, b in other.items():
-        size = b.abs().amax()
+        size = b.abs().amax() if of is None else of
         if size.isfinite() and (one[name] - b).abs().amax() > torch.finfo(b.dtype).eps ** 0.5 * size:
             return True
     return False

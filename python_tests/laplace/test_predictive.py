@@ -164,6 +164,40 @@ def test_samples_of_functions_without_a_forward_mode() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+class OnceTanh(torch.autograd.Function):
+    """Without a forward mode, and with a gradient that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.tanh(x)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        return gradient * (1 - out.square())
+
+
+@pytest.mark.filterwarnings("ignore:fit")
+def test_samples_of_functions_that_are_differentiable_once() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(OnceTanh.apply(self.first(x)))
+
+    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
+    found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
+    drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
+    expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.filterwarnings("ignore:fit")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_samples_are_functions_that_data_points_share(name: str) -> None:
@@ -563,7 +597,6 @@ def test_what_has_a_posterior_is_settled_by_the_fit(kind: Any, frozen: str) -> N
     for name, p in model.named_parameters():
         p.requires_grad_(frozen == "none" or (frozen == "some" and name == la.parameter_names[0]))
     before = [p.requires_grad for p in model.parameters()]
-    model[0].to(torch.float64)
     la._predicting = None  # as before a first prediction
     torch.testing.assert_close(la.functional_variance(x), expected, rtol=0, atol=0)
     assert before == [p.requires_grad for p in model.parameters()] and first.weight.requires_grad == (frozen == "none")

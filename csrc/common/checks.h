@@ -57,6 +57,16 @@ class ArgumentCheck {
     device(name, value);
   }
 
+  // Of the reference's dtype, or float32 beside a float64 reference, which takes sums of it.
+  void no_wider(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
+    dimensions(name, value, shape, meaning);
+    const ScalarType type = value.scalar_type(), sum = reference_.scalar_type();
+    ELLA_CHECK(type == sum || (sum == ScalarType::Double && type == ScalarType::Float), op_, ": ", name,
+               " must have the dtype of ", name_, " (", dtype_name(sum), ")", sum == ScalarType::Double ? " or be float32" : "",
+               ", got ", dtype_name(type));
+    device(name, value);
+  }
+
   // Shape, dtype and device; -1 in `shape` accepts any size. `meaning` names the axes in the message.
   void tensor(const char* name, const Tensor& value, std::initializer_list<int64_t> shape, const char* meaning) const {
     dimensions(name, value, shape, meaning);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,12 +16,7 @@ from ella_cuda.ops._operator import (
     register_in_place,
     require_backend,
     require_countable,
-    require_own_memory,
 )
-from ella_cuda.ops._precision import without_autocast
-
-TILE = 1 << 18  # numbers of a tile: 2 MiB in float64, which stay in a second-level cache
-POSITIONS = 1024  # summed by one product
 
 
 def kron_variance_(
@@ -40,8 +34,8 @@ def kron_variance_(
 
         variance[n,k,l] += sum_{g,i,j} M[n,k,g,i,j] M[n,l,g,i,j] / (scale eigenvalues_in[g,i] eigenvalues_out[g,j] + precision)
 
-    Equivalent to :func:`kron_variance_torch_`, without M or the denominators as a whole: only tiles of a few MiB exist. At a single
-    position M has rank one, and the sum over i becomes one product with the denominators' inverses per group.
+    Equivalent to :func:`kron_variance_torch_`, without M or the denominators as a whole: only tiles of a few MiB a thread exist, and
+    8 MiB of sums. At a single position M has rank one, and the sum over i becomes one product with the denominators' inverses per group.
 
     Args:
         variance: ``(N, K, K)``, or ``(N, K)`` for the diagonal alone; float32 or float64, contiguous; changed in place.
@@ -136,122 +130,4 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[None,
     return map_in_place_over_batch(torch.ops.ella_cuda.kron_variance_, info, in_dims, args)
 
 
-def _parts(size: int, each: int) -> Iterator[slice]:
-    return (slice(begin, min(begin + each, size)) for begin in range(0, size, max(each, 1)))
-
-
-def _tiled(
-    variance: Tensor,
-    outputs: Tensor,
-    inputs: Tensor | None,
-    eigenvalues_in: Tensor,
-    eigenvalues_out: Tensor,
-    precision: Tensor,
-) -> None:
-    """The op on the CPU, by torch's products of tiles."""
-    _fake(variance, outputs, inputs, eigenvalues_in, eigenvalues_out, precision)
-    for name, tensor in (("outputs", outputs), ("inputs", inputs)):
-        if tensor is not None:
-            require_own_memory("kron_variance_", "variance", name, variance, tensor)
-    if 0 in variance.shape or outputs.numel() == 0 or eigenvalues_in.numel() == 0:
-        return
-    total = variance if variance.dtype == torch.float64 else torch.zeros_like(variance, dtype=torch.float64)
-    spectra = eigenvalues_in, eigenvalues_out.expand(eigenvalues_in.shape[0], -1), precision
-    with torch.no_grad(), without_autocast(variance.device.type):
-        if inputs is not None and inputs.shape[1] == 1:
-            _add_rank_one(total, inputs[:, 0], outputs[:, :, 0], *spectra)
-        else:
-            _add_any_rank(total, inputs, outputs, *spectra)
-        if total is not variance:
-            variance += total
-
-
-def _inverses(eigenvalues_in: Tensor, eigenvalues_out: Tensor, precision: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / (l_i m_j + p) of some groups, rows and columns; (g, i, j)."""
-    return torch.mul(eigenvalues_in[:, :, None], eigenvalues_out[:, None]).add_(precision).reciprocal_().to(dtype)
-
-
-def _add_rank_one(total: Tensor, inputs: Tensor, outputs: Tensor, l: Tensor, m: Tensor, precision: Tensor) -> None:
-    """inputs (N, G, a), outputs (K, N, G, b). Weights w[g,n,j] = sum_i inputs[n,g,i]^2 / (l_i m_j + p) are sums of positive terms, which lose
-    nothing in the rows' dtype; they are taken for some groups and columns at a time."""
-    (k, n, groups, b), a = outputs.shape, inputs.shape[-1]
-    columns = min(b, 256)
-    rows = min(a, TILE // columns)  # of the inverses
-    together = min(groups, max(TILE // (columns * rows), 1))
-    points = min(n, max(TILE // (together * max(rows, k * columns)), 1))
-    # The inverses cost more than the products with them where there are few data points: all points see a tile before the next is made.
-    for group in _parts(groups, together):
-        for column in _parts(b, columns):
-            # Weights of all points at once would be as large as the outputs' gradient of one output; they are kept for some points.
-            for chunk in _parts(n, max(points, TILE // ((group.stop - group.start) * (column.stop - column.start)))):
-                weights = _weights(inputs[chunk, group], l[group], m[group, column], precision, rows, points)
-                for part in _parts(chunk.stop - chunk.start, points):
-                    here = slice(chunk.start + part.start, chunk.start + part.stop)
-                    _add_weighted(total[here], outputs[:, here, group, column], weights[:, part])
-
-
-def _weights(inputs: Tensor, l: Tensor, m: Tensor, precision: Tensor, rows: int, points: int) -> Tensor:
-    """(g, n, j) of the inputs (n, g, i)."""
-    n, groups, a = inputs.shape
-    weights = inputs.new_zeros(groups, n, m.shape[1])
-    for row in _parts(a, rows):
-        inverses = _inverses(l[:, row], m, precision, inputs.dtype)
-        for part in _parts(n, points):
-            squares = inputs[part, :, row].movedim(0, 1).square()
-            if a == 1:
-                weights[:, part] = squares * inverses
-            else:
-                torch.baddbmm(weights[:, part], squares, inverses, out=weights[:, part])
-    return weights
-
-
-def _add_weighted(total: Tensor, outputs: Tensor, weights: Tensor) -> None:
-    """total[n] += sum_{g,j} outputs[k,n,g,j] weights[g,n,j] outputs[l,n,g,j], or its diagonal."""
-    rows = outputs.movedim(0, 1).flatten(2)  # n, k, (g, j)
-    weights = weights.movedim(0, 1).flatten(1)[:, None]
-    if total.dim() == 2:
-        total += (rows.square() * weights).sum(2, dtype=torch.float64)
-    else:
-        total += torch.bmm(rows * weights, rows.mT)
-
-
-def _add_any_rank(
-    total: Tensor, inputs: Tensor | None, outputs: Tensor, l: Tensor, m: Tensor, precision: Tensor
-) -> None:
-    """Tiles of M for some data points, groups, rows and columns, (n g, k, j i)."""
-    k, n = outputs.shape[:2]
-    (groups, a), b = l.shape, m.shape[1]
-    rows = min(a, max(TILE // (k * min(b, 64)), 1))
-    columns = min(b, max(TILE // (k * rows), 1))
-    together = min(groups, max(TILE // (k * rows * columns), 1))
-    points = min(n, max(TILE // (k * rows * columns * together), 1))
-    for group in _parts(groups, together):
-        for row in _parts(a, rows):
-            for column in _parts(b, columns):
-                inverses = _inverses(l[group, row], m[group, column], precision, outputs.dtype).mT.flatten(1)
-                for part in _parts(n, points):
-                    tile = _jacobian_tile(inputs, outputs, part, group, row, column)
-                    tile = tile.view(part.stop - part.start, -1, k, inverses.shape[1])
-                    if total.dim() == 2:
-                        added = torch.matmul(tile.square(), inverses[:, :, None])[..., 0]
-                    else:
-                        added = torch.matmul(tile * inverses[:, None], tile.mT)
-                    total[part] += added.sum(1, dtype=torch.float64)
-
-
-def _jacobian_tile(
-    inputs: Tensor | None, outputs: Tensor, part: slice, group: slice, row: slice, column: slice
-) -> Tensor:
-    if inputs is None:  # k n g i j
-        return outputs[:, part, group, row, column].permute(1, 2, 0, 4, 3).contiguous()
-    tile: Tensor | None = None
-    for positions in _parts(inputs.shape[1], POSITIONS):
-        left = outputs[:, part, positions, group, column].permute(1, 3, 0, 4, 2).flatten(2, 3).flatten(0, 1)
-        right = inputs[part, positions, group, row].permute(0, 2, 1, 3).flatten(0, 1)
-        tile = torch.bmm(left, right) if tile is None else tile.baddbmm_(left, right)
-    assert tile is not None
-    return tile
-
-
-torch.library.impl("ella_cuda::kron_variance_", "cpu")(_tiled)
 _add = register_in_place("kron_variance_", fake=_fake, vmap=_vmap)

@@ -148,6 +148,9 @@ struct Kernels {
   void (*multiplied_gradients)(int64_t rows, int64_t channels, int64_t positions, const T* sums, int64_t sums_row, const T* u,
                                int64_t u_row, const T* v, int64_t v_row, int64_t v_step, T* du, int64_t du_row, T* dv,
                                int64_t dv_row, const T* shift, bool add);
+
+  // out[j] = 1 / (l m[j] + p), divided in double, j < count.
+  void (*inverse_row)(double l, const double* m, int64_t count, double p, T* out);
 };
 
 // How sums in S join a total in T, which is S or wider; products with alpha are in T.

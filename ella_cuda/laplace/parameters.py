@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ella_cuda.nn import SpatialBasis
 
+PART = 1 << 17  # elements that are widened to float64 at a time: 1 MiB
+
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name, in ``model.named_parameters()`` order; those of several names by the first.
@@ -57,9 +59,10 @@ def fingerprint_of(model: nn.Module) -> Tensor:
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
     for index, tensor in enumerate([*kept.values(), *others.values()], start=1):
         if tensor.is_floating_point():
-            weights = torch.arange(1, tensor.numel() + 1, dtype=torch.float64, device=tensor.device)
-            weights.mul_(0.6180339887498949).frac_().add_(0.5)  # multiples of the golden ratio: no two close ones alike
-            parts.append(index * (tensor.detach().flatten().double() @ weights))
+            flat = tensor.detach().flatten()
+            for begin in range(0, flat.numel(), PART):
+                some = flat[begin : begin + PART].double()
+                parts.append(index * (some @ _uneven(begin + 1, begin + len(some) + 1, tensor.device)))
     # Where all are on one device, none of the parts is waited for.
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
@@ -73,16 +76,20 @@ def uneven_sum(tensor: Tensor) -> Tensor:
     :func:`fingerprint_of`."""
     flat = tensor.flatten()
     side = math.isqrt(flat.numel())
-    weights = (
-        torch.arange(1, side + 1, dtype=torch.float64, device=tensor.device).mul_(0.6180339887498949).frac_().add_(0.5)
-    )
     square, rest = flat[: side * side].view(side, side), flat[side * side :]
-    rows = square.double() @ weights @ (1 + weights.square())
+    weights = _uneven(1, side + 1, tensor.device)
+    sums = [part.double() @ weights for part in square.split(max(PART // max(side, 1), 1))]
+    rows = torch.cat(sums) @ (1 + weights.square())
     return (
         rows
         + rest.sum(dtype=torch.float64)
         + (rest.double() @ torch.arange(len(rest), device=rest.device).double()) / 7
     )
+
+
+def _uneven(begin: int, end: int, device: torch.device) -> Tensor:
+    """Between 0.5 and 1.5, float64: multiples of the golden ratio, no two close ones alike."""
+    return torch.arange(begin, end, dtype=torch.float64, device=device).mul_(0.6180339887498949).frac_().add_(0.5)
 
 
 class FittedBases:

@@ -19,6 +19,8 @@ from ella_cuda.ops.circular_conv2d import mirrored
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_index
 from ella_cuda.ops.circular_pad2d import circular_pad2d
 
+PIECE = 1 << 20  # bytes of gradients that a thread takes through a convolution at a time
+
 
 @register(CircularConv2d)
 @register(nn.Conv2d)
@@ -102,12 +104,16 @@ class Conv2dRule(Rule):
         flat = gradient.flatten(0, 1)
         if self._same_circular():
             return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
-        # Channels innermost: convolutions are faster so on the CPU.
-        flat = flat.contiguous(memory_format=torch.channels_last)
-        found = self._input_gradient(flat, input_shape)
-        # Back to the layout of the forward pass: elementwise work on two layouts at once is slow.
-        if gradient.is_contiguous():
-            found = found.contiguous()
+        # Elementwise work on two layouts at once is slow: the result has that of the forward pass. Channels innermost: convolutions are
+        # faster so on the CPU, and pieces keep the copies small.
+        layout = torch.contiguous_format if gradient.is_contiguous() else torch.channels_last
+        size = (len(flat), *input_shape[1:])
+        found = torch.empty(size, dtype=flat.dtype, device=flat.device, memory_format=layout)
+        each = max(flat[:1].numel(), found[:1].numel(), 1) * flat.element_size()
+        step = max(torch.get_num_threads() * PIECE // each, 1) if flat.is_cpu else max(len(flat), 1)
+        for begin in range(0, len(flat), step):
+            piece = flat[begin : begin + step].contiguous(memory_format=torch.channels_last)
+            found[begin : begin + step] = self._input_gradient(piece, input_shape)
         return found.unflatten(0, gradient.shape[:2])
 
     def _input_gradient(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:

@@ -26,6 +26,7 @@ from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.rules.norm import constant_scale, scaled
 from ella_cuda.laplace.uses import Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
@@ -101,6 +102,20 @@ class _OutputTap(torch.autograd.Function):
         return _OnColumns.apply(gradient, show), None, None, None
 
 
+class _ConstantScale(torch.autograd.Function):
+    """Stands in the graph for a frozen normalisation by constants: ``out`` becomes the output, of which nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+        ctx.mark_dirty(out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return scaled(gradient, ctx.scale, 1), None, None
+
+
 class CurvaturePass:
     """The passes of one fit; see :func:`curvature_pass`.
 
@@ -163,8 +178,13 @@ class CurvaturePass:
         }
         by_function = self.findings.by_function
         hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
+        known = {module for rule in self.rules for module in (rule.module, *rule.inner_modules())}
         with ExitStack() as stack:
             stack.enter_context(hooked(hooks, inside))
+            for module in self.model.modules():
+                if module not in known and (scale := constant_scale(module)) is not None:
+                    handle = module.register_forward_hook(self._frozen(scale), prepend=True, with_kwargs=True)
+                    stack.callback(handle.remove)
             if by_function:
                 modules = [rule.module for rule in by_function]
                 stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
@@ -257,6 +277,19 @@ class CurvaturePass:
             ]
             out = self._node(rule, arguments, plain_tensor(out), place)
             return out if kind is Tensor else out.as_subclass(kind)
+
+        return replace
+
+    def _frozen(self, scale: Tensor) -> Callable[..., Tensor]:
+        """The forward hook of a frozen normalisation by constants."""
+
+        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            (x,) = arguments_in_order(module, args, kwargs)
+            if self._aside or module.training or not x.requires_grad or not type(x) is type(out) is Tensor:
+                return out
+            return (
+                out.detach() + self._anchor if self._differentiating else _ConstantScale.apply(x, out.detach(), scale)
+            )
 
         return replace
 

@@ -93,6 +93,22 @@ def test_blocks_are_those_of_the_dense_matrix(layer, likelihood, dense_ggn, batc
     assert model.training and all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
 
 
+@pytest.mark.parametrize("parameters", ["trained", "frozen", "none"])
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if "Batch" in layer])
+def test_gradients_go_back_through_a_norm_of_constants(layer, parameters, dense_ggn):
+    """To the bias before it, whose block is exact; an activation in place follows."""
+    make, shape = LAYERS[layer]
+    model = around(make(), shape)
+    model[4] = nn.ReLU(inplace=True)
+    if parameters == "none":
+        model[3].weight = model[3].bias = None
+    model[3].requires_grad_(parameters == "trained")
+    x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
+    expected = dense_ggn(model, x, y, "classification")["0.bias"]
+    found = KronLaplace(model).fit([(x, y)]).factors["0.bias"].to_dense()[0]
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize("layer", ["BatchNorm2d", "LayerNorm, positions", "GroupNorm"])
 def test_one_parameter_may_be_frozen(layer, frozen, dense_ggn):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
@@ -58,6 +59,20 @@ class ScaleRule(Rule):
         }
 
 
+def scaled(values: Tensor, scale: Tensor, axis: int) -> Tensor:
+    """By channels ``(C,)``, which are this axis of the values."""
+    return (values * scale.view(-1, *(1,) * (values.dim() - axis - 1))).to(values.dtype)
+
+
+def constant_scale(module: nn.Module) -> Tensor | None:
+    """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
+    ours = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if not ours or module.running_mean is None or module.running_var is None:
+        return None
+    scale = (module.running_var + module.eps).rsqrt()
+    return scale if module.weight is None else scale * module.weight.detach()
+
+
 @register(nn.BatchNorm1d)
 @register(nn.BatchNorm2d)
 @register(nn.BatchNorm3d)
@@ -77,6 +92,13 @@ class BatchNormRule(ScaleRule):
                 f"{self.label} has no running statistics (track_running_stats=False): its outputs depend on the whole batch, and the "
                 "curvature is no sum over data. Build it with track_running_stats=True, or use GroupNorm."
             )
+        self.differentiates = (
+            constant_scale(module) is not None
+        )  # autograd's own copies all columns' gradients three times
+
+    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        self.outputs(gradient)
+        return None if input_shape is None else scaled(gradient, constant_scale(self.module), 2)
 
     def _normalised(self, x: Tensor) -> Tensor:
         m = self.module

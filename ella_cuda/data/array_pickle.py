@@ -103,6 +103,13 @@ class _Unpickler(pickle._Unpickler):
 
     dispatch[pickle.BUILD[0]] = load_build
 
+    def load_bytearray8(self) -> None:
+        """As many bytes as the file has: the default gives memory for the number that it names, before it reads."""
+        count = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(count)))
+
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
 
 def load_dictionary(raw: bytes, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
     """Arrays, or lists of integers, out of a pickled dictionary.

@@ -313,6 +313,22 @@ def test_no_damaged_byte_does_more_than_a_clear_error(tmp_path):
     assert done.returncode == 0 and done.stdout == "survived\n", done.stderr[-2000:]
 
 
+def test_a_number_of_bytes_that_a_file_does_not_have_takes_no_memory():
+    batch = {b"data": np.zeros((2, 3072), np.uint8), b"labels": [1, 2]}
+    raw = pickle.dumps(batch, protocol=5)
+    place = raw.index(pickle.BYTEARRAY8) + 1
+    assert raw[place : place + 8] == (2 * 3072).to_bytes(8, "little")
+    for count in (1 << 28, (1 << 64) - 1):
+        damaged = raw[:place] + count.to_bytes(8, "little") + raw[place + 8 :]
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match="it is not a readable CIFAR batch"):
+                parse_cifar_batch(damaged, "it", b"labels")
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        finally:
+            tracemalloc.stop()
+
+
 class Records:
     """Pickles to an array whose type has an object field, its pointers taken from the file."""
 

@@ -38,6 +38,9 @@ CHOSEN = (
 
 # How pytest-xdist hands out the tests of a stage, by its marker expression. The simulator's files compile: each is one process' work.
 STAGES = {"not simulator": "worksteal", "simulator": "loadfile"}
+# The workers' environment. Where a test takes two threads, one that waits sleeps at once: the other's core belongs to another worker, and
+# a thread that spins holds its own core from the thread it waits for, a time slice in each loop.
+WORKERS = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,16 +56,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and free and not (chosen or shown or worker or torch.cuda.is_available()):
         config.option.numprocesses = config.hook.pytest_xdist_auto_num_workers(config=config)
         config.option.dist = STAGES[config.option.markexpr]
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # the workers'; this process has loaded torch already
-        config.add_cleanup(lambda: _restore("OMP_NUM_THREADS", before))
+        before = {name: os.environ.get(name) for name in WORKERS}
+        os.environ.update(WORKERS)  # this process has loaded torch already
+        config.add_cleanup(lambda: _restore(before))
 
 
-def _restore(name: str, before: str | None) -> None:
-    if before is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = before
+def _restore(before: dict[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -75,8 +79,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True, scope="session")
 def children_are_no_workers() -> None:
-    """A pytest that a test starts would take itself for a worker of this one."""
-    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+    """A pytest that a test starts would take itself for a worker of this one; a command that it starts would say that the user has chosen
+    how threads wait."""
+    for name in [name for name in os.environ if name.startswith(("PYTEST_XDIST", "GOMP_SPINCOUNT"))]:
         del os.environ[name]
 
 

@@ -31,7 +31,7 @@ COMPONENT_SHAPES = [
     (2, 64, 66, 16, 18, 3, 3),
 ]
 # Weights so many that their gradient is a product of matrices, with patches of some of the images at a time.
-MANY_WEIGHTS = (115, 185, 187, 10, 12, 3, 3)
+MANY_WEIGHTS = (115, 45, 187, 10, 12, 3, 3)
 
 
 def one_component(images: Tensor) -> Tensor:

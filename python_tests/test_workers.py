@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import platform
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -30,20 +32,8 @@ def test_results_come_with_their_index():
     assert sorted(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 2, 1, lambda: None)) == [(0, 8), (1, 9), (2, 32)]
 
 
-def test_calls_are_begun_in_their_order():
-    assert list(run_at_once(pow, [(2, 3), (3, 2), (2, 5)], 1, 1, lambda: None)) == [(0, 8), (1, 9), (2, 32)]
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
-def test_ctrl_c_reaches_this_process_alone():
-    """A terminal sends it to workers too, which would show where they were while they import."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    ((_, blocked),) = run_at_once(eval, [("__import__('signal').pthread_sigmask(0, [])",)], 1, 1, lambda: None)
-    assert signal.SIGINT in blocked and signal.SIGINT not in before
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
-
-
 # Expressions that a worker evaluates by itself: nothing of the tests needs to be importable there.
+BLOCKED = "__import__('signal').pthread_sigmask(0, [])"
 FLUSHED = "float(__import__('torch').full((64,), 1e-30).mul(1e-12).sum())"
 KEPT = (
     "(lambda torch, rss: (lambda low: (torch.ones(16 << 20).sum(), rss() - low)[1])(rss()))"
@@ -51,11 +41,44 @@ KEPT = (
 )
 
 
-def test_workers_flush_subnormal_numbers():
-    assert list(run_at_once(eval, [(FLUSHED,)], 1, 1, lambda: None)) == [(0, 0.0)]
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What one worker answered, by the question; the order of the answers; signals that this process blocked before and after."""
+
+    answers: dict[str, Any]
+    order: list[int]
+    before: set[signal.Signals]
+    after: set[signal.Signals]
+
+
+@pytest.fixture(scope="module")
+def asked() -> Asked:
+    questions = ["2**3", FLUSHED, "3**2"]
+    questions += [KEPT] if platform.libc_ver()[0] == "glibc" else []
+    can_block = hasattr(signal, "pthread_sigmask")
+    questions += [BLOCKED] if can_block else []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, []) if can_block else set()
+    found = list(run_at_once(eval, [(q,) for q in questions], 1, 1, lambda: None))
+    after = signal.pthread_sigmask(signal.SIG_BLOCK, []) if can_block else set()
+    return Asked({questions[i]: answer for i, answer in found}, [i for i, _ in found], before, after)
+
+
+def test_calls_are_begun_in_their_order(asked):
+    assert asked.order == list(range(len(asked.answers)))
+    assert (asked.answers["2**3"], asked.answers["3**2"]) == (8, 9)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals cannot be blocked here")
+def test_ctrl_c_reaches_this_process_alone(asked):
+    """A terminal sends it to workers too, which would show where they were while they import."""
+    assert signal.SIGINT in asked.answers[BLOCKED] and signal.SIGINT not in asked.before
+    assert asked.after == asked.before
+
+
+def test_workers_flush_subnormal_numbers(asked):
+    assert asked.answers[FLUSHED] == 0.0
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told to keep memory")
-def test_workers_keep_freed_memory():
-    ((_, kept),) = run_at_once(eval, [(KEPT,)], 1, 1, lambda: None)
-    assert kept > 32 << 20  # 64 MiB were taken and given back, to the heap
+def test_workers_keep_freed_memory(asked):
+    assert asked.answers[KEPT] > 32 << 20  # 64 MiB were taken and given back, to the heap

@@ -32,8 +32,8 @@ class Interrupted(Exception):
     pass
 
 
-def train(checkpoint: Path, seeded: bool, until: int = 4, **how: object) -> tuple[list[float], ...]:
-    """Four epochs, interrupted before the checkpoint of the one after ``until``."""
+def train(checkpoint: Path, seeded: bool, until: int = 3, **how: object) -> tuple[list[float], ...]:
+    """Three epochs, interrupted before the checkpoint of the one after ``until``."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.2), nn.ReLU(), nn.Linear(5, 3))
     generator = torch.Generator().manual_seed(3) if seeded else None
     loader = DataLoader(Noisy(), 8, shuffle=True, generator=generator, **how)
@@ -42,7 +42,7 @@ def train(checkpoint: Path, seeded: bool, until: int = 4, **how: object) -> tupl
         if evaluation.epoch > until:
             raise Interrupted
 
-    settings = {"n_epochs": 4, "n_hypersteps": 2, "progress_bar": False, "checkpoint": checkpoint}
+    settings = {"n_epochs": 3, "n_hypersteps": 2, "progress_bar": False, "checkpoint": checkpoint}
     _, model, margliks, losses = marglik_training(model, loader, on_evaluation=interrupt, **settings)
     return margliks, losses, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
@@ -61,7 +61,7 @@ def test_a_resumed_run_repeats_what_workers_draw(seeded, tmp_path):
         whole = train(tmp_path / "whole.pt", seeded, num_workers=2)
         seed(0)
         with pytest.raises(Interrupted):
-            train(tmp_path / "resumed.pt", seeded, until=2, num_workers=2)
+            train(tmp_path / "resumed.pt", seeded, until=1, num_workers=2)
         seed(1)
         resumed = train(tmp_path / "resumed.pt", seeded, num_workers=2)
     assert resumed == whole

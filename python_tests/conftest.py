@@ -18,6 +18,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 import ella_cuda
 from ella_cuda import experiments
 from ella_cuda.reports.pictures import Drawn
+from python_tests.forked import Forks
 
 IN_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # a process that pytest-xdist has started
 SUITE = Path(__file__).parent
@@ -163,6 +164,14 @@ def beside_the_tests(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "python_tests").symlink_to(Path(__file__).parent, target_is_directory=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """A process that has loaded torch, and of which the command is forked."""
+    found = Forks(tmp_path_factory.mktemp("forks"))
+    yield found
+    found.end()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import torch
 from ella_cuda import __version__, cli, experiments
 from ella_cuda.reports.pictures import Drawn
 from ella_cuda.testing import KernelCheck
+from python_tests.forked import Child
 from python_tests.reports import rows as made
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
@@ -143,29 +144,23 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     assert (folder / "summary.json").read_text() == before
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, process: Child) -> None:
     deadline = time.monotonic() + 240
     while not path.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.communicate(timeout=60)
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.mark.slow
-def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys):
+def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, capsys, forks):
     options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "4"]
     run_here(*options, "--out", str(tmp_path / "whole"))
-    started = subprocess.Popen(
-        command(*options, "--out", "killed"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
+    started = forks.start([*options, "--out", "killed"], tmp_path)
     second = tmp_path / "killed" / "digits-digit-conv-evidence-seed0"
     wait_for(second / "checkpoint.pt", started)
     started.send_signal(signal.SIGKILL)
-    started.communicate()
+    started.communicate(timeout=60)
     assert len(rows_of(tmp_path / "killed")) == 1  # the first run is done, the second is not
     assert cli.main(["inspect", str(tmp_path / "killed"), "--pictures", str(tmp_path / "drawn")]) == 0
     seen = capsys.readouterr().out
@@ -184,24 +179,12 @@ def test_a_killed_grid_resumes_to_the_numbers_of_one_that_was_not(tmp_path, caps
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_go_on(tmp_path):
+def test_ctrl_c_says_how_to_go_on(tmp_path, forks):
     options = ["train", "--task", "digit", "--layer", "conv", *SMALL, "--epochs", "1000", "--jobs", "2", "--out", "dir"]
-    # A shell's background jobs ignore SIGINT, and so would what the tests start when they are one of those.
-    started = subprocess.Popen(
-        command(*options),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    try:
-        wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
-        started.send_signal(signal.SIGINT)
-        _, errors = started.communicate(timeout=120)
-    finally:
-        started.kill()
+    started = forks.start(options, tmp_path)
+    wait_for(tmp_path / "dir" / "digits-digit-conv-map-seed0" / "checkpoint.pt", started)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=120)
     assert started.returncode == 130
     assert errors == "ella-cuda: interrupted; go on with: ella-cuda train --resume dir\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import warnings
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 import ella_cuda
 from ella_cuda import experiments
@@ -68,6 +68,13 @@ def _restore(before: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not look at all of it again and again, nor a forked process copy
+    it when it does."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
@@ -148,6 +155,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture(scope="session")
 def inductor() -> None:
     """torch.compile to machine code, which takes a C++ compiler that has OpenMP."""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(1 << 16))
     except RuntimeError as error:

@@ -263,7 +263,7 @@ def test_the_order_of_what_a_run_learns_does_not_matter():
 
 
 def test_a_run_that_learns_lengthscales_says_so(tmp_path):
-    config = small("s_fc+s_conv", learn="lengthscales", epochs=3)
+    config = small("s_fc+s_conv", learn="lengthscales")
     assert config.name == "digits-quadrant-s_fc+s_conv-evidence-lengthscales-seed0"
     row = run_one(config, tmp_path, progress=False)
     assert row["learn"] == "lengthscales"

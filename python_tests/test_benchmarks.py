@@ -240,9 +240,13 @@ def test_least_of_several_runs():
 
 
 INTERRUPTED = """
+import functools
 import os
 import signal
 
+from benchmarks import machine
+
+machine._best_seconds = functools.partial(machine._best_seconds, rounds=-1)  # peaks by one call each
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
 

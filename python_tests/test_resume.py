@@ -8,8 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tracemalloc
 import warnings
 from argparse import Namespace
@@ -86,7 +84,7 @@ def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsy
     assert "a folder in runs cannot be made (File exists); name another by --out" in capsys.readouterr().err
 
 
-def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys):
+def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
     """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
     monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
     options = [
@@ -104,29 +102,26 @@ def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys):
         "40",
     ]
     options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    code = "import sys; from ella_cuda.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "train", *options, "--out", "dir"]
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "dir"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as first:
-        try:
-            while not list(folder.glob("*/checkpoint.pt")):
-                assert first.poll() is None
-            first.send_signal(signal.SIGSTOP)  # at work as long as we look
-            assert cli.main(["inspect", "dir", "--json"]) == 0
-            (running,) = json.loads(capsys.readouterr().out)["running"]
-            assert running["epoch"] >= 1
-            for again in (["--resume", "dir"], [*options, "--out", "dir"]):
-                assert cli.main(["train", *again]) in (1, 2)
-                err = capsys.readouterr().err
-                assert err.count("\n") == 1
-                assert (
-                    "holds runs already" if "--out" in again else f"the folder dir is in use by process {first.pid} on "
-                ) in err
-        finally:
-            first.kill()
+    first = forks.start(["train", *options, "--out", "dir"], tmp_path)
+    try:
+        while not list(folder.glob("*/checkpoint.pt")):
+            assert first.poll() is None, first.communicate(timeout=60)
+        first.send_signal(signal.SIGSTOP)  # at work as long as we look
+        assert cli.main(["inspect", "dir", "--json"]) == 0
+        (running,) = json.loads(capsys.readouterr().out)["running"]
+        assert running["epoch"] >= 1
+        for again in (["--resume", "dir"], [*options, "--out", "dir"]):
+            assert cli.main(["train", *again]) in (1, 2)
+            err = capsys.readouterr().err
+            assert err.count("\n") == 1
+            assert (
+                "holds runs already" if "--out" in again else f"the folder dir is in use by process {first.pid} on "
+            ) in err
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.communicate(timeout=60)
     (checkpoint,) = folder.glob("*/checkpoint.pt")
     before = read_checkpoint(checkpoint)["epoch"]
     assert 1 <= before < 30

@@ -71,10 +71,12 @@ def _restore(before: dict[str, str | None]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: the garbage collector need not look at all of it again and again, nor a forked process copy
-    it when it does."""
+    """What was imported and collected stays: the garbage collector need not look at all of it again and again. It looks at what tests
+    keep more rarely than by default, for a forked process copies all that its collector looks at."""
     gc.collect()
     gc.freeze()
+    often, seldom, _ = gc.get_threshold()
+    gc.set_threshold(often, seldom, 100)
 
 
 @pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])

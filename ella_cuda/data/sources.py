@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,6 @@ from ella_cuda.data.idx import idx_content, idx_shape, parse_idx
 DEFAULT_ROOT = Path("data")
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 DIGITS_TEST_SIZE = 360
-DIGITS_FILE = "datasets/data/digits.csv.gz"  # in scikit-learn's package
 IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -67,29 +64,15 @@ def _tensors(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.nd
 
 
 def _digits(root: Path, download: bool) -> Dataset:
-    pixels, target = _read_digits()
-    images = torch.from_numpy(pixels.reshape(-1, 1, 8, 8)).to(torch.float32).div_(16)
-    labels = torch.from_numpy(target.astype(np.int64))
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).to(torch.float32).div_(16)[:, None]
+    labels = torch.from_numpy(bunch.target.astype(np.int64))
     ids = torch.arange(len(images))
     order = stratified_order(labels, ids, seed=0, purpose="digits test split")
     test, train = order[:DIGITS_TEST_SIZE].sort().values, order[DIGITS_TEST_SIZE:].sort().values
     return Dataset(images[train], labels[train], images[test], labels[test], 10, train, test)
-
-
-def _read_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Pixels ``(N, 64)`` and labels of scikit-learn's digits: of its file, where it is where releases have it, for importing scikit-learn
-    takes longer than to read or to learn from so few images."""
-    found = importlib.util.find_spec("sklearn")  # imports nothing
-    for folder in (found and found.submodule_search_locations) or ():
-        file = Path(folder) / DIGITS_FILE
-        if file.exists():
-            with gzip.open(file, "rt", encoding="ascii") as lines:
-                table = np.loadtxt(lines, delimiter=",")
-            return table[:, :-1], table[:, -1]
-    from sklearn.datasets import load_digits
-
-    bunch = load_digits()
-    return bunch.data, bunch.target
 
 
 def _idx_source(

@@ -159,12 +159,9 @@ def test_fashion_mnist_is_not_taken_for_mnist():
         load("mnist", sources.DEBIAN_FASHION_MNIST)
 
 
-@pytest.mark.parametrize("file", [sources.DIGITS_FILE, "not/there"])
-def test_digits_are_scikit_learns(file, monkeypatch):
-    """By its file and, where a release has that elsewhere, by its function."""
+def test_digits_are_scikit_learns(tmp_path):
     from sklearn.datasets import load_digits
 
-    monkeypatch.setattr(sources, "DIGITS_FILE", file)
     bunch = load_digits()
     data = load("digits")
     assert (len(data.train_images), len(data.test_images), data.num_classes) == (1437, 360, 10)

@@ -18,7 +18,7 @@ from pathlib import Path
 # that can be seen; to free what torch holds takes a second.
 SERVER = """
 import atexit, gc, io, json, os, sys
-import matplotlib.backends.backend_agg, matplotlib.figure, torch._dynamo
+import matplotlib.backends.backend_agg, matplotlib.figure, sklearn.datasets, torch._dynamo
 import ella_cuda.cli
 import ella_cuda_command as command
 

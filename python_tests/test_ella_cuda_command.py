@@ -351,8 +351,9 @@ def test_a_signal_that_gets_lost_or_converted_is_an_interruption(kind, number, t
     (tmp_path / "sklearn").mkdir()
     (tmp_path / "sklearn/__init__.py").write_text("")
     (tmp_path / "sklearn/datasets.py").write_text(due + LATE[kind])
-    patience = "command.PATIENCE = 0.2" if "soon" not in kind else ""
-    started = forks.start(TINY.split(), tmp_path, before=patience, first=tmp_path)
+    before = "for name in [n for n in sys.modules if n.split('.')[0] == 'sklearn']: del sys.modules[name]\n"
+    before += "command.PATIENCE = 0.2" if "soon" not in kind else ""
+    started = forks.start(TINY.split(), tmp_path, before=before, first=tmp_path)
     wait_for(begun, started)
     started.send_signal(number)
     out, err = started.communicate(timeout=30)

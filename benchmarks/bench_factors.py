@@ -68,7 +68,7 @@ def log_determinants(la, model: nn.Module) -> list[torch.Tensor]:
     if isinstance(la, KronLaplace):
         one = torch.ones((), device=next(model.parameters()).device)
         return [f.logdet(one) for n, f in la.factors.items() if n.endswith("weight")]
-    sides = [s for s, p in zip(la.H.eigenvalues, model.parameters(), strict=True) if p.dim() > 1]
+    sides = [s for s, p in zip(la.H.eigenvalues, la.params, strict=True) if p.dim() > 1]
     return [torch.log1p(torch.outer(*(v.double() for v in values))).sum() for values in sides]
 
 

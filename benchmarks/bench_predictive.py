@@ -1,12 +1,17 @@
 """Predictions with error bars: covariances of all outputs under the posterior of Kronecker factors, ours and laplace-torch's.
 
 laplace-torch writes every data point's Jacobian in all parameters out and multiplies it by the eigenvectors; it gets few images, from which
-its time is extrapolated to all, and its memory is that of these few. Both have the eigenvectors of their factors before: of a fit to a few
+its time is extrapolated to all, and its memory is that of these few. Memory is that of a process of its own, in ours of as many images as
+more do not change: they go through the network some at a time. Both have the eigenvectors of their factors before: of a fit to a few
 images from one sampled column, since what they are does not change the work. Norms are frozen for both, which laplace-torch has no
 factors for.
 """
 
 from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,12 +20,14 @@ from torch import nn
 
 from benchmarks.bench_factors import batches, explicit_padding
 from benchmarks.counting import count
+from benchmarks.memory import in_a_process, peak_bytes
 from ella_cuda import models
 from ella_cuda.laplace import KronLaplace
 
-CLASSES = 10
+CLASSES, OURS, PEER = 10, "ella_cuda", "laplace-torch, curvlinops"
 # network: images, images that laplace-torch gets, and how many of these at a time
 SIZES = {"conv": (1000, 20, 20), "f_fc+conv": (1000, None, None), "resnet18": (100, 1, 1)}
+WATCHED = {"conv": 200, "f_fc+conv": 200, "resnet18": 12}
 TITLES = {"conv": "CONV", "f_fc+conv": "F-FC+CONV", "resnet18": "resnet18, 32x32"}
 
 
@@ -35,42 +42,42 @@ def network(name: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize("who", ["ella_cuda", "laplace-torch, curvlinops"])
-@pytest.mark.parametrize("name", SIZES)
-def test_predictive(time, device, name, who):
-    images, few, at_once = SIZES[name]
-    if few is None and who != "ella_cuda":
-        pytest.skip("laplace-torch has no factors for F-FC layers")
+def predictor(name: str, who: str, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives the covariances of images; its factors are decomposed."""
+    torch.manual_seed(0)
     model = network(name).to(device)
-    x = torch.randn(images, 3, 32, 32, device=device)
-    y = torch.randint(CLASSES, (images,), device=device)
-    loader = batches(x[:8], y[:8], 8)
-    ours = KronLaplace(model, fisher="mc", prior_precision=1.0).fit(loader)
-    if who == "ella_cuda":
-        la = ours
-        la.functional_variance(x[:1])  # decomposes the factors
+    x = torch.randn(8, 3, 32, 32, device=device)
+    loader = batches(x, torch.randint(CLASSES, (8,), device=device), 8)
+    if who == OURS:
+        la = KronLaplace(model, fisher="mc", prior_precision=1.0).fit(loader)
+        la.functional_variance(x[:1])
+        return la.functional_variance
+    peer = pytest.importorskip("laplace", reason="laplace-torch is not installed")
+    model = explicit_padding(model) if name == "conv" else model
+    la = peer.KronLaplace(model, "classification", backend=peer.curvature.CurvlinopsGGN)
+    la.fit(loader)
+    at_once = SIZES[name][2]
+    return lambda x: torch.cat([la.functional_variance(la.backend.jacobians(p)[0]).detach() for p in x.split(at_once)])
 
-        def predict() -> torch.Tensor:
-            return la.functional_variance(x)
 
-        extra = {}
-    else:
-        peer = pytest.importorskip("laplace", reason="laplace-torch is not installed")
-        model = explicit_padding(model) if name == "conv" else model
-        la = peer.KronLaplace(model, "classification", backend=peer.curvature.CurvlinopsGGN)
-        la.fit(loader)
-
-        def predict() -> torch.Tensor:
-            parts = [la.functional_variance(la.backend.jacobians(part)[0]).detach() for part in x[:few].split(at_once)]
-            return torch.cat(parts)
-
-        scale = images / few
-        extra = {"extrapolation": {"seconds": scale, "bytes": 1, "note": f"{few} of {images} images"}}
-    found = predict()
+@pytest.mark.parametrize("who", [OURS, PEER])
+@pytest.mark.parametrize("name", SIZES)
+def test_predictive(time, device, threads, name, who):
+    images, few, _ = SIZES[name]
+    if few is None and who != OURS:
+        pytest.skip("laplace-torch has no factors for F-FC layers")
+    predict = predictor(name, who, device)
+    x = torch.randn(images if who == OURS else few, 3, 32, 32, device=device)
+    found = predict(x)
     assert found.isfinite().all()
-    assert found.shape[1:] == (CLASSES, CLASSES)
+    assert found.shape == (len(x), CLASSES, CLASSES)
+    extra = {}
+    if who != OURS:
+        extra = {"extrapolation": {"seconds": images / few, "bytes": 1, "note": f"{few} of {images} images"}}
+    if device.type == "cpu":
+        extra["peak"] = lambda: in_a_process("benchmarks.bench_predictive", name, who, str(threads), watched=True)
     time(
-        predict,
+        lambda: predict(x),
         work=f"covariances of {images} images, {TITLES[name]}",
         who=who,
         flops=images * count(network(name), x[:1].cpu()).predict(CLASSES),
@@ -78,3 +85,11 @@ def test_predictive(time, device, name, who):
         once=True,
         **extra,
     )
+
+
+if __name__ == "__main__":
+    name, who, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    watched = predictor(name, who, torch.device("cpu"))
+    images = torch.randn(WATCHED[name] if who == OURS else SIZES[name][2], 3, 32, 32)
+    print(json.dumps(peak_bytes(lambda: watched(images), torch.device("cpu"), once=True)))

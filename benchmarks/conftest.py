@@ -74,7 +74,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytes
     ``flops`` and ``bytes`` are counted from the mathematics, the same for every candidate of one work; with the peaks
     measured in the same session they give the floor. ``once`` is for what takes long: one call, timed while its memory is
     watched. Else there are at least ``rounds`` of them after ``warmups``. ``memory_of`` is what takes the memory where the call
-    itself takes none, for it was made ready before. Everything lands in ``extra_info``, where
+    itself takes none, for it was made ready before; ``peak`` knows of its peak otherwise. Everything lands in ``extra_info``, where
     ``compare.py`` finds it, with what else it is told to note (``info``). The median is printed at once: a session that does not end
     leaves no report.
     """
@@ -90,6 +90,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytes
         warmups: int = 3,
         once: bool = False,
         memory_of: Callable[[], Any] | None = None,
+        peak: Callable[[], int | None] | None = None,
         **info: Any,
     ) -> None:
         def whole() -> None:
@@ -99,10 +100,13 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytes
 
         # What runs a smaller problem, to be extrapolated, is not to be compared with those that run the whole one.
         benchmark.group = f"{work}, {info['extrapolation']['note']}" if "extrapolation" in info else work
-        if once:
-            peak = peak_bytes(lambda: benchmark.pedantic(whole, rounds=1), device, once=True)
+        if peak is not None:
+            used = peak()
+            benchmark.pedantic(whole, rounds=1)
+        elif once:
+            used = peak_bytes(lambda: benchmark.pedantic(whole, rounds=1), device, once=True)
         else:
-            peak = peak_bytes(memory_of or whole, device)
+            used = peak_bytes(memory_of or whole, device)
             seconds = min((_seconds(whole) for _ in range(warmups)), default=SHORT)
             benchmark.pedantic(whole, rounds=max(rounds, min(int(SHORT / seconds), MAX_ROUNDS)))
         benchmark.extra_info.update(
@@ -111,7 +115,7 @@ def time(benchmark: Any, peaks: Peaks, device: torch.device, pytestconfig: pytes
             flops=flops,
             bytes=bytes,
             floor_seconds=peaks.floor(flops, bytes),
-            peak_bytes=peak,
+            peak_bytes=used,
             peak_flops=peaks.flops,
             peak_bandwidth=peaks.bandwidth,
             **info,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+LARGE = 64 << 10  # bytes of a block that is mapped on its own
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -24,7 +29,7 @@ def _every_block_on_its_own(on: bool) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
         m_mmap_threshold = -3
-        libc.mallopt(m_mmap_threshold, 64 << 10 if on else 32 << 20)
+        libc.mallopt(m_mmap_threshold, LARGE if on else 32 << 20)
         libc.malloc_trim(0)
 
 
@@ -59,3 +64,22 @@ def peak_bytes(call: Callable[[], Any], device: torch.device, once: bool = False
         return None if before is None else max(0, _status("VmHWM") - before)
     finally:
         _every_block_on_its_own(False)
+
+
+def in_a_process(module: str, *arguments: str, watched: bool = False) -> Any:
+    """What ``python -m module arguments`` prints in its last line, as JSON.
+
+    Args:
+        watched: for memory. With glibc, large blocks are mapped and unmapped one by one from the start: of a heap with free holes a call
+            fills some, and the resident set has them from then on. It takes longer.
+
+    Raises:
+        RuntimeError: with the last line of its errors.
+    """
+    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(LARGE)} if watched else {})
+    call = [sys.executable, "-m", module, *arguments]
+    root = Path(__file__).parent.parent
+    result = subprocess.run(call, capture_output=True, text=True, cwd=root, env=environment)
+    if result.returncode:
+        raise RuntimeError((result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1])
+    return json.loads(result.stdout.splitlines()[-1])

@@ -114,15 +114,59 @@ def test_small_tori(shape, kernel, dtype, device):
         checks.error_at_most_twice(other, reference, expected)
 
 
+BORDERED = [(3, 4, 6, 9), (20, 3, 7, 6), (2, 5, 17, 33), (37, 2, 8, 8), (1, 1, 6, 6), (2, 20, 5, 8)]
+
+
+@pytest.mark.parametrize("shape", BORDERED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_around_images_of_any_size(shape, dtype, device):
+    """A 3x3 kernel of the output's size has a way of its own."""
+    x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+    d = 9 * shape[1]
+    start = torch.randn(d, d, dtype=torch.float64).to(device, dtype)
+    start = start + start.T
+    for _, view in checks.layouts(x):
+        ours, reference = start.clone(), start.clone()
+        ops.conv_kron_accumulate_(ours, view, 3, "zeros", 0.3)
+        ops.conv_kron_accumulate_torch_(reference, view, 3, "zeros", 0.3)
+        expected = start.double() + 0.3 * explicit(view, 3, 1, None, 1, "zeros")
+        checks.error_at_most_twice(ours, reference, expected)
+        assert torch.equal(ours, ours.T)
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (3, 1, 0, 1),
+        (3, 1, (1, 0), 1),
+        (3, 1, (1, 2), 1),
+        (3, (2, 1), 1, 1),
+        (3, 1, 1, (1, 2)),
+        (5, 1, 2, 1),
+        (5, 1, 1, 1),
+        ((3, 1), 1, (1, 0), 1),
+    ],
+    ids=str,
+)
+def test_zeros_around_images_where_that_way_is_none(geometry, device):
+    x = torch.randn(2, 2, 7, 8, dtype=torch.float64, device=device)
+    kernel, stride, padding, dilation = geometry
+    d = 2 * pair(kernel)[0] * pair(kernel)[1]
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    found = ops.conv_kron_accumulate_(torch.zeros(d, d, dtype=x.dtype, device=device), x, kernel, "zeros", **options)
+    checks.assert_same(found, explicit(x, *geometry, "zeros"))
+
+
+@pytest.mark.parametrize("mode", ["circular", "zeros"])
 @pytest.mark.parametrize("shape", [(30, 80, 4, 4), (30, 80, 2, 2), (40, 20, 8, 8), (5, 30, 3, 5)])
-def test_same_numbers_for_any_number_of_threads(shape):
+def test_same_numbers_for_any_number_of_threads(shape, mode):
     x, d = torch.randn(shape), 9 * shape[1]
     results = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
-            results.append(ops.conv_kron_accumulate_(torch.zeros(d, d), x, 3))
+            results.append(ops.conv_kron_accumulate_(torch.zeros(d, d), x, 3, mode))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -323,6 +367,12 @@ def test_images_of_16_bits(geometry, dtype, device):
 @of_16_bits
 def test_small_tori_of_16_bits(shape, kernel, dtype, device):
     accurate_in_both(torch.randn(shape).to(device, dtype), kernel)
+
+
+@pytest.mark.parametrize("shape", BORDERED, ids=str)
+@of_16_bits
+def test_zeros_around_images_of_16_bits(shape, dtype, device):
+    accurate_in_both(torch.randn(shape).to(device, dtype), 3, mode="zeros")
 
 
 @pytest.mark.parametrize("shape", [(40, 70, 1, 1), (9, 70, 2, 3), (5, 20, 4, 4), (2, 4, 7, 33)], ids=str)

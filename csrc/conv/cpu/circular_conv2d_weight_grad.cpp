@@ -216,6 +216,16 @@ ELLA_REGISTER(CPU, m) {
 
 }  // namespace
 
+template <class T>
+Lags lags_by_layout(const CircularConvSizes& s, const CircularLayout<T>& layout, const Images<T>& images) {
+  const int64_t count = layout.tap_count();
+  Lags lags{Buffer<double>(s.C * s.C * count), count, layout.folded};
+  dense_gradient(s, layout, images, images, true, [&](int64_t begin, int64_t end, const double* sums) {
+    std::copy_n(sums, (end - begin) * count, lags.sums.data() + begin * count);
+  });
+  return lags;
+}
+
 Lags circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
   const int64_t C = x.size(1), kernel_h = 2 * half_h + 1, kernel_w = 2 * half_w + 1;
   CircularConvSizes s{x.size(0), C, x.size(2), x.size(3), C, kernel_h, kernel_w};
@@ -232,14 +242,17 @@ Lags circular_autocorrelation(const Tensor& x, int64_t half_h, int64_t half_w) {
       s.H = 1;
       images.down = s.W;
     }
-    const CircularLayout<scalar_t> layout(s);
-    const int64_t count = layout.tap_count();
-    lags = Lags{Buffer<double>(C * C * count), count, layout.folded};
-    dense_gradient(s, layout, images, images, true, [&](int64_t begin, int64_t end, const double* sums) {
-      std::copy_n(sums, (end - begin) * count, lags->sums.data() + begin * count);
-    });
+    lags = lags_by_layout(s, CircularLayout<scalar_t>(s), images);
   });
   return std::move(*lags);
 }
+
+template <class T>
+Lags zero_autocorrelation(const Images<T>& x, int64_t N, int64_t C, int64_t H, int64_t W, int64_t half_h, int64_t half_w) {
+  const CircularConvSizes s{N, C, H, W, C, 2 * half_h + 1, 2 * half_w + 1};
+  return lags_by_layout(s, CircularLayout<T>(s, true), x);
+}
+template Lags zero_autocorrelation(const Images<float>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
+template Lags zero_autocorrelation(const Images<double>&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 }  // namespace ella

@@ -5,7 +5,7 @@
 // - narrow ones: a vector is one position of as many images as it has lanes;
 // - too few for that: the positions of one image after the other fill the vectors, and every tap is a copy of them.
 // A kernel larger than the image meets the same pixel more than once; the entries that do are added up beforehand, so that
-// kernel and border never exceed the image.
+// kernel and border never exceed the image. Sums by lags may ask for a border of zeros instead.
 #pragma once
 
 #include <algorithm>
@@ -93,8 +93,10 @@ class CircularLayout {
  public:
   enum class Layout { rows, images, patches };
 
-  explicit CircularLayout(const CircularConvSizes& s)
+  // `zeros`: a border of zeros in place of what lies around; the kernel is no larger than the image then.
+  explicit CircularLayout(const CircularConvSizes& s, bool zeros = false)
       : k(kernels<T>()),
+        zeros(zeros),
         rows(s.H, s.kernel_h),
         columns(s.W, s.kernel_w),
         images(s.N),
@@ -208,6 +210,7 @@ class CircularLayout {
   }
 
   const Kernels<T>& k;
+  const bool zeros;
   const Axis rows, columns;
   const int64_t images;
   const Layout layout;
@@ -241,9 +244,21 @@ class CircularLayout {
         for (int64_t w = 0; w < row; ++w) inside[h * row + w] = x.data[h * x.down + columns.source(w) * x.right];
       }
     }
+    if (zeros) {
+      for (int64_t h = 0; h < rows.size; ++h) {
+        std::fill_n(inside + h * row, columns.before, T(0));
+        std::fill_n(inside + h * row + columns.before + columns.size, columns.after(), T(0));
+      }
+      std::fill_n(target, rows.before * row, T(0));
+      std::fill_n(inside + rows.size * row, rows.after() * row, T(0));
+      return;
+    }
     std::copy_n(inside + (rows.size - rows.before) * row, rows.before * row, target);
     std::copy_n(inside, rows.after() * row, inside + rows.size * row);
   }
+
+  // Whether a padded position is a zero.
+  bool is_zero(const Axis& axis, int64_t at) const { return zeros && (at < axis.before || at >= axis.before + axis.size); }
 
   void pack_images(const Plane<T>& x, int64_t count, T* target, T* room) const {
     interleave(x, count, room);
@@ -251,7 +266,8 @@ class CircularLayout {
       const T* row = room + rows.source(h) * columns.size * lanes;
       for (int64_t w = 0; w < columns.padded(); ++w, target += lanes) {
         const T* from = row + columns.source(w) * lanes;
-        for (int64_t i = 0; i < lanes; ++i) target[i] = from[i];
+        const bool zero = is_zero(rows, h) || is_zero(columns, w);
+        for (int64_t i = 0; i < lanes; ++i) target[i] = zero ? T(0) : from[i];
       }
     }
   }
@@ -262,7 +278,9 @@ class CircularLayout {
       T* to = room;
       for (int64_t h = 0; h < rows.padded(); ++h) {
         const T* from = x.data + n * x.image + rows.source(h) * x.down;
-        for (int64_t w = 0; w < columns.padded(); ++w) *to++ = from[columns.source(w) * x.right];
+        for (int64_t w = 0; w < columns.padded(); ++w) {
+          *to++ = is_zero(rows, h) || is_zero(columns, w) ? T(0) : from[columns.source(w) * x.right];
+        }
       }
       const int64_t bytes = columns.size * static_cast<int64_t>(sizeof(T));
       if (bytes <= 16) {

@@ -113,6 +113,13 @@ bool same_circular(const ConvGeometry& g) {
          g.kernel_w % 2 == 1 && g.padding_h == g.kernel_h / 2 && g.padding_w == g.kernel_w / 2;
 }
 
+// Sums of several batches' lags.
+void add_sums(const Lags& more, int64_t C, Lags& lags) {
+  for (int64_t c = 0; c < C; ++c) {
+    for (int64_t i = (c * C + c) * lags.count; i < (c + 1) * C * lags.count; ++i) lags.sums.data()[i] += more.sums.data()[i];
+  }
+}
+
 // circular_autocorrelation of images of any type; those of 16 bits are widened some at a time, whose sums are added in order.
 template <class S>
 Lags lags_of(const Tensor& x, const ConvGeometry& g) {
@@ -125,15 +132,19 @@ Lags lags_of(const Tensor& x, const ConvGeometry& g) {
     Lags lags = circular_autocorrelation(widened_images<S>(x, 0, max_count), half_h, half_w);
     for (int64_t first = max_count; first < g.N; first += max_count) {
       const Tensor some = widened_images<S>(x, first, std::min(max_count, g.N - first));
-      const Lags more = circular_autocorrelation(some, half_h, half_w);
-      for (int64_t c = 0; c < g.C; ++c) {
-        for (int64_t i = (c * g.C + c) * lags.count; i < (c + 1) * g.C * lags.count; ++i) {
-          lags.sums.data()[i] += more.sums.data()[i];
-        }
-      }
+      add_sums(circular_autocorrelation(some, half_h, half_w), g.C, lags);
     }
     return lags;
   }
+}
+
+// The lag's sum of two channels, of which the one of the smaller number has them: x[c, q] x[c', q + r] are what x[c', q] x[c, q
+// - r] are. Of one channel with itself a lag and its opposite have both, and the greater index is taken: the factor is
+// symmetric to the last bit. `index` counts the lags row by row, `count` of them.
+double lag_sum(const Lags& lags, int64_t C, int64_t c, int64_t other, int64_t index, int64_t count) {
+  const int64_t opposite = count - 1 - index;
+  const double* const sums = lags.sums.data() + (std::min(c, other) * C + std::max(c, other)) * lags.count;
+  return sums[lags.at[c < other ? index : c > other ? opposite : std::max(index, opposite)]];
 }
 
 // The block of two channels, whose sums `near` are by the lag r' - r. A known width of the kernel needs no loop.
@@ -160,18 +171,111 @@ void add_lags(const ConvGeometry& g, const Lags& lags, double alpha, T* factor) 
     std::vector<T> near(count);
     for (int64_t c = begin; c < end; ++c) {
       for (int64_t other = 0; other < g.C; ++other) {
-        const double* lag = lags.sums.data() + (std::min(c, other) * g.C + std::max(c, other)) * lags.count;
-        for (int64_t i = 0; i < count; ++i) {
-          // x[c, q] x[c', q + r] are what x[c', q] x[c, q - r] are, of which one channel with itself has both: the factor is
-          // symmetric to the last bit.
-          const int64_t opposite = count - 1 - i;
-          near[i] = static_cast<T>(alpha * lag[lags.at[c < other ? i : c > other ? opposite : std::max(i, opposite)]]);
-        }
+        for (int64_t i = 0; i < count; ++i) near[i] = static_cast<T>(alpha * lag_sum(lags, g.C, c, other, i, count));
         T* to = factor + c * kernel * P + other * kernel;
         if (g.kernel_w == 3) {
           add_near<3>(g, near.data(), to);
         } else {
           add_near<0>(g, near.data(), to);
+        }
+      }
+    }
+  });
+}
+
+// ---- 3x3 kernels with a border of zeros ----
+
+// Whether patches are those of a 'same' convolution with zeros around images that are not small beside their border.
+bool same_with_zeros(const ConvGeometry& g) {
+  constexpr int64_t kSmallest = 6;
+  return !g.circular && g.kernel_h == 3 && g.kernel_w == 3 && g.stride_h == 1 && g.stride_w == 1 && g.dilation_h == 1 &&
+         g.dilation_w == 1 && g.padding_h == 1 && g.padding_w == 1 && std::min(g.H, g.W) >= kSmallest;
+}
+
+// Of positions p in the image, sum_p x[c, p + r] x[c', p + r'] is that of all p, which depends on the lag r' - r alone, less
+// that of the p just outside. Above the image, r and r' both lead to its first row, or x is zero for one of them; there the sum
+// is one of that row alone, and depends on the horizontal lag. Below, left and right of the image likewise; a corner's p are
+// among those of two sides. Of the kernel's rows 0 and 2 the image has the last and the first row, which comes in this order,
+// as columns do.
+struct BorderedLags {
+  template <class T>
+  BorderedLags(const Images<T>& x, int64_t N, const ConvGeometry& g)
+      : whole(zero_autocorrelation(x, N, g.C, g.H, g.W, 2, 2)),
+        rows{line(x, N, g, g.H - 1, 0, g.W, x.right), line(x, N, g, 0, 0, g.W, x.right)},
+        columns{line(x, N, g, 0, g.W - 1, g.H, x.down), line(x, N, g, 0, 0, g.H, x.down)},
+        corners{{line(x, N, g, g.H - 1, g.W - 1, 1, 1), line(x, N, g, g.H - 1, 0, 1, 1)},
+                {line(x, N, g, 0, g.W - 1, 1, 1), line(x, N, g, 0, 0, 1, 1)}} {}
+
+  void add(const BorderedLags& more, int64_t C) {
+    add_sums(more.whole, C, whole);
+    for (int64_t i = 0; i < 2; ++i) {
+      add_sums(more.rows[i], C, rows[i]);
+      add_sums(more.columns[i], C, columns[i]);
+      for (int64_t j = 0; j < 2; ++j) add_sums(more.corners[i][j], C, corners[i][j]);
+    }
+  }
+
+  // The pixels of a row or column from (h, w) on.
+  template <class T>
+  static Lags line(const Images<T>& x, int64_t N, const ConvGeometry& g, int64_t h, int64_t w, int64_t size, int64_t step) {
+    Images<T> pixels = x;
+    pixels.data += h * x.down + w * x.right;
+    pixels.down = 0, pixels.right = step;
+    return zero_autocorrelation(pixels, N, g.C, 1, size, 0, size == 1 ? 0 : 2);
+  }
+
+  Lags whole, rows[2], columns[2], corners[2][2];
+};
+
+template <class S>
+BorderedLags bordered_lags(const Tensor& x, const ConvGeometry& g) {
+  if constexpr (!kIsWidened<S>) {
+    return BorderedLags(Images<S>(x), g.N, g);
+  } else {
+    constexpr int64_t kElements = 1 << 21;  // 8 MiB
+    const int64_t max_count = std::clamp(kElements / (g.C * g.H * g.W), int64_t(1), g.N);
+    const auto of = [&](int64_t first) {
+      const int64_t count = std::min(max_count, g.N - first);
+      const Tensor some = widened_images<S>(x, first, count);
+      return BorderedLags(Images<float>(some), count, g);
+    };
+    BorderedLags lags = of(0);
+    for (int64_t first = max_count; first < g.N; first += max_count) lags.add(of(first), g.C);
+    return lags;
+  }
+}
+
+template <class S, class Total>
+void add_with_zeros(const Tensor& x, const ConvGeometry& g, double alpha, Total* factor) {
+  const BorderedLags lags = bordered_lags<S>(x, g);
+  const int64_t P = g.patch();
+  constexpr int64_t kWorth = 1 << 14;
+  torch::stable::parallel_for(0, g.C, std::max(kWorth / (9 * P), int64_t(1)), [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      for (int64_t other = 0; other < g.C; ++other) {
+        double near[25], beside[2][5], below[2][5], both[2][2];
+        for (int64_t i = 0; i < 25; ++i) near[i] = lag_sum(lags.whole, g.C, c, other, i, 25);
+        for (int64_t side = 0; side < 2; ++side) {
+          for (int64_t i = 0; i < 5; ++i) {
+            beside[side][i] = lag_sum(lags.rows[side], g.C, c, other, i, 5);
+            below[side][i] = lag_sum(lags.columns[side], g.C, c, other, i, 5);
+          }
+          for (int64_t i = 0; i < 2; ++i) both[side][i] = lag_sum(lags.corners[side][i], g.C, c, other, 0, 1);
+        }
+        for (int64_t i = 0; i < 3; ++i) {
+          for (int64_t j = 0; j < 3; ++j) {
+            Total* const to = factor + (c * 9 + i * 3 + j) * P + other * 9;
+            for (int64_t k = 0; k < 3; ++k) {
+              for (int64_t l = 0; l < 3; ++l) {
+                double sum = near[(2 + k - i) * 5 + 2 + l - j];
+                const bool same_row = i == k && i != 1, same_column = j == l && j != 1;
+                if (same_row) sum -= beside[i / 2][2 + l - j];
+                if (same_column) sum -= below[j / 2][2 + k - i];
+                if (same_row && same_column) sum += both[i / 2][j / 2];
+                to[k * 3 + l] += static_cast<Total>(alpha * sum);
+              }
+            }
+          }
         }
       }
     }
@@ -193,6 +297,10 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
         return;
       }
       add_lags(g, lags_of<S>(x, g), alpha, target);
+      return;
+    }
+    if (same_with_zeros(g)) {
+      add_with_zeros<S>(x, g, alpha, target);
       return;
     }
     const Patches<S> patches(x, g);

@@ -52,11 +52,12 @@ for name in CASES:
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[dict[str, tuple[int, int]], str]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, int]], str]:
     """What was said and taken, by name; the errors."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", PROCESSES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    outside = tmp_path_factory.mktemp("outside")  # of the checkout, which would hide the installed package
+    done = subprocess.run(command, cwd=outside, env=env, capture_output=True, text=True, timeout=300)
     return {name: sizes for name, *sizes in map(json.loads, done.stdout.splitlines())}, done.stderr
 
 

@@ -66,8 +66,9 @@ def scaled(values: Tensor, scale: Tensor, axis: int) -> Tensor:
 
 def constant_scale(module: nn.Module) -> Tensor | None:
     """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
-    ours = type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    if not ours or module.running_mean is None or module.running_var is None:
+    if not isinstance(module, _BatchNorm) or module.running_mean is None or module.running_var is None:
+        return None
+    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         return None
     scale = (module.running_var + module.eps).rsqrt()
     return scale if module.weight is None else scale * module.weight.detach()
@@ -85,6 +86,8 @@ class BatchNormRule(ScaleRule):
         ValueError: the layer has no running statistics, so that each output depends on all inputs of its batch.
     """
 
+    reduces = True
+
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         if module.running_mean is None or module.running_var is None:
@@ -92,9 +95,8 @@ class BatchNormRule(ScaleRule):
                 f"{self.label} has no running statistics (track_running_stats=False): its outputs depend on the whole batch, and the "
                 "curvature is no sum over data. Build it with track_running_stats=True, or use GroupNorm."
             )
-        self.differentiates = (
-            constant_scale(module) is not None
-        )  # autograd's own copies all columns' gradients three times
+        # Autograd's own backward copies the gradients of all columns three times.
+        self.differentiates = constant_scale(module) is not None
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         self.outputs(gradient)

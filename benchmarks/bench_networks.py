@@ -45,7 +45,7 @@ class Case:
     columns: str
     size: int = 32
     batch: int = 125
-    rounds: int = 3
+    rounds: int = 2
 
 
 CASES = {

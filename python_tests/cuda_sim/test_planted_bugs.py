@@ -1,6 +1,7 @@
-"""The simulator notices: each kind of bug, planted in a copy of a real kernel source, fails a run for its own reason.
+"""The simulator notices: each kind of bug, planted in a copy of the real kernel sources, fails a run for its own reason.
 
-Each copy is compiled by itself and runs in a process of its own, in all orders of threads and blocks until it fails.
+All bugs are in one copy, each behind a condition of its own, so that a source is compiled once for all of its bugs. Each runs in a
+process of its own, where that bug alone is there, in all orders of threads and blocks until it fails.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ WRONG = "wrong result"
 class Bug:
     """`old` (`occurrence` of `count`) in csrc/`file` becomes `new`; running `source` fails and `says` why.
 
-    `warpgroups`: on a device that has them.
+    In `new` the word BUG is 1 where the bug is there and else 0. Without that word, `old` and `new` are whole statements, one of
+    which is run. `warpgroups`: on a device that has them.
     """
 
     name: str
@@ -40,14 +42,20 @@ class Bug:
     occurrence: int = 0
     warpgroups: bool = False
 
-    def plant(self, csrc: Path) -> None:
+    def plant(self, csrc: Path, number: int) -> None:
+        """Makes this bug the one of that number, in sources where others may be planted already."""
         path = csrc / self.file
         pieces = path.read_text().split(self.old)
         assert len(pieces) == self.count + 1, (
             f"{self.file} has {len(pieces) - 1} of what should be replaced, not {self.count}"
         )
+        there = f"::cusim::planted({number})"
+        new, said = re.subn(r"\bBUG\b", there, self.new)
+        if not said:
+            assert re.search(r";( *//.*)?\n?$", self.old), f"{self.name}: no statement, and no BUG in what it becomes"
+            new = f"if ({there}) {{\n{self.new}\n}} else {{\n{self.old}\n}}\n"
         head, tail = pieces[: self.occurrence + 1], pieces[self.occurrence + 1 :]
-        path.write_text(self.old.join(head) + self.new + self.old.join(tail))
+        path.write_text(self.old.join(head) + new + self.old.join(tail))
 
 
 BUGS = [
@@ -79,7 +87,7 @@ BUGS = [
         "matrix fragment read from the wrong lane's columns",
         "cuda/tensor_fragments.cuh",
         "* Shape::kStride + first + 4 * g));",
-        "* Shape::kStride + first + 4 * (g ^ 1)));",
+        "* Shape::kStride + first + 4 * (g ^ BUG)));",
         "kron_accumulate",
         WRONG,
     ),
@@ -87,7 +95,7 @@ BUGS = [
         "matrix fragments from different rows",
         "cuda/tensor_fragments.cuh",
         "const float columns[2] = {b[q][j], b[q + 1][j]};",
-        "const float columns[2] = {b[q + 1][j], b[q][j]};",
+        "const float columns[2] = {b[q + BUG][j], b[q + 1 - BUG][j]};",
         "kron_accumulate",
         WRONG,
     ),
@@ -102,10 +110,10 @@ BUGS = [
     Bug(
         "sums that stay in the tensor cores and are cut again and again",
         "cuda/tensor_fragments.cuh",
-        "  Results chain = {};\n  if constexpr (TF32 == Tf32::split) {\n    multiply_fragments(chain, a.small, b.big);\n"
-        "    multiply_fragments(chain, a.big, b.small);\n  }\n  multiply_fragments(chain, a.big, b.big);\n",
-        "  multiply_fragments(sum, a.small, b.big);\n  multiply_fragments(sum, a.big, b.small);\n"
-        "  multiply_fragments(sum, a.big, b.big);\n  const Results chain = {};\n",
+        "  Results chain = {};\n",
+        "  if (BUG) {\n"
+        "    multiply_fragments(sum, a.small, b.big);\n    multiply_fragments(sum, a.big, b.small);\n"
+        "    multiply_fragments(sum, a.big, b.big);\n    return;\n  }\n  Results chain = {};\n",
         "kron_accumulate",
         WRONG,
     ),
@@ -147,7 +155,7 @@ BUGS = [
         "no barrier between splitting columns and their products",
         "kron/cuda/syrk_warpgroup.cuh",
         "    copy_async_wait<Shape::kStages - 3>();\n    __syncthreads();\n",
-        "    copy_async_wait<Shape::kStages - 3>();\n",
+        "    copy_async_wait<Shape::kStages - 3>();\n    if (!BUG) __syncthreads();\n",
         "kron_accumulate",
         "race on shared memory|nobody wrote|not waited for|visible to products",
         warpgroups=True,
@@ -165,7 +173,7 @@ BUGS = [
         "columns split over those that products read",
         "kron/cuda/syrk_warpgroup.cuh",
         "half ^= 1;",
-        "half ^= 0;",
+        "half ^= 1 - BUG;",
         "kron_accumulate",
         "race on shared memory: .* after a read|race on shared memory: read after a write",
         warpgroups=True,
@@ -174,7 +182,7 @@ BUGS = [
         "a slab copied over one that is read",
         "kron/cuda/syrk_warpgroup.cuh",
         "start_slab_ahead<Shape::kStages>(stage, ",
-        "start_slab_ahead<Shape::kStages>(next_stage<Shape::kStages>(stage), ",
+        "start_slab_ahead<Shape::kStages>(BUG ? next_stage<Shape::kStages>(stage) : stage, ",
         "kron_accumulate",
         "race on shared memory|not waited for",
         warpgroups=True,
@@ -192,7 +200,7 @@ BUGS = [
         "a chain of products that goes on from the last one's sum",
         "kron/cuda/syrk_warpgroup.cuh",
         "step, step > 0);\n      warpgroup_multiply(",
-        "step, true);\n      warpgroup_multiply(",
+        "step, BUG || step > 0);\n      warpgroup_multiply(",
         "kron_accumulate",
         WRONG,
         warpgroups=True,
@@ -219,7 +227,7 @@ BUGS = [
         "the columns' operand of a diagonal tile off the diagonal",
         "kron/cuda/syrk_warpgroup.cuh",
         "syrk_task.i0 == syrk_task.j0 ? 0 : Shape::kOperand",
-        "0",
+        "BUG || syrk_task.i0 == syrk_task.j0 ? 0 : Shape::kOperand",
         "kron_accumulate",
         WRONG,
         warpgroups=True,
@@ -228,7 +236,7 @@ BUGS = [
         "a tile laid over the last slab that is read",
         "kron/cuda/syrk_warpgroup.cuh",
         "  if (parts == nullptr) __syncthreads();  // all are done with the last slab, over which the tile is laid\n",
-        "",
+        "  if (!BUG && parts == nullptr) __syncthreads();\n",
         "kron_accumulate",
         "race on shared memory: .* after a read",
         warpgroups=True,
@@ -246,7 +254,7 @@ BUGS = [
         "a mirror image that is not mirrored",
         "kron/cuda/syrk_tile.cuh",
         "square[column * stride + row]",
-        "square[row * stride + column]",
+        "square[BUG ? row * stride + column : column * stride + row]",
         "kron_accumulate",
         WRONG,
         warpgroups=True,
@@ -279,7 +287,7 @@ BUGS = [
         "positions beyond a row that count",
         "kron/cuda/lags.cuh",
         "w + p < s.W ? own[p] : T(0)",
-        "own[p]",
+        "BUG || w + p < s.W ? own[p] : T(0)",
         "conv_kron_accumulate",
         WRONG,
     ),
@@ -287,15 +295,15 @@ BUGS = [
         "lags of two channels for those of the same two the other way round",
         "kron/cuda/lags.cuh",
         "c = other, other = swapped, down = -down",
-        "down = -down",
+        "c = BUG ? c : other, other = BUG ? other : swapped, down = -down",
         "conv_kron_accumulate",
         WRONG,
     ),
     Bug(
         "pieces not where the hardware looks for them",
         "common/warpgroup.h",
-        "(piece ^ column % 8) * 4;",
-        "(piece ^ column % 4) * 4;",
+        "constexpr int swizzled_piece(int column, int piece) {\n  return column * kSwizzledDepth + (piece ^ column % 8) * 4;",
+        "int swizzled_piece(int column, int piece) {\n  return column * kSwizzledDepth + (piece ^ column % (BUG ? 4 : 8)) * 4;",
         "kron_accumulate",
         WRONG,
         warpgroups=True,
@@ -312,7 +320,7 @@ BUGS = [
         "blocks of one gradient that take the places of another's",
         "factored_linear/cuda/fused.cuh",
         "weight_block(work.d_weight_out, block - work.d_weight_out.blocks.first,",
-        "weight_block(work.d_weight_out, block,",
+        "weight_block(work.d_weight_out, block - (BUG ? 0 : work.d_weight_out.blocks.first),",
         "factored_linear",
         "|".join([WRONG, "out of bounds", "nobody wrote"]),
     ),
@@ -320,7 +328,7 @@ BUGS = [
         "shares of a gradient that are not added",
         "factored_linear/cuda/fused.cuh",
         "for (int64_t s = 1; s < work.splits; ++s)",
-        "for (int64_t s = 2; s < work.splits; ++s)",
+        "for (int64_t s = 1 + BUG; s < work.splits; ++s)",
         "factored_linear",
         WRONG,
     ),
@@ -328,7 +336,7 @@ BUGS = [
         "gradient of shares that others add to at once",
         "factored_linear/cuda/fused.cuh",
         "work.out + split * (size.batches * size.columns * size.outputs)",
-        "work.out",
+        "work.out + (BUG ? 0 : split) * (size.batches * size.columns * size.outputs)",
         "factored_linear",
         WRONG,
     ),
@@ -352,7 +360,7 @@ BUGS = [
         "a slab copied over one that a batched product reads",
         "cuda/slab_pipeline.cuh",
         "start(stage == 0 ? Stages - 1 : stage - 1);",
-        "start(stage);",
+        "start(BUG ? stage : stage == 0 ? Stages - 1 : stage - 1);",
         "factored_linear",
         "race on shared memory|not waited for",
     ),
@@ -360,7 +368,7 @@ BUGS = [
         "factors of a batched product from different places of the sum",
         "factored_linear/cuda/tensor_product.cuh",
         "return Swapped ? k % 4 * 4 + k / 4 : k;",
-        "return k;",
+        "return Swapped && !BUG ? k % 4 * 4 + k / 4 : k;",
         "factored_linear",
         WRONG,
     ),
@@ -368,7 +376,7 @@ BUGS = [
         "what lies behind the last place of a sum multiplied too",
         "factored_linear/cuda/tensor_product.cuh",
         "kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
-        "line_or_k < lines_;",
+        "BUG ? line_or_k < lines_ : kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "factored_linear",
         WRONG,
     ),
@@ -376,7 +384,7 @@ BUGS = [
         "results of a batched product in the places of their neighbours",
         "cuda/tensor_fragments.cuh",
         "block[r][c] = sum[r / 2][c][r % 2 * 2 + half];",
-        "block[r][c] = sum[r / 2][c][r % 2 * 2 + 1 - half];",
+        "block[r][c] = sum[r / 2][c][r % 2 * 2 + (BUG ? 1 - half : half)];",
         "factored_linear",
         WRONG,
     ),
@@ -384,7 +392,7 @@ BUGS = [
         "splits of a product that the block of the last one adds, whether or not the others are there",
         "factored_linear/cuda/tensor_product.cuh",
         "if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;",
-        "if (place.split != work.splits - 1) return false;",
+        "if (BUG ? place.split != work.splits - 1 : !last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "factored_linear",
         WRONG,
     ),
@@ -393,7 +401,7 @@ BUGS = [
         "factored_linear/cuda/tensor_product.cuh",
         "  const float* from = parts;\n",
         "  const float* from = parts;\n"
-        "  if (place.split == work.splits - 1) {\n"
+        "  if (BUG && place.split == work.splits - 1) {\n"
         "    for (int v = 0; v < 8; ++v) load_vector(flat[v], from + (work.splits - 1) * Shape::kPart + v * kVector);\n"
         "    for (int other = work.splits - 2; other >= 0; --other) {\n"
         "      float part[8][4];\n"
@@ -411,7 +419,7 @@ BUGS = [
         "a split of a product that is not added",
         "factored_linear/cuda/tensor_product.cuh",
         "for (int other = 1; other < work.splits; ++other)",
-        "for (int other = 2; other < work.splits; ++other)",
+        "for (int other = 1 + BUG; other < work.splits; ++other)",
         "factored_linear",
         WRONG,
     ),
@@ -427,7 +435,7 @@ BUGS = [
         "splits of a product's depth that overlap where they do not come out even",
         "factored_linear/cuda/tensor_product.cuh",
         "(at.split * each + min(at.split, more))",
-        "(at.split * each)",
+        "(at.split * each + (BUG ? 0 : min(at.split, more)))",
         "factored_linear",
         WRONG,
     ),
@@ -435,7 +443,7 @@ BUGS = [
         "shuffle mask without the calling lane",
         "cuda/reduce.cuh",
         "__shfl_xor_sync(kFullWarp, value, step)",
-        "__shfl_xor_sync(0x0000ffffu, value, step)",
+        "__shfl_xor_sync(BUG ? 0x0000ffffu : kFullWarp, value, step)",
         "kron_logdet",
         "whose mask leaves it out",
     ),
@@ -443,7 +451,7 @@ BUGS = [
         "shuffle after some lanes have left",
         "kron/cuda/kron_logdet.cu",
         "  double sum = 0, precision_sum = 0;\n",
-        "  double sum = 0, precision_sum = 0;\n  if (row >= side.rows) return;\n",
+        "  double sum = 0, precision_sum = 0;\n  if (BUG && row >= side.rows) return;\n",
         "kron_logdet",
         "names lane [0-9]+, which has exited",
     ),
@@ -451,7 +459,7 @@ BUGS = [
         "tile of inverses overwritten while others read it",
         "kron/cuda/kron_variance.cu",
         "    for (int64_t i0 = 0; i0 < s.a; i0 += kRows) {\n      __syncthreads();\n",
-        "    for (int64_t i0 = 0; i0 < s.a; i0 += kRows) {\n",
+        "    for (int64_t i0 = 0; i0 < s.a; i0 += kRows) {\n      if (!BUG) __syncthreads();\n",
         "kron_variance",
         "race on shared memory",
     ),
@@ -459,7 +467,7 @@ BUGS = [
         "shared memory written out of bounds",
         "kron/cuda/kron_logdet.cu",
         "memory.array<double>(kThreads / kWarp)",
-        "memory.array<double>(kThreads / kWarp - 1)",
+        "memory.array<double>(kThreads / kWarp - BUG)",
         "kron_logdet",
         "shared memory accessed out of bounds",
         count=2,
@@ -469,15 +477,15 @@ BUGS = [
         "threads race for one element",
         "cuda/reduce.cuh",
         "  if (lane == 0) scratch[warp] = value;\n",
-        "  scratch[warp] = value;\n",
+        "  if (BUG || lane == 0) scratch[warp] = value;\n",
         "polyphase_pool",
         "race on shared memory: write after a write",
     ),
     Bug(
         "barrier that only half the block reaches",
         "cuda/reduce.cuh",
-        "  if (lane == 0) scratch[warp] = value;\n  __syncthreads();\n",
-        "  if (lane == 0) scratch[warp] = value;\n  if (threadIdx.x < 128) __syncthreads();\n",
+        " scratch[warp] = value;\n  __syncthreads();\n",
+        " scratch[warp] = value;\n  if (!BUG || threadIdx.x < 128) __syncthreads();\n",
         "polyphase_pool",
         "divergent __syncthreads|deadlock",
     ),
@@ -485,7 +493,7 @@ BUGS = [
         "launch that grants too little shared memory",
         "kron/cuda/kron_logdet.cu",
         "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(double));",
-        "constexpr size_t kScratchBytes = shared_size(kThreads / kWarp * sizeof(float));",
+        "#define kScratchBytes shared_size(kThreads / kWarp * (BUG ? sizeof(float) : sizeof(double)))",
         "kron_logdet",
         "shared arrays need 64 bytes, the launch grants 32",
     ),
@@ -493,7 +501,7 @@ BUGS = [
         "result that nobody writes",
         "conv/cuda/polyphase_pool.cu",
         "  if (n >= N) return;\n",
-        "  if (n >= N - 1) return;\n",
+        "  if (n >= N - BUG) return;\n",
         "polyphase_pool",
         WRONG,
     ),
@@ -501,7 +509,7 @@ BUGS = [
         "quotient that misses the sum of the exact product and the number",
         "cuda/elements.cuh",
         ">> 32) + number) >> shift_",
-        ">> 32) + number) >> (shift_ + 1)",
+        ">> 32) + number) >> (shift_ + BUG)",
         "circular_pad2d",
         WRONG,
     ),
@@ -509,7 +517,7 @@ BUGS = [
         "quotients of 64 bits by the side before",
         "cuda/elements.cuh",
         "const Index row = W(linear), plane = H(row), n = C(plane);",
-        "const Index row = W(linear), plane = W(row), n = C(plane);",
+        "const Index row = W(linear), plane = BUG ? W(row) : H(row), n = C(plane);",
         "circular_pad2d",
         WRONG,
     ),
@@ -517,7 +525,7 @@ BUGS = [
         "repeated pixel that adds nothing to the gradient",
         "conv/cuda/circular_pad2d.cu",
         "i < padded_h; i += H)",
-        "i < H; i += H)",
+        "i < (BUG ? H : padded_h); i += H)",
         "circular_pad2d",
         WRONG,
     ),
@@ -533,7 +541,7 @@ BUGS = [
         "a copy whose axes lie in another order than it says",
         "kron/cuda/widened.cuh",
         "const auto [n, c, h, w] = order;",
-        "const int n = 0, c = 1, h = 2, w = 3;",
+        "const auto [n, c, h, w] = BUG ? decltype(order){0, 1, 2, 3} : order;",
         "kron_accumulate",
         WRONG,
     ),
@@ -541,7 +549,7 @@ BUGS = [
         "numbers of a copy that are there once read as if they were repeated",
         "kron/cuda/widened.cuh",
         "copied[axis] = strides[axis] == 0 ? 0 : count;",
-        "copied[axis] = count;",
+        "copied[axis] = strides[axis] == 0 && !BUG ? 0 : count;",
         "kron_accumulate",
         WRONG,
     ),
@@ -549,7 +557,7 @@ BUGS = [
         "images that are moved by their component in rows alone",
         "conv/cuda/padded_images.cuh",
         "left = component >> 1;",
-        "left = 0;",
+        "left = BUG ? 0 : component >> 1;",
         "circular_pad2d",
         WRONG,
     ),
@@ -557,7 +565,7 @@ BUGS = [
         "images that are moved back in the direction in which they were moved",
         "conv/cuda/circular_pad2d.cu",
         "up * (H - 1)",
-        "up",
+        "up * (BUG ? 1 : H - 1)",
         "circular_pad2d",
         WRONG,
     ),
@@ -565,15 +573,15 @@ BUGS = [
         "component of the neighbour in memory, of indices that lie apart",
         "conv/cuda/components.cuh",
         "index[image * stride]",
-        "index[image]",
+        "index[image * (BUG ? 1 : stride)]",
         "circular_pad2d",
         WRONG,
     ),
     Bug(
         "elements of a thread that are those of its neighbours",
         "cuda/elements.cuh",
-        ("tile + i * kElementThreads + threadIdx.x;\n      if (linear < count) out"),
-        ("tile + i + threadIdx.x;\n      if (linear < count) out"),
+        "tile + i * kElementThreads + threadIdx.x;\n      if (linear < count) out",
+        "tile + i * (BUG ? 1 : kElementThreads) + threadIdx.x;\n      if (linear < count) out",
         "circular_pad2d",
         WRONG,
     ),
@@ -581,7 +589,7 @@ BUGS = [
         "blocks that write the same elements",
         "kron/cuda/kron_logdet.cu",
         "partials[blockIdx.x] = total;",
-        "partials[0] = total;",
+        "partials[BUG ? 0 : blockIdx.x] = total;",
         "kron_logdet",
         WRONG,
     ),
@@ -589,15 +597,15 @@ BUGS = [
         "sums added up by the block of the highest number, not by the last to finish",
         "cuda/reduce.cuh",
         "atomicAdd(ticket, 1u) == blocks - 1 ?",
-        "atomicAdd(ticket, 1u) < blocks && blockIdx.x == gridDim.x - 1 ?",
+        "(BUG ? atomicAdd(ticket, 1u) < blocks && blockIdx.x == gridDim.x - 1 : atomicAdd(ticket, 1u) == blocks - 1) ?",
         "kron_evidence",
         WRONG,
     ),
     Bug(
         "no barrier between taking the ticket and asking who is last",
         "cuda/reduce.cuh",
-        "blocks - 1 ? 1u : 0u;\n  }\n  __syncthreads();\n",
-        "blocks - 1 ? 1u : 0u;\n  }\n",
+        " ? 1u : 0u;\n  }\n  __syncthreads();\n",
+        " ? 1u : 0u;\n  }\n  if (!BUG) __syncthreads();\n",
         "kron_evidence",
         "nobody wrote|race on shared memory",
     ),
@@ -613,7 +621,7 @@ BUGS = [
         "tile whose partial sums are another's",
         "kron/cuda/kron_evidence.cu",
         "parts[2 * static_cast<int64_t>(blockIdx.x)] = logs;",
-        "parts[2 * spectra.tiles[5 * static_cast<int64_t>(blockIdx.x)]] = logs;",
+        "parts[2 * (BUG ? spectra.tiles[5 * static_cast<int64_t>(blockIdx.x)] : static_cast<int64_t>(blockIdx.x))] = logs;",
         "kron_evidence",
         WRONG,
     ),
@@ -637,7 +645,7 @@ BUGS = [
         "share whose rows nobody takes",
         "basis/cuda/gaussian_project.cu",
         "const int64_t begin = split * split_rows, end",
-        "const int64_t begin = (split + 1) * split_rows, end",
+        "const int64_t begin = (split + BUG) * split_rows, end",
         "gaussian_project",
         WRONG,
     ),
@@ -645,15 +653,17 @@ BUGS = [
 
 RUNS = sorted({(bug.source, bug.warpgroups) for bug in BUGS})
 
-# Runs op `source` from each library, in a process of its own: a crash or a hang of one says nothing about the others.
+# Runs op `source` from each library with one bug there, or none (0), in a process of its own: a crash or a hang of one says nothing
+# about the others.
 RUNNER = f"""
 import json, os, sys, traceback
 import torch
 from python_tests.cuda_sim.checking import SCHEDULES
 from python_tests.cuda_sim.simulator import Simulator
 
-def run(library, source, warpgroups):
+def run(library, source, warpgroups, bug):
     simulator = Simulator(library)
+    simulator.plant(bug)
     torch.manual_seed(0)
     tolerance, first = 1e-4, None
     for schedule in SCHEDULES:
@@ -757,13 +767,13 @@ def run(library, source, warpgroups):
                 raise SystemExit("{WRONG}")
 
 torch.set_num_threads(1)
-for library, source, warpgroups, log in json.load(sys.stdin):
+for *work, log in json.load(sys.stdin):
     child = os.fork()
     if child == 0:
         code = 1
         with open(log, "w") as file:
             try:
-                run(library, source, warpgroups)
+                run(*work)
                 code = 0
             except BaseException:
                 traceback.print_exc(file=file)
@@ -774,11 +784,12 @@ for library, source, warpgroups, log in json.load(sys.stdin):
 """
 
 
-def copy_of_sources(folder: Path, bug: Bug | None) -> Path:
+def planted_sources(folder: Path) -> Path:
+    """A copy of csrc with all bugs, counted from 1."""
     csrc = folder / "csrc"
     shutil.copytree(build.SOURCES, csrc)
-    if bug is not None:
-        bug.plant(csrc)
+    for number, bug in enumerate(BUGS, 1):
+        bug.plant(csrc, number)
     return csrc
 
 
@@ -790,7 +801,7 @@ class Outcome:
     said: str
 
 
-def statuses_of(work: list[tuple[str, str, bool, str]]) -> dict[str, int]:
+def statuses_of(work: list[tuple[str, str, bool, int, str]]) -> dict[str, int]:
     """The wait statuses of RUNNER's processes, by the path of their log."""
     command = [sys.executable, "-c", RUNNER]
     result = subprocess.run(
@@ -806,19 +817,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """What happened with every bug, and with every op without one, by name."""
     if reason := build.unavailable():
         pytest.skip(reason)
-    runs: list[tuple[str, tuple[str, bool], Path, str]] = []
-    for bug in BUGS:
-        of = bug.source, bug.warpgroups
-        # Unoptimised code is compiled in half the time, but a wrong result is known only at a run's end.
-        optimisation = "-O1" if bug.warpgroups and bug.says == WRONG else "-O0"
-        runs.append((bug.name, of, copy_of_sources(tmp_path_factory.mktemp("bug"), bug), optimisation))
-    for of in RUNS:  # the objects of the simulator itself, when they are built already
-        runs.append((str(of), of, copy_of_sources(tmp_path_factory.mktemp("copy"), None), "-O1"))
-    build.build([RUNS[0][0]], optimisation="-O0")  # the schemas, which all share
+    csrc = planted_sources(tmp_path_factory.mktemp("planted"))
+    sources = sorted({source for source, _ in RUNS})
+    runs = [(bug.name, (bug.source, bug.warpgroups), number) for number, bug in enumerate(BUGS, 1)]
+    runs += [(str(of), of, 0) for of in RUNS]
     logs = [tmp_path_factory.mktemp("log") / "log" for _ in runs]
     with ThreadPoolExecutor(build.jobs()) as pool:
-        libraries = pool.map(lambda run: build.build([run[1][0]], run[2], run[3]), runs)
-        work = [(str(library), *run[1], str(log)) for library, run, log in zip(libraries, runs, logs, strict=True)]
+        libraries = dict(zip(sources, pool.map(lambda source: str(build.build([source], csrc)), sources), strict=True))
+        work = [(libraries[of[0]], *of, bug, str(log)) for (_, of, bug), log in zip(runs, logs, strict=True)]
         shares = pool.map(statuses_of, [work[i :: build.jobs()] for i in range(build.jobs())])
         statuses = {log: status for share in shares for log, status in share.items()}
     return {run[0]: Outcome(statuses[str(log)], log.read_text()) for run, log in zip(runs, logs, strict=True)}

@@ -19,6 +19,7 @@
 #include "language.h"
 #include "launches.h"
 #include "path.h"
+#include "planted.h"
 #include "schedule.h"
 #include "shared.h"
 #include "tensor_core.h"

@@ -66,6 +66,11 @@ def _items(call: Call, kind: str) -> list[str]:
     return found
 
 
+def _processes(call: Call) -> int:
+    """So many share out what a step can share out: enough to keep a GPU busy, or few where each start is work for the CPU."""
+    return 2 if call.rehearsal else 8
+
+
 def _op(item: str) -> str:
     """The op of an item of cases or of works."""
     first = item.removeprefix("bfloat16 ").replace(",", " ").split("|")[0].split()[0]
@@ -260,7 +265,7 @@ def tests(call: Call) -> None:
     """The tests that run on a GPU, where pytest-xdist is there eight at once."""
     there = call.items["plugins"]
     # Every process that a test ends, by its hang or a lost device, is replaced, whatever their number.
-    options = ["-n", "8", "--max-worker-restart", "1000"] if "xdist" in there else []
+    options = ["-n", str(_processes(call)), "--max-worker-restart", "1000"] if "xdist" in there else []
     # By a thread: a signal's handler waits for the call that hangs on the device.
     timeout = ["--timeout=30", "--timeout-method=thread"]
     options += timeout if "pytest_timeout" in there else ["-o", "faulthandler_timeout=30"]
@@ -291,12 +296,12 @@ def sanitizer(tool: str, alone: bool) -> Callable[[Call], None]:
             if any("--check-warpgroup-mma" in text for text in said):
                 prefix += ["--check-warpgroup-mma", "yes"]
         items = [item for name in _items(call, "case") for item in _precisions(name)]
-        env = NO_CACHE if alone else {}
+        env, processes = NO_CACHE if alone else {}, _processes(call)
 
         def some(i: int) -> None:
-            call.series("case", items[i::8], 45, prefix=prefix, env=env, complaint=complaint, tool=tool)
+            call.series("case", items[i::processes], 45, prefix=prefix, env=env, complaint=complaint, tool=tool)
 
-        call.pool(some, range(8))
+        call.pool(some, range(processes))
 
     return step
 

@@ -24,9 +24,14 @@ constexpr unsigned kWarp = 32;
 
 enum class State { ready, at_block_barrier, at_warp_barrier, exited };
 
-// An asynchronous copy under way: `finish` writes it, once enough groups were committed after it.
+// An asynchronous copy of one number, `from` (null: 0) to a place of a shared array: `finish` writes it, once enough groups
+// were committed after it.
 struct PendingCopy {
-  std::function<void()> finish;
+  void (*finish)(const PendingCopy&);
+  void* data;  // of the array, which is number `record`
+  size_t record;
+  int place;
+  const void* from;
   int commits_since;
 };
 
@@ -39,7 +44,6 @@ struct Product {
 
 struct Fiber {
   jmp_buf resume_point;
-  ucontext_t start;
   State state;
   bool started;
   unsigned thread, lane, warp;
@@ -74,6 +78,12 @@ struct Slot {
   alignas(16) unsigned char bytes[32];
 };
 
+// Where the threads that run on a stack begin, one after another: a jump there spares each the system calls of a new context.
+struct Entry {
+  jmp_buf point;
+  bool there = false;
+};
+
 struct Block {
   const char* kernel = "";
   std::vector<Fiber> fibers;
@@ -85,6 +95,7 @@ struct Block {
   size_t shared_bytes = 0;
   unsigned char* stacks = nullptr;
   size_t stack_count = 0;
+  std::vector<Entry> entries;  // of each stack
   jmp_buf scheduler;
   Fiber* current = nullptr;
   const std::function<void()>* body = nullptr;
@@ -118,8 +129,12 @@ inline void wait(State state) {
   if (!_setjmp(self->resume_point)) _longjmp(b.scheduler, 1);
 }
 
+// Is never left: whoever comes to run on this stack begins at the stack's entry.
 inline void fiber_main() {
   Block& b = block();
+  Entry& entry = b.entries[b.current->thread];
+  entry.there = true;
+  _setjmp(entry.point);
   (*b.body)();
   b.current->state = State::exited;
   _longjmp(b.scheduler, 1);
@@ -132,12 +147,14 @@ inline void resume(Fiber& fiber) {
   if (_setjmp(b.scheduler)) return;
   if (fiber.started) _longjmp(fiber.resume_point, 1);
   fiber.started = true;
-  getcontext(&fiber.start);
-  fiber.start.uc_stack.ss_sp = b.stacks + fiber.thread * kStackBytes;
-  fiber.start.uc_stack.ss_size = kStackBytes;
-  fiber.start.uc_link = nullptr;
-  makecontext(&fiber.start, fiber_main, 0);
-  setcontext(&fiber.start);
+  if (b.entries[fiber.thread].there) _longjmp(b.entries[fiber.thread].point, 1);
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = b.stacks + fiber.thread * kStackBytes;
+  start.uc_stack.ss_size = kStackBytes;
+  start.uc_link = nullptr;
+  makecontext(&start, fiber_main, 0);
+  setcontext(&start);
 }
 
 inline void prepare_block(unsigned threads, size_t shared_bytes) {
@@ -149,6 +166,7 @@ inline void prepare_block(unsigned threads, size_t shared_bytes) {
     if (stacks == MAP_FAILED) throw std::runtime_error("cusim: no memory for fiber stacks");
     b.stacks = static_cast<unsigned char*>(stacks);
     b.stack_count = threads;
+    b.entries.assign(threads, {});
   }
   b.fibers.resize(threads);
   b.exchange.resize(2 * threads);

@@ -80,12 +80,7 @@ class SharedArray {
 
   void start_copy(int index, const T* from, bool valid) const {
     claim(index, "asynchronous copy").copy_pending = true;
-    const SharedArray self = *this;
-    block().current->copies.push_back({[self, index, from, valid] {
-                                         self.data_[self.offset_ + index] = valid ? *from : T(0);
-                                         self.claim(index, "arrival of an asynchronous copy").copy_pending = false;
-                                       },
-                                       0});
+    block().current->copies.push_back({finish_copy, data_, record_, offset_ + index, valid ? from : nullptr, 0});
   }
 
   // Array and element, of those of the block.
@@ -96,6 +91,12 @@ class SharedArray {
   }
 
  private:
+  static void finish_copy(const PendingCopy& copy) {
+    const SharedArray to(static_cast<T*>(copy.data), copy.record, copy.place);
+    to.data_[copy.place] = copy.from ? *static_cast<const T*>(copy.from) : T(0);
+    to.claim(0, "arrival of an asynchronous copy").copy_pending = false;
+  }
+
   std::string name(int index) const {
     return "array " + std::to_string(record_) + ", element " + std::to_string(offset_ + index) + " of " +
            std::to_string(block().arrays[record_].count) + ",";
@@ -194,15 +195,15 @@ inline void copy_async_commit() {
 template <int Pending>
 void copy_async_wait() {
   std::vector<PendingCopy>& copies = block().current->copies;
-  std::vector<PendingCopy> rest;
-  for (PendingCopy& copy : copies) {
+  size_t left = 0;
+  for (const PendingCopy& copy : copies) {
     if (copy.commits_since > Pending) {
-      copy.finish();
+      copy.finish(copy);
     } else {
-      rest.push_back(copy);
+      copies[left++] = copy;
     }
   }
-  copies.swap(rest);
+  copies.erase(copies.begin() + left, copies.end());
 }
 
 }  // namespace cusim

@@ -7,8 +7,10 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <limits>
 
+#include "language.h"
 #include "warp.h"
 
 namespace cusim {
@@ -31,7 +33,16 @@ inline float round_tf32(float value) {
   return cut_to_tf32(value);
 }
 
-inline double cut_to_quantum(double value, double quantum) { return std::trunc(value / quantum) * quantum; }
+// 2 to the power of `exponent`, one of a normal number.
+inline double power_of_two(int exponent) { return __longlong_as_double(static_cast<long long>(exponent + 1023) << 52); }
+
+// The exponent of a normal number; std::ilogb, where most of the simulator's time would go.
+inline int exponent_of(double value) { return static_cast<int>(__double_as_longlong(value) >> 52 & 0x7ff) - 1023; }
+
+// Towards zero, to multiples of 2 to the power of `exponent`, of which there are fewer than 2^63.
+inline double cut_to(double value, int exponent) {
+  return static_cast<double>(static_cast<long long>(value * power_of_two(-exponent))) * power_of_two(exponent);
+}
 
 // sum + x[0] y[0] + ... + x[3] y[3] of finite or other operands that are TF32 numbers.
 inline float cut_dot4(float sum, const float (&x)[4], const float (&y)[4]) {
@@ -43,12 +54,11 @@ inline float cut_dot4(float sum, const float (&x)[4], const float (&y)[4]) {
   double total = 0;
   for (const double term : terms) total += term;
   if (!std::isfinite(total) || largest == 0) return static_cast<float>(total);
-  const double quantum = std::ldexp(1.0, std::max(std::ilogb(largest), -126) - 23);
+  const int exponent = std::max(exponent_of(largest), -126) - 23;
   total = 0;
-  for (const double term : terms) total += cut_to_quantum(term, quantum);  // at most 26 bits: exact
+  for (const double term : terms) total += cut_to(term, exponent);  // at most 26 bits: exact
   if (total == 0) return 0;
-  const double last = std::ldexp(1.0, std::max(std::ilogb(total), -126) - 23);
-  return static_cast<float>(cut_to_quantum(total, last));
+  return static_cast<float>(cut_to(total, std::max(exponent_of(total), -126) - 23));
 }
 
 struct Fragment {
@@ -68,10 +78,10 @@ inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
   std::memcpy(block_.exchange[buffer + self->thread].bytes, &own, sizeof own);
   wait_for_warp(~0u, false);
   const Slot* const lanes = &block_.exchange[buffer + self->warp * kWarp];
-  const auto fragment = [&](unsigned lane) {
-    Fragment other;
-    std::memcpy(&other, lanes[lane].bytes, sizeof other);
-    return other;
+  const auto value_of = [&](unsigned lane, size_t place) {
+    float value;
+    std::memcpy(&value, lanes[lane].bytes + place, sizeof value);
+    return value;
   };
   const unsigned g = self->lane / 4, t = self->lane % 4;
   for (int result = 0; result < 4; ++result) {
@@ -79,8 +89,8 @@ inline void mma_tf32(float (&c)[4], const float (&a)[4], const float (&b)[2]) {
     for (int half = 0; half < 2; ++half) {                           // depths 4 half .. 4 half + 3
       float x[4], y[4];
       for (unsigned k = 0; k < 4; ++k) {
-        x[k] = fragment(4 * g + k).a[2 * half + below];
-        y[k] = fragment(4 * column + k).b[half];
+        x[k] = value_of(4 * g + k, offsetof(Fragment, a) + (2 * half + below) * sizeof(float));
+        y[k] = value_of(4 * column + k, offsetof(Fragment, b) + half * sizeof(float));
       }
       c[result] = cut_dot4(c[result], x, y);
     }

@@ -54,9 +54,9 @@ def find_cuobjdump(nvcc: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def language_flags() -> list[str]:
-    """Those of the build whatever the architecture."""
-    options = ["-std=c++17", "-O3", build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
+def language_flags(optimisation: str = "-O3") -> list[str]:
+    """Those of the build whatever the architecture; `optimisation` is of host code alone."""
+    options = ["-std=c++17", optimisation, build_config().TARGET_VERSION, "-DUSE_CUDA", "--expt-relaxed-constexpr"]
     return [*options, "-I", str(build.SOURCES), "-I", str(build.TORCH / "include")]
 
 

@@ -37,7 +37,12 @@ WRAPPED = [
 def compile_source(nvcc: Path, name: str, arch: str, library: str, small: bool) -> tuple[Path, Path]:
     """Object and PTX of csrc/<family>/cuda/<name>.cu for one architecture ("80", "90a"), from the cache if they are there."""
     source, headers = build.source_of(name), build.headers_of(build.SOURCES)
-    options = [*compiler.language_flags(), f"-gencode=arch=compute_{arch},code=compute_{arch}", "-Xcompiler", "-fPIC"]
+    options = [
+        *compiler.language_flags("-O0"),
+        f"-gencode=arch=compute_{arch},code=compute_{arch}",
+        "-Xcompiler",
+        "-fPIC",
+    ]
     options += [f"-DELLA_LIBRARY={library}", "-DELLA_DISPATCH_KEY=CPU"]
     options += [build.FEW_PLACES, BY_CACHE] if small else []
     options += ["-DELLA_WARPGROUPS"] if arch == "90a" else []

@@ -67,14 +67,14 @@ def test_tiles_of_float64(simulator: Simulator, tile: int) -> None:
 @pytest.mark.parametrize("split", [1, 2, 5, 1000])
 def test_rows_are_cut_into_so_many_shares(simulator: Simulator, product: str, split: int) -> None:
     """Of float32 rows a float64 factor takes no more than 1,024 a share, so that the shares tell how many launches there are."""
-    start, rows = strided.symmetric(1, 34, torch.float64) + 2.0**40, strided.integers(5000, 1, 34)
+    start, rows = strided.symmetric(1, 34, torch.float64) + 2.0**40, strided.integers(2500, 1, 34)
     with (
         simulator.scheduled(threads="random", blocks="random", warpgroups=True),
         simulator.path(product=product, split=split),
     ):
         before = simulator.launch_count()
         got = strided.accumulated(simulator, start, rows, 0.5)
-    launches = -(-5000 // (1024 * split))
+    launches = -(-2500 // (1024 * split))
     assert simulator.launch_count() - before == launches * (1 if split == 1 else 2)
     assert torch.equal(got, strided.exact(start, rows.double(), 0.5))
 

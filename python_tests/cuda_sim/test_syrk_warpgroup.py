@@ -16,7 +16,7 @@ pytestmark = pytest.mark.simulator
 
 # (N, G, d): blocks that take tiles of 128, slabs of 32 rows: one slab, some, more than there are stages; one tile,
 # three, six
-SHAPES = [(1, 1, 128), (33, 2, 100), (70, 1, 240), (400, 1, 120), (300, 1, 250), (40, 1, 350)]
+SHAPES = [(1, 1, 128), (33, 2, 100), (70, 1, 240), (200, 1, 120), (150, 1, 250), (40, 1, 350)]
 CONVOLUTIONS = [
     ((2, 12, 4, 5), (3, 3), (1, 1), (1, 1), (1, 1)),
     ((3, 28, 5, 5), (2, 2), (2, 1), (1, 0), (1, 2)),

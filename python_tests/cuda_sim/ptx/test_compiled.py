@@ -214,14 +214,15 @@ def test_images(ampere: PtxDevice, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
-    """Several tiles of eigenvalues in both directions."""
-    sides = torch.rand(2, 300, dtype=dtype), torch.rand(2, 70, dtype=dtype)
+    """Several rows in a block, and one row's columns that a block takes in several rounds, each in both directions."""
     precision = torch.tensor(0.3, dtype=dtype)
     with ampere.scheduled("reverse"):
         ops = Checked(ampere)
-        ops.kron_logdet(*sides, precision)
-        ops.kron_logdet_gradient(*sides, precision)
-        ops.kron_logdet_hvp(*sides, precision, *map(torch.randn_like, (*sides, precision)))
+        for sizes in ((300, 20), (20, 300)):
+            sides = [torch.rand(2, size, dtype=dtype) for size in sizes]
+            ops.kron_logdet(*sides, precision)
+            ops.kron_logdet_gradient(*sides, precision)
+            ops.kron_logdet_hvp(*sides, precision, *map(torch.randn_like, (*sides, precision)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -112,6 +112,7 @@ class Forks:
 
         call = [sys.executable, "-c", SERVER]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.last: Child | None = None
         self.server = subprocess.Popen(call, cwd=folder, env=env, text=True, preexec_fn=defaults, **pipes)
 
     def start(
@@ -140,8 +141,19 @@ class Forks:
         streams = [terminal] * 3 if terminal else [os.devnull, out or str(own_out), str(err)]
         asked = {"options": list(options), "cwd": str(cwd), "before": before, "first": [str(first)] if first else []}
         asked |= {"status": str(status), "streams": streams, "closed": list(closed), "buffered": buffered}
+        self._kill_last()
         print(json.dumps(asked), file=self.server.stdin, flush=True)
-        return Child(int(self.server.stdout.readline()), status, Path(out or own_out), err)
+        self.last = Child(int(self.server.stdout.readline()), status, Path(out or own_out), err)
+        return self.last
+
+    def _kill_last(self) -> None:
+        """A test that failed leaves its child, for whose end the server waits."""
+        if self.last is not None:
+            self.last.send_signal(signal.SIGKILL)
 
     def end(self) -> None:
-        self.server.communicate(timeout=60)
+        self._kill_last()
+        try:
+            self.server.communicate(timeout=60)
+        finally:
+            self.server.kill()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
@@ -26,7 +27,7 @@ from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
-from ella_cuda.laplace.rules.norm import constant_scale, scaled
+from ella_cuda.laplace.rules.norm import constant_scale
 from ella_cuda.laplace.uses import Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
@@ -103,17 +104,20 @@ class _OutputTap(torch.autograd.Function):
 
 
 class _ConstantScale(torch.autograd.Function):
-    """Stands in the graph for a frozen normalisation by constants: ``out`` becomes the output, of which nothing is kept."""
+    """Stands in the graph for a normalisation by constants, whose backward of autograd copies the gradients of all columns three times.
+
+    ``out`` becomes the output, of which nothing is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.scale = scale
+        ctx.scale = scale.view(-1, *(1,) * (out.dim() - 2))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return scaled(gradient, ctx.scale, 1), None, None
+        return (gradient * ctx.scale).to(gradient.dtype), None, None
 
 
 class CurvaturePass:
@@ -178,12 +182,11 @@ class CurvaturePass:
         }
         by_function = self.findings.by_function
         hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
-        known = {module for rule in self.rules for module in (rule.module, *rule.inner_modules())}
         with ExitStack() as stack:
             stack.enter_context(hooked(hooks, inside))
             for module in self.model.modules():
-                if module not in known and (scale := constant_scale(module)) is not None:
-                    handle = module.register_forward_hook(self._frozen(scale), prepend=True, with_kwargs=True)
+                if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
+                    handle = module.register_forward_hook(self._scaled(scale), prepend=True)
                     stack.callback(handle.remove)
             if by_function:
                 modules = [rule.module for rule in by_function]
@@ -280,15 +283,19 @@ class CurvaturePass:
 
         return replace
 
-    def _frozen(self, scale: Tensor) -> Callable[..., Tensor]:
-        """The forward hook of a frozen normalisation by constants."""
+    def _scaled(self, scale: Tensor) -> Callable[..., Tensor]:
+        """The forward hook of a normalisation by constants. It leaves to autograd what is not the layer's own output, after somebody's
+        hook for all modules, and what a transform in the network's forward differentiates."""
 
-        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            (x,) = arguments_in_order(module, args, kwargs)
-            if self._aside or module.training or not x.requires_grad or not type(x) is type(out) is Tensor:
+        def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            alone = not self._aside and not module.training and len(args) == 1 and type(args[0]) is type(out) is Tensor
+            own = alone and out.grad_fn is not None and "BatchNormBackward" in type(out.grad_fn).__name__
+            if not own or torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
                 return out
             return (
-                out.detach() + self._anchor if self._differentiating else _ConstantScale.apply(x, out.detach(), scale)
+                out.detach() + self._anchor
+                if self._differentiating
+                else _ConstantScale.apply(args[0], out.detach(), scale)
             )
 
         return replace

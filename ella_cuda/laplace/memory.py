@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -140,25 +141,33 @@ def _says_no_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
+class _Held:
+    """A tensor that a graph keeps."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int, int, int]:
     """Bytes that the graph of a fit keeps of a batch, those of a column's gradients, and of all columns': from its first image's, for
     each."""
-    kept: dict[int, int] = {}
     constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    held: weakref.WeakSet[_Held] = weakref.WeakSet()  # what no node holds any more is not among it
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in constants:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def keep(tensor: Tensor) -> _Held:
+        found = _Held(tensor)
+        held.add(found)
+        return found
 
     for rule in rules:
         rule.allocate(UnkeptMoment)
     with curvature_pass(model, rules, 1) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
-        with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
             outputs = run.forward(take(x, slice(1)))
             of_rules = run.uses.kept_bytes()
+            storages = [one.tensor.untyped_storage() for one in held]
+            kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
     images, count = data_points(x), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
     return images * (sum(kept.values()) + of_rules + ROOT * count), column, count * column

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.nn import SpatialBasis
 
-PART = 1 << 17  # elements that are widened to float64 at a time: 1 MiB
+PART = 1 << 17  # elements that are widened to float64 at a time on the CPU: 1 MiB
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -59,10 +59,8 @@ def fingerprint_of(model: nn.Module) -> Tensor:
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
     for index, tensor in enumerate([*kept.values(), *others.values()], start=1):
         if tensor.is_floating_point():
-            flat = tensor.detach().flatten()
-            for begin in range(0, flat.numel(), PART):
-                some = flat[begin : begin + PART].double()
-                parts.append(index * (some @ _uneven(begin + 1, begin + len(some) + 1, tensor.device)))
+            # Of the whole tensor at once: saved states hold the sum, whose rounding another order would change.
+            parts.append(index * (tensor.detach().flatten().double() @ _uneven(tensor.numel(), tensor.device)))
     # Where all are on one device, none of the parts is waited for.
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
@@ -77,8 +75,9 @@ def uneven_sum(tensor: Tensor) -> Tensor:
     flat = tensor.flatten()
     side = math.isqrt(flat.numel())
     square, rest = flat[: side * side].view(side, side), flat[side * side :]
-    weights = _uneven(1, side + 1, tensor.device)
-    sums = [part.double() @ weights for part in square.split(max(PART // max(side, 1), 1))]
+    weights = _uneven(side, tensor.device)
+    step = max(PART // max(side, 1), 1) if tensor.device.type == "cpu" else max(side, 1)
+    sums = [part.double() @ weights for part in square.split(step)]
     rows = torch.cat(sums) @ (1 + weights.square())
     return (
         rows
@@ -87,9 +86,9 @@ def uneven_sum(tensor: Tensor) -> Tensor:
     )
 
 
-def _uneven(begin: int, end: int, device: torch.device) -> Tensor:
-    """Between 0.5 and 1.5, float64: multiples of the golden ratio, no two close ones alike."""
-    return torch.arange(begin, end, dtype=torch.float64, device=device).mul_(0.6180339887498949).frac_().add_(0.5)
+def _uneven(count: int, device: torch.device) -> Tensor:
+    """Weights between 0.5 and 1.5, ``(count,)`` float64: multiples of the golden ratio, no two close ones alike."""
+    return torch.arange(1, count + 1, dtype=torch.float64, device=device).mul_(0.6180339887498949).frac_().add_(0.5)
 
 
 class FittedBases:

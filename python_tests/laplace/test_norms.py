@@ -109,6 +109,69 @@ def test_gradients_go_back_through_a_norm_of_constants(layer, parameters, dense_
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", ["own forward", "hook of all", "subclass"])
+def test_another_output_than_the_norms_is_left_to_autograd(kind, trained, dense_ggn):
+    class Activated(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sin())
+
+    model = around(Activated(6) if kind == "subclass" else nn.BatchNorm1d(6), (6,))
+    norm = model[3].requires_grad_(trained)
+    if kind == "own forward":
+        forward = norm.forward
+        norm.forward = lambda x: forward(x.sin())
+    x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
+    hook = None
+    if kind == "hook of all":
+        hook = nn.modules.module.register_module_forward_hook(lambda m, _, out: out.sin() if m is norm else None)
+    try:
+        expected = dense_ggn(model, x, y, "classification")["0.bias"]
+        found = KronLaplace(model).fit([(x, y)]).factors["0.bias"].to_dense()[0]
+    finally:
+        if hook is not None:
+            hook.remove()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("transform", ["grad", "dual numbers"])
+def test_a_norm_inside_of_a_transform_of_the_forward(transform):
+    """A frozen part whose derivative is an input of the rest."""
+
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.part, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            if transform == "grad":
+                return self.head(torch.func.grad(lambda v: self.part(v).square().sum())(x))
+            with torch.autograd.forward_ad.dual_level():
+                dual = self.part(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+                return self.head(torch.autograd.forward_ad.unpack_dual(dual).tangent + x)
+
+    model = checks.randomised(Slopes(), 0.7)
+    model.part.requires_grad_(False)
+    x, y = torch.randn(IMAGES, 4, dtype=torch.float64), torch.randint(CLASSES, (IMAGES,))
+    found = KronLaplace(model).fit([(x, y)]).factors["head.bias"].to_dense()[0]
+    p = model.eval()(x).softmax(1).detach()
+    torch.testing.assert_close(found, (p.diag_embed() - p[:, :, None] * p[:, None]).sum(0))
+
+
+def test_an_estimate_counts_what_is_kept_behind_a_norm():
+    """Its input is let go, and another tensor may lie where it was."""
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())))
+    model = nn.Sequential(model, nn.Flatten(), nn.Linear(3 * 64, CLASSES))
+    la, x = KronLaplace(model), torch.randn(7, 3, 8, 8)
+    estimates = set()
+    for size in range(5):
+        between = [torch.empty(1 << (size + 6)) for _ in range(5)]
+        estimates.add(la.memory_estimate(x))
+        del between
+    assert len(estimates) == 1
+
+
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize("layer", ["BatchNorm2d", "LayerNorm, positions", "GroupNorm"])
 def test_one_parameter_may_be_frozen(layer, frozen, dense_ggn):

@@ -177,17 +177,12 @@ def test_the_same_from_run_to_run(shape, device):
     ],
 )
 def test_memory_is_bounded(shape, diagonal):
-    """By a few MiB a thread: less than a hundredth of M and, at one position, of the denominators."""
+    """By a few MiB: less than a hundredth of M and, at one position, of the denominators."""
     n, k, _, g, a, b = shape
     args = tensors(shape, torch.device("cpu"), torch.float32)
     variance = torch.zeros((n, k) if diagonal else (n, k, k))
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        peak = checks.peak_bytes(lambda: ops.kron_variance_(variance, *args))
-    finally:
-        torch.set_num_threads(before)
-    assert peak < 3 << 20
+    peak = checks.peak_bytes(lambda: ops.kron_variance_(variance, *args))
+    assert peak < 5 << 20
     assert peak < 4 * n * k * g * a * b / 100
 
 

@@ -59,19 +59,16 @@ class ScaleRule(Rule):
         }
 
 
-def scaled(values: Tensor, scale: Tensor, axis: int) -> Tensor:
-    """By channels ``(C,)``, which are this axis of the values."""
-    return (values * scale.view(-1, *(1,) * (values.dim() - axis - 1))).to(values.dtype)
-
-
 def constant_scale(module: nn.Module) -> Tensor | None:
     """γ/√(σ²+ε) ``(C,)`` of a batch normalisation in evaluation mode, by which gradients go back; None of anything else."""
     if not isinstance(module, _BatchNorm) or module.running_mean is None or module.running_var is None:
         return None
-    if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    if type(module).forward not in own or "forward" in vars(module):
         return None
-    scale = (module.running_var + module.eps).rsqrt()
-    return scale if module.weight is None else scale * module.weight.detach()
+    scale = (module.running_var.double() + module.eps).rsqrt()
+    scale = scale if module.weight is None else scale * module.weight.detach()
+    return scale.to(torch.promote_types(module.running_var.dtype, torch.float32))
 
 
 @register(nn.BatchNorm1d)
@@ -86,8 +83,6 @@ class BatchNormRule(ScaleRule):
         ValueError: the layer has no running statistics, so that each output depends on all inputs of its batch.
     """
 
-    reduces = True
-
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         if module.running_mean is None or module.running_var is None:
@@ -95,12 +90,6 @@ class BatchNormRule(ScaleRule):
                 f"{self.label} has no running statistics (track_running_stats=False): its outputs depend on the whole batch, and the "
                 "curvature is no sum over data. Build it with track_running_stats=True, or use GroupNorm."
             )
-        # Autograd's own backward copies the gradients of all columns three times.
-        self.differentiates = constant_scale(module) is not None
-
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        self.outputs(gradient)
-        return None if input_shape is None else scaled(gradient, constant_scale(self.module), 2)
 
     def _normalised(self, x: Tensor) -> Tensor:
         m = self.module

@@ -459,11 +459,11 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number, tmp_path, forks):
-    """Of two runs in processes of their own: ``test_cli`` by SIGINT."""
+@pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, False), (signal.SIGHUP, True)])
+def test_a_signal_during_a_run_keeps_what_there_is_and_says_how_to_go_on(number, forked, tmp_path, forks):
+    """Of two runs in processes of their own: ``test_cli`` by SIGINT. A process that is not forked ends as Python does."""
     options = [*TINY.replace("--objective map", "").split(), "--epochs", "1000", "--jobs", "1", "--out", "dir"]
-    started = forks.start(options, tmp_path)
+    started = (forks.start if forked else start)(options, tmp_path)
     wait_for(tmp_path / "dir/digits-digit-conv-map-seed0/checkpoint.pt", started)
     started.send_signal(number)
     _, err = started.communicate(timeout=120)

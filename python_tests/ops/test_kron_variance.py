@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -159,6 +162,36 @@ def test_results_do_not_depend_on_threads(shape):
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs mprotect")
+@pytest.mark.parametrize("shape", [(2, 3, 1, 2, 5, 7), (2, 3, 4, 2, 5, 7), (2, 3, 4, 1, 33, 70), (3, 5, 1, 1, 21, 37)])
+def test_nothing_past_the_end_is_read_or_written(shape):
+    inputs, outputs, *rest = tensors(shape, torch.device("cpu"), torch.float32)
+    jacobian = torch.einsum("ntgi,kntgj->kngij", inputs, outputs)
+    for args in ((inputs, outputs), (None, jacobian)):
+        guarded = [a if a is None else checks.before_a_guard_page(a) for a in (*args, *rest)]
+        zeros = torch.zeros(shape[0], shape[1], shape[1])
+        found = ops.kron_variance_(checks.before_a_guard_page(zeros), *guarded)
+        assert torch.equal(found, ops.kron_variance_(zeros, *args, *rest))
+
+
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
+def test_every_set_of_instructions(capability, beside_the_tests):
+    """The vectors of each set this processor has, of other lengths than those of the running one."""
+    code = """
+import torch
+from ella_cuda import ops
+from python_tests.ops.test_kron_variance import SHAPES, exact, tensors
+for shape in SHAPES:
+    for dtype in (torch.float32, torch.float64):
+        args = tensors(shape, torch.device("cpu"), dtype)
+        wanted = exact(*args)
+        found = ops.kron_variance_(torch.zeros(wanted.shape, dtype=dtype), *args)
+        assert (found - wanted).abs().max() < 100 * torch.finfo(dtype).eps * wanted.abs().max(), (shape, dtype)
+"""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd=beside_the_tests, timeout=300)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[6], SHAPES[11]])

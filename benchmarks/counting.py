@@ -79,8 +79,10 @@ def _layer(module: torch.nn.Module, x: torch.Tensor, out: torch.Tensor, first: b
         whole, alone = into + out, 2 * n * d * c * (inner + outer)
         return Work(into + out, out if first else whole, whole, inputs, outputs, alone=alone)
     d, c = module.weight.shape
-    product = 2 * n * d * c
-    return Work(product, 0 if first else product, product, n * c * (c + 1), n * d * (d + 1), alone=product)
+    rows = x.numel() // c
+    product = 2 * rows * d * c
+    of_variance = {"alone" if rows == n else "shared": product}
+    return Work(product, 0 if first else product, product, rows * c * (c + 1), rows * d * (d + 1), **of_variance)
 
 
 def count(model: torch.nn.Module, x: torch.Tensor) -> Work:

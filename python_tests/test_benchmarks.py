@@ -98,6 +98,15 @@ def test_counted_factors_are_the_upper_triangles_of_all_rows():
     assert work.fit(3) == work.forward + inputs + outputs + 3 * work.activations
 
 
+def test_positions_of_a_linear_layer_are_counted():
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(4, 3)), torch.randn(2, 5, 4)
+    work = counting.count(model, x)
+    with FlopCounterMode(display=False) as forward:
+        model(x)
+    assert work.forward == forward.get_total_flops() == work.shared
+    assert (work.inputs, work.outputs, work.alone) == (10 * 4 * 5, 10 * 3 * 4, 0)
+
+
 def test_a_kernel_folds_on_a_small_image():
     conv, x = CircularConv2d(1, 1, bias=False), torch.randn(1, 1, 2, 2)
     assert counting.count(nn.Sequential(nn.Identity(), conv), x).forward == 2 * 4 * 4

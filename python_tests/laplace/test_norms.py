@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, memory
 from ella_cuda.laplace.rules import rules_for
+from ella_cuda.laplace.rules.norm import constant_scale
 from python_tests.laplace import checks
 
 IMAGES, CLASSES = 5, 3
@@ -157,6 +158,17 @@ def test_a_norm_inside_of_a_transform_of_the_forward(transform):
     found = KronLaplace(model).fit([(x, y)]).factors["head.bias"].to_dense()[0]
     p = model.eval()(x).softmax(1).detach()
     torch.testing.assert_close(found, (p.diag_embed() - p[:, :, None] * p[:, None]).sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_scale_of_a_norm_in_any_precision(dtype):
+    norm = nn.BatchNorm2d(5, eps=0.01).to(dtype)
+    norm.running_var.copy_(torch.rand(5))
+    norm.weight.detach().copy_(torch.randn(5))
+    expected = norm.weight.double() / (norm.running_var.double() + 0.01).sqrt()
+    scale = constant_scale(norm)
+    assert scale.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(scale.double(), expected.detach(), rtol=2e-7, atol=0)
 
 
 def test_an_estimate_counts_what_is_kept_behind_a_norm():

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from benchmarks.bench_factors import PEERS, CircularPad, batches, log_determinants
 from benchmarks.counting import count
+from benchmarks.machine import measure_peaks
 from benchmarks.memory import in_a_process, peak_bytes
+from benchmarks.torchvision_networks import small_resnet18
 from ella_cuda.laplace import KronLaplace
 
 CLASSES, OURS = 10, "ella_cuda"
@@ -128,17 +130,14 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
-def resnet18() -> nn.Module:
-    model = torchvision.models.resnet18(num_classes=CLASSES)
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
-    return model
-
-
 MAKE: dict[str, Callable[[], nn.Module]] = {
-    "vgg": lambda: vgg(16),
+    "vgg16": lambda: vgg(16),
+    "vgg32": lambda: vgg(32),
+    "vgg64": lambda: vgg(64),
     "conv": conv,
     "vit": ViT,
-    "resnet18": resnet18,
+    "resnet18": small_resnet18,
+    "resnet18_exact": small_resnet18,
     "resnet50": lambda: torchvision.models.resnet50(num_classes=CLASSES),
 }
 
@@ -146,8 +145,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
 def network(name: str) -> nn.Module:
     """With convolutions and linear layers alone to be learned."""
     torch.manual_seed(0)
-    model = vgg(int(name[3:])) if name.startswith("vgg") else MAKE[name.partition("_")[0]]()
-    model.requires_grad_(False)
+    model = MAKE[name]().requires_grad_(False)
     for module in model.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.requires_grad_(True)
@@ -191,9 +189,9 @@ def measure(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
     if part == "memory":
         toy = nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES))
         small = batches(torch.randn(4, 3), torch.randint(CLASSES, (4,)), 4)
-        first = candidate(who, toy, case.columns)()
-        first.fit(small)  # loads what is loaded once
-        first.log_marginal_likelihood()
+        loads = candidate(who, toy, case.columns)()  # what is loaded once
+        loads.fit(small)
+        loads.log_marginal_likelihood()
         found["bytes"] = peak_bytes(evidence, torch.device("cpu"), once=True)
     else:
         first = timed()
@@ -202,31 +200,22 @@ def measure(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
     return found
 
 
-class Turns:
-    """What all candidates took on a network, each in its own processes, one after the other."""
+@functools.cache
+def in_turns(name: str, threads: int) -> dict[str, dict[str, Any]]:
+    """What all candidates took on a network, each in its own processes, one after the other; one that cannot has its error's last line."""
+    runs: dict[str, list[dict[str, Any]]] = {who: [] for who in CANDIDATES}
+    for part in ["memory", *["time"] * CASES[name].rounds]:
+        for who in CANDIDATES:
+            if not any("error" in run for run in runs[who]):
+                runs[who].append(_process(name, who, threads, part))
+    return {who: _joined(of) for who, of in runs.items()}
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._found: dict[str, dict[str, dict[str, Any]]] = {}
 
-    def of(self, name: str) -> dict[str, dict[str, Any]]:
-        """By candidate; one that cannot has its error's last line."""
-        if name not in self._found:
-            runs: dict[str, list[dict[str, Any]]] = {who: [] for who in CANDIDATES}
-            case = CASES[name]
-            for part in ["memory", *["time"] * case.rounds]:
-                for who in CANDIDATES:
-                    if not any("error" in run for run in runs[who]):
-                        runs[who].append(self._process(name, who, part))
-            self._found[name] = {who: _joined(of) for who, of in runs.items()}
-        return self._found[name]
-
-    def _process(self, name: str, who: str, part: str) -> dict[str, Any]:
-        settings = (name, who, str(self.threads), part)
-        try:
-            return in_a_process("benchmarks.bench_networks", *settings, watched=part == "memory")
-        except RuntimeError as error:
-            return {"error": str(error)}
+def _process(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
+    try:
+        return in_a_process("benchmarks.bench_networks", name, who, str(threads), part, watched=part == "memory")
+    except RuntimeError as error:
+        return {"error": str(error)}
 
 
 def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,11 +238,6 @@ class Elapsed:
 CLOCK = Elapsed()
 
 
-@functools.cache
-def turns(threads: int) -> Turns:
-    return Turns(threads)
-
-
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=False)
 @pytest.mark.parametrize("who", CANDIDATES)
 @pytest.mark.parametrize("name", CASES)
@@ -264,8 +248,6 @@ def test_networks(benchmark, peaks, threads, device, name, who):
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=False)
 @pytest.mark.parametrize("who", CANDIDATES)
 def test_one_thread(benchmark, device, who):
-    from benchmarks.machine import measure_peaks
-
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -279,7 +261,7 @@ def check(benchmark: Any, peaks: Any, threads: int, device: torch.device, name: 
     """Report a candidate's row, after its log determinants were compared with ours."""
     if device.type != "cpu":
         pytest.skip("processes of their own are measured on the CPU")
-    case, found = CASES[name], turns(threads).of(name)
+    case, found = CASES[name], in_turns(name, threads)
     own, ours = found[who], found[OURS]
     if "error" in own:
         assert who != OURS, own["error"]

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
 from benchmarks.bench_factors import batches, explicit_padding
 from benchmarks.counting import count
 from benchmarks.memory import in_a_process, peak_bytes
+from benchmarks.torchvision_networks import small_resnet18
 from ella_cuda import models
 from ella_cuda.laplace import KronLaplace
 
@@ -34,8 +34,7 @@ TITLES = {"conv": "CONV", "f_fc+conv": "F-FC+CONV", "resnet18": "resnet18, 32x32
 def network(name: str) -> nn.Module:
     if name != "resnet18":
         return models.neyshabur(name, 3, CLASSES, 10).eval()
-    model = torchvision.models.resnet18(num_classes=CLASSES)
-    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+    model = small_resnet18()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.requires_grad_(False)

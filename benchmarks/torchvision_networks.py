@@ -36,6 +36,13 @@ TORCHVISION = (
 )
 
 
+def small_resnet18() -> nn.Module:
+    """For images of 32x32 pixels: a first convolution of 3x3 without stride, no pooling behind it."""
+    model = torchvision.models.resnet18(num_classes=CLASSES)
+    model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.Identity()
+    return model
+
+
 class UNet(nn.Module):
     """Two resolutions, transposed convolutions on the way up, a mean over pixels."""
 

@@ -35,8 +35,8 @@ def kron_variance_(
         variance[n,k,l] += sum_{g,i,j} M[n,k,g,i,j] M[n,l,g,i,j] / (scale eigenvalues_in[g,i] eigenvalues_out[g,j] + precision)
 
     Equivalent to :func:`kron_variance_torch_`, without M or the denominators as a whole: on the CPU only tiles of about 1 MiB a thread
-    exist, or of 512 K numbers where that is more, and sums of 8 MiB, or of ``(K, K)`` float64 where that is more. At a single position M
-    has rank one, and the sum over i becomes one product with the denominators' inverses per group.
+    exist, or of ``512 * K`` numbers where that is more, and sums of 8 MiB, or of ``(K, K)`` float64 where that is more. At a single
+    position M has rank one, and the sum over i becomes one product with the denominators' inverses per group.
 
     Args:
         variance: ``(N, K, K)``, or ``(N, K)`` for the diagonal alone; float32 or float64, contiguous; changed in place.

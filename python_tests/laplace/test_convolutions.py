@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace.rules import conv, rule_for
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -200,3 +201,20 @@ def test_the_exact_evidence_is_that_of_a_fit(layer):
     x, y = torch.randn(4, 2, 4).double(), torch.randint(CLASSES, (4,))
     la = KronLaplace(model).fit([(x, y)])
     torch.testing.assert_close(exact_log_marginal_likelihood(la, x, y), la.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("piece", [1, 3000])
+@pytest.mark.parametrize(
+    "options", [{"padding": 1}, {"stride": 2, "padding": 1}, {"stride": 2, "padding": 1, "padding_mode": "circular"}]
+)
+def test_gradients_go_back_by_pieces(options, piece, layout, monkeypatch):
+    """One row of gradients at a time, or a few with a rest; against autograd."""
+    monkeypatch.setattr(conv, "PIECE", piece)
+    layer, x = nn.Conv2d(4, 6, 3, **options).double(), torch.randn(5, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(3, *layer(x).shape, dtype=torch.float64)
+    gradient = gradient.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (3, 5))
+    expected = torch.stack([torch.autograd.grad(layer(x), x, g)[0] for g in gradient])
+    found = rule_for(layer, "layer")._at_input(gradient, x.shape)
+    torch.testing.assert_close(found, expected)
+    assert found.flatten(0, 1).is_contiguous(memory_format=layout)

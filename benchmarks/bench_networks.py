@@ -213,7 +213,7 @@ def in_turns(name: str, threads: int) -> dict[str, dict[str, Any]]:
 
 def _process(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
     try:
-        return in_a_process("benchmarks.bench_networks", name, who, str(threads), part, watched=part == "memory")
+        return in_a_process("benchmarks.bench_networks", name, who, str(threads), part)
     except RuntimeError as error:
         return {"error": str(error)}
 

@@ -74,7 +74,7 @@ def test_predictive(time, device, threads, name, who):
     if who != OURS:
         extra = {"extrapolation": {"seconds": images / few, "bytes": 1, "note": f"{few} of {images} images"}}
     if device.type == "cpu":
-        extra["peak"] = lambda: in_a_process("benchmarks.bench_predictive", name, who, str(threads), watched=True)
+        extra["peak"] = lambda: in_a_process("benchmarks.bench_predictive", name, who, str(threads))
     time(
         lambda: predict(x),
         work=f"covariances of {images} images, {TITLES[name]}",

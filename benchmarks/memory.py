@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,61 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _every_block_on_its_own(on: bool) -> None:
-    """With glibc: have large blocks mapped and unmapped one by one, and give back what the heap holds, so that the resident set is
-    what is in use; or (off) have them reused, as they are when time is measured."""
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+@contextmanager
+def _every_block_on_its_own() -> Iterator[None]:
+    """With glibc: large blocks are mapped and unmapped one by one, so that the resident set is what is in use.
+
+    The heap gives back what is free, and what it does not give back is held: a block in pages that are resident already would not
+    be seen. Afterwards free blocks are reused, as they are when time is measured.
+    """
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        m_mmap_threshold = -3
-        libc.mallopt(m_mmap_threshold, LARGE if on else 32 << 20)
+    if not hasattr(libc, "mallinfo2"):
+        yield
+        return
+    libc.mallinfo2.restype = _MallocInfo
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    m_mmap_threshold = -3
+    libc.mallopt(m_mmap_threshold, LARGE)
+    libc.malloc_trim(0)
+    held, size = [], 1 << 34
+    while size >= LARGE:
+        mapped = libc.mallinfo2().hblks
+        block = libc.malloc(size)
+        if block is not None and libc.mallinfo2().hblks == mapped:
+            held.append(block)
+            continue
+        libc.free(block)
+        size //= 2
+    try:
+        yield
+    finally:
+        for block in held:
+            libc.free(block)
+        libc.mallopt(m_mmap_threshold, 32 << 20)
         libc.malloc_trim(0)
 
 
@@ -57,29 +105,21 @@ def peak_bytes(call: Callable[[], Any], device: torch.device, once: bool = False
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    _every_block_on_its_own(True)
-    try:
+    with _every_block_on_its_own():
         before = _restart_high_water_mark()
         call()
         return None if before is None else max(0, _status("VmHWM") - before)
-    finally:
-        _every_block_on_its_own(False)
 
 
-def in_a_process(module: str, *arguments: str, watched: bool = False) -> Any:
+def in_a_process(module: str, *arguments: str) -> Any:
     """What ``python -m module arguments`` prints in its last line, as JSON.
-
-    Args:
-        watched: for memory. With glibc, large blocks are mapped and unmapped one by one from the start: of a heap with free holes a call
-            fills some, and the resident set has them from then on. It takes longer.
 
     Raises:
         RuntimeError: with the last line of its errors.
     """
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(LARGE)} if watched else {})
     call = [sys.executable, "-m", module, *arguments]
     root = Path(__file__).parent.parent
-    result = subprocess.run(call, capture_output=True, text=True, cwd=root, env=environment)
+    result = subprocess.run(call, capture_output=True, text=True, cwd=root)
     if result.returncode:
         raise RuntimeError((result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1])
     return json.loads(result.stdout.splitlines()[-1])

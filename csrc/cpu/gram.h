@@ -163,7 +163,8 @@ class Gram {
         tiles_(d),
         rows_(std::min({count, kLongest, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep)})),
         factors_(std::min(factors, std::max(kPacked / (tiles_.panels() * k_.width * rows_), int64_t(1)))),
-        packed_(factors_ * tiles_.panels() * k_.width * rows_) {}
+        packed_(factors == 1 && tiles_.count() < kEnough && count > rows_ ? 0 : factors_ * tiles_.panels() * k_.width * rows_) {
+  }
 
   // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   // A target wider than T gets sums of Tiles::kRows rows in T, added up in its own type.
@@ -181,6 +182,10 @@ class Gram {
   // tile)` is called where that is worth it. Called from several threads, for a tile from one at a time.
   template <class Sum, class Pack, class Expect, class Take>
   void for_sums(int64_t factors, int64_t count, const Pack& pack, const Expect& expect, const Take& take) const {
+    if (factors == 1 && tiles_.count() < kEnough && count > rows_) {
+      for_sums_of_runs<Sum>(count, pack, take);
+      return;
+    }
     for (int64_t f0 = 0; f0 < factors; f0 += factors_) {
       for (int64_t k0 = 0; k0 < count; k0 += rows_) {
         some_rows<Sum>(f0, std::min(factors_, factors - f0), k0, std::min(rows_, count - k0), pack, expect, take);
@@ -191,6 +196,8 @@ class Gram {
   const Tiles<T>& tiles() const { return tiles_; }
 
  private:
+  static constexpr int64_t kEnough = 16;  // tiles for all threads; else each has rows of its own
+  static constexpr int64_t kRuns = 16;    // of rows, which threads share out
   // Elements packed at once: every pass reads and writes the whole target, 2 d^2 elements, against d^2 multiply-adds a row.
   static constexpr int64_t kPacked = 8 * 1024 * 1024 / static_cast<int64_t>(sizeof(T));
   static constexpr int64_t kStep = Tiles<T>::kRows;
@@ -228,6 +235,33 @@ class Gram {
         begin += stop - first;
       }
     });
+  }
+
+  // Of a factor of few tiles: runs of rows on all threads, and their sums in order, for the same numbers with any number of
+  // threads.
+  template <class Sum, class Pack, class Take>
+  void for_sums_of_runs(int64_t count, const Pack& pack, const Take& take) const {
+    const int64_t W = k_.width, panels = tiles_.panels(), panel = W * rows_, size = tiles_.tile_size(), tiles = tiles_.count();
+    const int64_t runs = ceil_divide(count, rows_);
+    const Buffer<Sum> sums(std::min(runs, kRuns) * tiles * size);
+    for (int64_t r0 = 0; r0 < runs; r0 += kRuns) {
+      const int64_t at_once = std::min(kRuns, runs - r0);
+      parallel_tasks(at_once, [&](int64_t begin, int64_t end) {
+        const Buffer<T> packed(panels * panel), once(sizeof(Sum) > sizeof(T) ? size : 0);
+        if constexpr (sizeof(Sum) > sizeof(T)) once.zero(0, size);
+        for (int64_t run = begin; run < end; ++run) {
+          const int64_t k0 = (r0 + run) * rows_, rows = std::min(rows_, count - k0);
+          for (int64_t p = 0; p < panels; ++p) pack(0, p * W, tiles_.columns(p), k0, rows, packed.data() + p * panel);
+          Sum* const own = sums.data() + run * tiles * size;
+          if constexpr (sizeof(Sum) > sizeof(T)) {
+            tiles_.products(0, tiles, rows, packed.data(), panel, once.data(), own);
+          } else {
+            tiles_.products(0, tiles, rows, packed.data(), panel, own);
+          }
+        }
+      });
+      for (int64_t run = 0; run < at_once; ++run) take(0, 0, tiles, static_cast<const Sum*>(sums.data() + run * tiles * size));
+    }
   }
 
   const Kernels<T>& k_;

@@ -88,13 +88,13 @@ void accumulate_pixels(const Tensor& x, double alpha, Total* factor) {
   const S* data = x.const_data_ptr<S>();
   const int64_t image = x.stride(0), channel = x.stride(1), down = x.stride(2), right = x.stride(3);
   const Kernels<T>& k = kernels<T>();
-  const bool lines = down == width * right;
+  const bool lines = down == width * right, one_line = lines && image == positions * right;
   Gram<T>(C, count).accumulate(
       factor, 1, count, alpha, [&](int64_t, int64_t first, int64_t n, int64_t k0, int64_t rows, T* panel) {
         while (rows > 0) {
           // As many positions as lie at one distance.
           const int64_t at = k0 % positions, h = at / width, w = at % width;
-          const int64_t length = positions == 1 ? rows : std::min(rows, lines ? positions - at : width - w);
+          const int64_t length = positions == 1 || one_line ? rows : std::min(rows, lines ? positions - at : width - w);
           pack_as(k, n, length, data + k0 / positions * image + first * channel + h * down + w * right, channel,
                   positions == 1 ? image : right, panel);
           panel += length * k.width;
@@ -292,7 +292,8 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
     using T = Widened<S>;
     auto* const target = factor.mutable_data_ptr<decltype(total)>();
     if (same_circular(g)) {
-      if (g.patch() == g.C && g.H * g.W < kernels<T>().vector) {  // too few to fill a vector with positions
+      // Too few positions to fill a vector with, or channels that lie beside each other.
+      if (g.patch() == g.C && (g.H * g.W < kernels<T>().vector || x.stride(1) == 1)) {
         accumulate_pixels<S>(x, alpha, target);
         return;
       }

@@ -14,6 +14,11 @@ from ella_cuda.laplace.lapack import calls_at_once, map_at_once
 
 Found = TypeVar("Found", Tensor, tuple[Tensor, Tensor])  # of blocks: eigenvalues, or eigenvectors too
 
+# Blocks of at least so many rows, which are more than so many times as many as their rank, have their eigenvalues by a basis of so many
+# vectors more.
+LARGE, LOW_RANK, SPARE = 256, 2, 8
+TRACE = 16  # times the relative rounding error: what such eigenvalues may leave out of the trace
+
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
 AT_ONCE_ON_CPU, AT_ONCE_ELSEWHERE = 1 << 20, 1 << 27
 
@@ -48,26 +53,67 @@ def _by(solve: Callable[[Tensor], Tensor], blocks: Tensor) -> Tensor:
         return torch.linalg.eigvalsh(blocks.double())
 
 
-def eigenvalues_of_all(sets: Sequence[Tensor]) -> list[Tensor]:
+def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] = ()) -> list[Tensor]:
     """:func:`eigenvalues` of each, as constants. On the CPU threads share the blocks; elsewhere blocks of one size, dtype and device
-    are decomposed together.
+    are decomposed together. A sum of few outer products, compared with its size, has as many eigenvalues that are not zero: see
+    :func:`eigenvalues_of_rank`.
+
+    Args:
+        sets: of symmetric blocks, positive semidefinite up to rounding.
+        rows: of each set, how many outer products its blocks are sums of, and their relative rounding error; empty where this is unknown.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge, torch's.
     """
     sets = [blocks.detach() for blocks in sets]
     found: dict[int, Tensor] = {}
+    for place, (rank, error) in enumerate(rows):
+        if (
+            sets[place].shape[1] >= max(LOW_RANK * rank, LARGE)
+            and (few := eigenvalues_of_rank(sets[place], rank, error)) is not None
+        ):
+            found[place] = few
     sizes: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
     for place, blocks in enumerate(sets):
-        if not blocks.is_cpu:
+        if not blocks.is_cpu and place not in found:
             sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
     for (size, *_), places in sizes.items():
         for together in _parts(places, [sets[p].shape[0] * size**2 for p in places]):
             values = eigenvalues(torch.cat([sets[p] for p in together]) if together[1:] else sets[together[0]])
             found |= zip(together, values.split([sets[p].shape[0] for p in together]), strict=True)
-    on_cpu = [place for place, blocks in enumerate(sets) if blocks.is_cpu]
+    on_cpu = [place for place, blocks in enumerate(sets) if blocks.is_cpu and place not in found]
     found |= zip(on_cpu, _by_threads([sets[p] for p in on_cpu], _decompose), strict=True)
     return [found[place] for place in range(len(sets))]
+
+
+def eigenvalues_of_rank(blocks: Tensor, rank: int, error: float) -> Tensor | None:
+    """Of symmetric positive semidefinite blocks ``(G, d, d)`` of at most this rank, ascending, ``(G, d)``, float64: those of ``Q^T A Q`` with
+    Q an orthonormal basis of A's products with ``rank + SPARE`` random vectors, and zeros. What that leaves out of the trace, which is
+    the sum of the other eigenvalues, says whether the rank is right.
+
+    Source: Halko, Martinsson and Tropp, "Finding structure with randomness", SIAM Review 2011, algorithm 4.1.
+
+    Args:
+        blocks: the matrices.
+        rank: the bound.
+        error: relative rounding error of their entries, of which up to ``TRACE`` times may be left out.
+
+    Returns:
+        None where more is left out of a block.
+    """
+    found, size = [], blocks.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(size, rank + SPARE, dtype=torch.float64, generator=generator).to(blocks.device)
+    for block in blocks:
+        block = block.double()
+        basis = torch.linalg.qr(block @ vectors).Q
+        inside = basis.T @ (block @ basis)
+        trace = block.trace()
+        if not trace - inside.trace() <= TRACE * error * trace:
+            return None
+        values = torch.linalg.eigvalsh(inside)
+        found.append(torch.cat([values.new_zeros(size - len(values)), values]).sort().values)
+    return torch.stack(found)
 
 
 def eigenbases_of_all(sets: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

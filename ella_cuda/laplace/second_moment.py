@@ -167,7 +167,8 @@ class SecondMoment:
         # On the CPU one projection after the other: they are copies, in float64.
         apart = [m for m in lacking if m.total.is_cpu and m.basis is not None]
         for together in ([m for m in lacking if m not in apart], *([m] for m in apart)):
-            found = _checked(together, eigenvalues_of_all(_blocks(together)))
+            rows = [(m.rows, torch.finfo(m.dtype).eps) for m in together]
+            found = _checked(together, eigenvalues_of_all(_blocks(together), rows))
             for moment, values in zip(together, found, strict=True):
                 moment._keep(values)
 

@@ -171,7 +171,7 @@ def test_projections_are_made_one_after_the_other(monkeypatch):
     at_once, of_all = [], eigenvalues.eigenvalues_of_all
     monkeypatch.setattr(
         "ella_cuda.laplace.second_moment.eigenvalues_of_all",
-        lambda sets: at_once.append(alive[:]) or alive.clear() or of_all(sets),
+        lambda sets, rows: at_once.append(alive[:]) or alive.clear() or of_all(sets, rows),
     )
     SecondMoment.decompose_all(moments)
     assert at_once == [["0", "2"], ["1"], ["3"]]
@@ -180,3 +180,42 @@ def test_projections_are_made_one_after_the_other(monkeypatch):
         psi = torch.block_diag(*[psi.double()] * (moment.total.shape[1] // 4))
         expected = torch.linalg.eigvalsh(psi @ moment.total.double() @ psi.mT)
         torch.testing.assert_close(moment.eigenvalues(), expected, atol=1e-6 * float(expected.max()), rtol=1e-6)
+
+
+def few_rows(count: int, size: int) -> tuple[Tensor, Tensor]:
+    """A sum of outer products ``(1, size, size)`` and its eigenvalues, which are twelve orders of magnitude apart, ascending."""
+    values = torch.logspace(-6, 6, count, dtype=torch.float64)
+    vectors = torch.linalg.qr(torch.randn(size, count, dtype=torch.float64))[0]
+    return ((vectors * values) @ vectors.T)[None], torch.cat([values.new_zeros(size - count), values])[None]
+
+
+def test_sums_of_few_outer_products_have_as_many_eigenvalues(threads):
+    (few, expected), (whole, all_of_them) = few_rows(40, 300), few_rows(300, 300)
+    error = torch.finfo(torch.float64).eps
+    sets, rows = [few, whole, few.expand(2, -1, -1)], [(40, error), (300, error), (40, error)]
+    found = eigenvalues.eigenvalues_of_all(sets, rows)
+    for values, right in zip(found, (expected, all_of_them, expected.expand(2, -1)), strict=True):
+        torch.testing.assert_close(values, right, rtol=1e-12, atol=300 * error * 1e6)
+    assert (found[0] == 0).sum() >= 300 - 40 - eigenvalues.SPARE  # exactly
+
+
+def test_a_bound_that_is_too_small_is_noticed():
+    """Sums of other things than rows, of which a rule counts too few."""
+    blocks, expected = few_rows(60, 300)
+    error = torch.finfo(torch.float64).eps
+    assert eigenvalues.eigenvalues_of_rank(blocks, 45, error) is None
+    (found,) = eigenvalues.eigenvalues_of_all([blocks], [(45, error)])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(50, 50 + 8), (200, 300)])
+def test_a_moment_knows_how_many_rows_it_has(rows, size, monkeypatch):
+    moment = SecondMoment(1, 300, torch.zeros(()), "few")
+    for part in torch.randn(rows, 1, 300).split(30):
+        moment.add(part)
+    sizes, eigvalsh = [], torch.linalg.eigvalsh
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda blocks: sizes.append(blocks.shape[-1]) or eigvalsh(blocks))
+    SecondMoment.decompose_all([moment])
+    assert sizes == [size]
+    expected = eigvalsh(moment.total)
+    torch.testing.assert_close(moment.eigenvalues(), expected, rtol=1e-5, atol=1e-6 * float(expected.max()))

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
+from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice, through
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
@@ -103,21 +104,35 @@ class _OutputTap(torch.autograd.Function):
         return _OnColumns.apply(gradient, show), None, None, None
 
 
-class _ConstantScale(torch.autograd.Function):
-    """Stands in the graph for a normalisation by constants, whose backward of autograd copies the gradients of all columns three times.
+class _Node(torch.autograd.Function):
+    """Stands in the graph for a function of x through whose passage gradients go back, all columns together.
 
     ``out`` becomes the output, of which nothing is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, out: Tensor, passage: Passage) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.scale = scale.view(-1, *(1,) * (out.dim() - 2))
+        ctx.passage = passage
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return (gradient * ctx.scale).to(gradient.dtype), None, None
+        return _OnColumns.apply(gradient, partial(through, ctx.passage)), None, None
+
+
+class _InPlaceNode(torch.autograd.Function):
+    """As :class:`_Node`, for a function that has changed x, which becomes its output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: Passage) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.passage = passage
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _OnColumns.apply(gradient, partial(through, ctx.passage)), None
 
 
 class CurvaturePass:
@@ -125,6 +140,8 @@ class CurvaturePass:
 
     Attributes:
         column_bytes: of the largest layer's gradients of a column, in the last forward pass.
+        passage_bytes: what functions without parameters keep of the last forward pass.
+        watched: whether hooks on what autograd keeps are a caller's, who watches forward passes; otherwise they are a checkpoint's.
 
     Args:
         model: the network, ``(N, ...) -> (N, K)``.
@@ -141,8 +158,13 @@ class CurvaturePass:
         self._by_module = {rule.module: rule for rule in self.rules}
         self.uses = Uses()
         self._anchor = torch.zeros((), requires_grad=True)
+        self._with_input: list[
+            tuple[Callable[[Before], None], Any]
+        ] = []  # who is told what stands before, its input's node
         self._batch_size = 0
         self.column_bytes = 0
+        self.passage_bytes = 0
+        self.watched = False
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         self._differentiating = False  # whether columns are on their way back
         self._aside = False  # whether the network runs for somebody else
@@ -188,6 +210,7 @@ class CurvaturePass:
                 if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
                     handle = module.register_forward_hook(self._scaled(scale), prepend=True)
                     stack.callback(handle.remove)
+            stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes))
             if by_function:
                 modules = [rule.module for rule in by_function]
                 stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
@@ -195,12 +218,15 @@ class CurvaturePass:
 
     def forward(self, x: Inputs) -> Tensor:
         """The outputs ``(N, ...)``, with the graph of our nodes; the input sides are accumulated on the way."""
-        self._batch_size, self.column_bytes = data_points(x), 1
+        self._batch_size, self.column_bytes, self.passage_bytes = data_points(x), 1, 0
         self.uses.clear()
+        self._with_input.clear()
         with torch.enable_grad(), self._attention():
             outputs = checked_outputs(run_model(self.model, x), self._batch_size)
         with torch.no_grad():
             self.uses.close()
+        if outputs.grad_fn is not None:
+            self._look_before(outputs)
         return outputs
 
     def add_per_example(self, x: Inputs, columns: Columns | Tensor) -> None:
@@ -284,21 +310,79 @@ class CurvaturePass:
         return replace
 
     def _scaled(self, scale: Tensor) -> Callable[..., Tensor]:
-        """The forward hook of a normalisation by constants. It leaves to autograd what is not the layer's own output, after somebody's
-        hook for all modules, and what a transform in the network's forward differentiates."""
+        """The forward hook of a normalisation by constants. It leaves to autograd what is not the layer's own output, after somebody's hook
+        for all modules."""
 
         def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-            alone = not self._aside and not module.training and len(args) == 1 and type(args[0]) is type(out) is Tensor
+            alone = not module.training and len(args) == 1 and type(args[0]) is type(out) is Tensor
             own = alone and out.grad_fn is not None and "BatchNormBackward" in type(out.grad_fn).__name__
-            if not own or torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+            if own and self._differentiating:  # see _hook
+                return out.detach() + self._anchor
+            if not own or not self._wants_nodes():
                 return out
-            return (
-                out.detach() + self._anchor
-                if self._differentiating
-                else _ConstantScale.apply(args[0], out.detach(), scale)
+            return self._passed(
+                args[0], out.detach(), ConstantScale(out.shape, scale.view(-1, *(1,) * (out.dim() - 2)))
             )
 
         return replace
+
+    def _wants_nodes(self) -> bool:
+        """Whether functions without parameters get our nodes. Autograd's are those that a transform in the network's forward
+        differentiates, and those of a checkpoint, which counts what every function keeps."""
+        return not (
+            self._aside
+            or self._differentiating
+            or torch._C._functorch.maybe_current_level() is not None
+            or forward_ad._current_level >= 0
+            or (not self.watched and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        )
+
+    def _passed(self, x: Tensor, out: Tensor, passage: Passage) -> Tensor:
+        """The output of a function without parameters, behind our node; x itself where it has become the output."""
+        in_place = out.data_ptr() == x.data_ptr() and x.numel() > 0
+        self.passage_bytes += passage.kept_bytes
+        if not in_place:
+            x = self._unsliced(x)
+        self._with_input.append((partial(setattr, passage, "before"), x.grad_fn))
+        return _InPlaceNode.apply(x, passage) if in_place else _Node.apply(x, out, passage)
+
+    def _unsliced(self, x: Tensor) -> Tensor:
+        """The same tensor; where it is a slice of each image of another, with our node in the place of autograd's, which write gradients
+        among zeros once for every axis."""
+        slices: dict[int, slice] = {}
+        node, base, shape = x.grad_fn, x._base, None
+        while node is not None and base is not None and node.name() == "SliceBackward0":
+            dim, begin, end = (_signed(n) for n in (node._saved_dim, node._saved_start, node._saved_end))
+            dim, shape = dim % x.dim(), node._saved_self_sym_sizes
+            if not dim or dim in slices:
+                return x
+            slices[dim] = slice(begin, end, node._saved_step)
+            ((node, _),) = node.next_functions
+        if not slices or base.grad_fn is not node or base.shape != torch.Size(shape) or not self._wants_nodes():
+            return x
+        passage = Slice(base.shape, [slices.get(dim, slice(None)) for dim in range(1, x.dim())])
+        self._with_input.append((partial(setattr, passage, "before"), node))
+        return _Node.apply(base, x.detach(), passage)
+
+    def _look_before(self, outputs: Tensor) -> None:
+        """Tell layers and passages what stands before their inputs, once the graph is there."""
+        users: dict[Any, int] = {outputs.grad_fn: 0}
+        reached = [outputs.grad_fn]
+        while reached:
+            for node, _ in reached.pop().next_functions:
+                if node is None:
+                    continue
+                if node not in users:
+                    users[node] = 0
+                    reached.append(node)
+                users[node] += 1
+        for tell, node in self._with_input:
+            passages = []
+            while isinstance(passage := getattr(node, "passage", None), Passage) and users.get(node) == 1:
+                passages.append(passage)
+                ((node, _), *_) = node.next_functions
+            tell(Before(passages, _takes_any_layout(node)))
+        self._with_input.clear()
 
     def _place(self, rule: Rule) -> Place:
         """Of the images in the rule's next call, as in the same call of the probe."""
@@ -338,6 +422,10 @@ class CurvaturePass:
             if not rule.reads_reduced():
                 seen = [full(a) if isinstance(a, Tensor) else a for a in seen]
             use = self.uses.call(rule, seen, place)
+        if isinstance(arguments[0], Tensor):
+            x = self._unsliced(arguments[0])
+            arguments = (x, *arguments[1:])
+            self._with_input.append((partial(use.state.__setitem__, "before"), x.grad_fn))
         self._charge(arguments[0], out)
         if rule.differentiates:
             return _LayerNode.apply(arguments[0], out.detach(), self._anchor, use, self)
@@ -351,15 +439,34 @@ class CurvaturePass:
         self.column_bytes = max(self.column_bytes, 2 * size)
 
 
+def _signed(number: int) -> int:
+    """A number that a node of the graph shows without its sign."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _takes_any_layout(node: Any) -> bool:
+    """Whether gradients may come to a graph's node in a layout of their own: elementwise work on two layouts at once is slow."""
+    if node is None or getattr(node, "_forward_cls", None) in (_Node, _InPlaceNode, _LayerNode):
+        return True
+    return node.name() == "AddBackward0" and all(_takes_any_layout(before) for before, _ in node.next_functions)
+
+
 @contextmanager
 def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> Iterator[CurvaturePass]:
     """The passes of a fit over a model :func:`at_test_time` whose parameters and buffers are constants, for the duration of the context."""
     run = CurvaturePass(model, rules, memory_budget)
+    _widen_heap()
     with at_test_time(model), requiring_grad([*run.parameters, *run.hyperparameters], False):
         try:
             yield run
         finally:
             run.release()
+
+
+def _widen_heap() -> None:
+    """With glibc, have blocks up to 32 MiB reused, as after any use of one of this size. It adapts to the largest block that was given back:
+    before, gradients of a few MiB go back to the system when they are free, and their next pages are cleared one by one."""
+    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
 
 
 class _ProcessWide:

@@ -163,11 +163,12 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int
         rule.allocate(UnkeptMoment)
     with curvature_pass(model, rules, 1) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
+        run.watched = True
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
             outputs = run.forward(take(x, slice(1)))
-            of_rules = run.uses.kept_bytes()
+            ours = run.uses.kept_bytes() + run.passage_bytes
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
     images, count = data_points(x), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
-    return images * (sum(kept.values()) + of_rules + ROOT * count), column, count * column
+    return images * (sum(kept.values()) + ours + ROOT * count), column, count * column

@@ -90,13 +90,13 @@ def test_its_parts():
 
 @pytest.mark.parametrize(("shape", "largest"), [((1,), "factors"), ((300,), "columns"), ((60, 5), "columns")])
 def test_a_batch_adds_what_its_graph_keeps_and_its_columns(shape, largest):
-    """Kept are a ReLU's results alone: nothing of layers, nor of what is flattened. A column has the larger layer's gradients twice, and
+    """Kept are a ReLU's signs alone: nothing of layers, nor of what is flattened. A column has the larger layer's gradients twice, and
     the square root of the output Hessian takes its part."""
     model = nn.Sequential(nn.Linear(3, 50), nn.ReLU(), nn.Flatten(-1), nn.Dropout(), nn.Linear(50, 3))
     la = KronLaplace(model, memory_budget=1 << 30)
     before = [p.requires_grad for p in model.parameters()], model.training
     rows, columns = torch.Size(shape).numel(), 3 * torch.Size(shape[1:]).numel()
-    kept, gradients = rows * (50 * 4 + 3 * memory.ROOT), columns * rows * 2 * (3 + 50) * 4
+    kept, gradients = rows * (50 + 3 * memory.ROOT), columns * rows * 2 * (3 + 50) * 4
     factors = sum(rule.bytes() for rule in rules_for(model, "shared"))
     needs = {"columns": memory.ROUND * gradients + kept, "factors": 3 * factors}
     assert max(needs, key=needs.get) == largest

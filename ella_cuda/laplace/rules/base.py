@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.jacobian import Jacobian, by_autograd
+from ella_cuda.laplace.passages import Before
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
@@ -44,6 +45,7 @@ class Rule(ABC):
         positions: with "reduce", how many positions a data point had in the last call of :meth:`inputs`.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
         kept: what :meth:`inputs` leaves of a call for :meth:`outputs` or :meth:`vjp`.
+        before: what stands before the input of the call whose gradient comes back, for a :meth:`vjp` that takes it further at once.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
 
@@ -66,6 +68,7 @@ class Rule(ABC):
     reduces: ClassVar[bool] = False
     approximation: str = "expand"
     positions: int = 1
+    before: Before = Before()
     knows_all: ClassVar[bool] = True  # else others serve trainable parameters that :meth:`shapes` lacks
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:

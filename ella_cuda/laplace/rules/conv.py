@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.passages import empty_columns, pieces
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d
 from ella_cuda.ops.circular_conv2d import mirrored
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool_index
 from ella_cuda.ops.circular_pad2d import circular_pad2d
-
-PIECE = 1 << 20  # bytes of gradients that a thread takes through a convolution at a time
 
 
 @register(CircularConv2d)
@@ -101,20 +100,18 @@ class Conv2dRule(Rule):
 
     def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
-        flat = gradient.flatten(0, 1)
         if self._same_circular():
+            flat = gradient.flatten(0, 1)
             return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
-        # Elementwise work on two layouts at once is slow: the result has that of the forward pass. Channels innermost: convolutions are
-        # faster so on the CPU, and pieces keep the copies small.
-        layout = torch.contiguous_format if gradient.is_contiguous() else torch.channels_last
-        size = (len(flat), *input_shape[1:])
-        found = torch.empty(size, dtype=flat.dtype, device=flat.device, memory_format=layout)
-        each = max(flat[:1].numel(), found[:1].numel(), 1) * flat.element_size()
-        step = max(torch.get_num_threads() * PIECE // each, 1) if flat.is_cpu else max(len(flat), 1)
-        for begin in range(0, len(flat), step):
-            piece = flat[begin : begin + step].contiguous(memory_format=torch.channels_last)
-            found[begin : begin + step] = self._input_gradient(piece, input_shape)
-        return found.unflatten(0, gradient.shape[:2])
+        # Channels innermost: convolutions are faster so on the CPU, and pieces keep the copies small.
+        free = gradient.is_cpu and self.before.any_layout
+        layout = torch.contiguous_format if gradient.is_contiguous() and not free else torch.channels_last
+        found = empty_columns(gradient, self.before.shape(input_shape), layout)
+        for some, images in pieces(found):
+            at_output = gradient[some, images].flatten(0, 1).contiguous(memory_format=torch.channels_last)
+            piece = self._input_gradient(at_output, input_shape).unflatten(0, gradient[some, images].shape[:2])
+            found[some, images] = self.before.take(piece, images)
+        return self.before.hand(found, input_shape)
 
     def _input_gradient(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(R, D, H', W') -> (R, C, H, W)``.

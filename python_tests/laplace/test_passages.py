@@ -1,0 +1,232 @@
+"""How gradients go back through functions without parameters, against autograd's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ella_cuda.laplace import KronLaplace, memory, passages
+from ella_cuda.laplace.curvature import CurvaturePass
+from ella_cuda.laplace.passages import Passage
+
+CLASSES, COLUMNS, IMAGES, CHANNELS = 3, 3, 5, 4
+
+FUNCTIONS = {
+    "relu": F.relu,
+    "torch's relu": torch.relu,
+    "method": Tensor.relu,
+    "pool": lambda x: F.max_pool2d(x, 2),
+    "pool of a rest": lambda x: F.max_pool2d(x, (2, 3)),
+    "torch's pool": lambda x: torch.max_pool2d(x, 3, 2, 1),
+    "pool that overlaps": lambda x: F.max_pool2d(x, 3, stride=1),
+    "pool with gaps": lambda x: F.max_pool2d(x, 2, stride=4),
+    "dilated pool": lambda x: F.max_pool2d(x, 2, stride=(2, 1), padding=1, dilation=(1, 2)),
+    "pool to the ceiling": lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
+    "pad": lambda x: F.pad(x, (1, 0, 2, 3), value=2.0),
+    "pad of one axis": lambda x: F.pad(x, (1, 2)),
+    "circular pad": lambda x: F.pad(x, (1, 2, 0, 3), mode="circular"),
+    "circular pad by all": lambda x: F.pad(x, (7, 7, 6, 6), mode="circular"),
+    "slice": lambda x: x[:, :, ::2, 1::3],
+    "slice of channels": lambda x: x[:, 1:3, -4:-1],
+}
+
+
+class OneFunction(nn.Module):
+    """A convolution, a function, a convolution: the second takes gradients back through the function."""
+
+    def __init__(self, function, bias=True):
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Conv2d(2, CHANNELS, 3, padding=1, bias=bias), nn.LazyConv2d(3, 2)
+        self.last = nn.LazyLinear(CLASSES)
+
+    def forward(self, x):
+        return self.last(self.second(self.function(self.first(x))).flatten(1))
+
+
+def fitted(model, x, **settings):
+    y = torch.arange(len(x)) % CLASSES
+    return KronLaplace(model, **settings).fit([(x, y)])
+
+
+def assert_same_with_autograds(monkeypatch, model, x, **settings):
+    """A fit whose functions have passages, and one whose functions have autograd's nodes. Returns how often a passage was made."""
+    with torch.no_grad():
+        model(x)  # lazy layers
+    made, init = [], Passage.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(Passage, "__init__", lambda self, *args: made.append(self) or init(self, *args))
+        found = fitted(model, x, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(CurvaturePass, "_wants_nodes", lambda self: False)
+        expected = fitted(model, x, **settings)
+    for name, factor in expected.factors.items():
+        torch.testing.assert_close(found.factors[name].outputs, factor.outputs, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(found.factors[name].inputs, factor.inputs, rtol=1e-10, atol=1e-14)
+        assert factor.outputs.abs().max() > 1e-8
+    return len(made)
+
+
+@pytest.mark.parametrize("piece", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_between_layers(monkeypatch, name, piece):
+    monkeypatch.setattr(passages, "PIECE", piece)
+    model = OneFunction(FUNCTIONS[name]).double()
+    assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 7).double()) == 1
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("piece", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if "slice" not in name])
+def test_a_passage_alone(monkeypatch, name, piece, layout):
+    """Against autograd, one column at a time; gradients in both layouts."""
+    monkeypatch.setattr(passages, "PIECE", piece)
+    function, made = FUNCTIONS[name], []
+    x = torch.randn(IMAGES, CHANNELS, 6, 7, dtype=torch.float64, requires_grad=True)
+    with passages.InterceptedFunctions(lambda x, out, passage: made.append((passage, out)) or out, lambda: True):
+        function(x)
+    ((passage, out),) = made
+    torch.testing.assert_close(out, function(x).detach())
+    columns = torch.randn(COLUMNS, *out.shape, dtype=torch.float64)
+    columns = columns.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (COLUMNS, IMAGES))
+    given = columns.clone()
+    expected = torch.stack([torch.autograd.grad(function(x), x, column)[0] for column in columns])
+    found = passages.through(passage, columns)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    assert torch.equal(columns, given)
+    assert found.flatten(0, 1).is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_infinite_gradients_stop_where_a_function_does_not_depend_on_its_input(dtype):
+    x = torch.tensor([[-1.0, 0.0, 2.0, torch.nan]], dtype=dtype, requires_grad=True)
+    passage = passages.ReLU(x.detach().relu())
+    gradient = torch.tensor([[[torch.inf, torch.nan, -torch.inf, 1.0]]], dtype=dtype)
+    (expected,) = torch.autograd.grad(x.relu(), x, gradient[0])
+    assert torch.equal(passage.vjp(gradient)[0].nan_to_num(7), expected.nan_to_num(7))
+
+
+class Residual(nn.Module):
+    """Functions whose results are used twice, each in another way."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.stem, self.bn = nn.Conv2d(2, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS)
+        self.convs = nn.ModuleList([nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(CHANNELS) for _ in range(3)])
+        self.relu, self.pool = nn.ReLU(in_place), nn.MaxPool2d(3, 2, 1)
+        self.last = nn.Linear(CHANNELS, CLASSES)
+        for norm in (self.bn, *self.norms):
+            norm.running_var.uniform_(0.5, 2)
+            norm.running_mean.normal_()
+
+    def forward(self, x):
+        x = self.pool(self.relu(self.bn(self.stem(x))))
+        y = self.relu(self.norms[0](self.convs[0](x)))
+        x = self.relu(self.norms[1](self.convs[1](y)) + x)
+        x = self.relu(self.norms[2](self.convs[2](x[:, :, ::2])) + x[:, :, ::2])
+        return self.last(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_budget": 1}, {"approximation": "reduce"}, {"fisher": "mc"}])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_residual_network(monkeypatch, in_place, settings):
+    torch.manual_seed(0)
+    model, x = Residual(in_place).double(), torch.randn(IMAGES, 2, 8, 8).double()
+    if settings.get("fisher") == "mc":
+        monkeypatch.setattr("torch.multinomial", lambda p, *args, **kwargs: p.argmax(-1, keepdim=True))
+    made = assert_same_with_autograds(monkeypatch, model, x, **settings)
+    assert made == 4 + 4 + 1 + 1  # ReLU, norms, pooling, the slice before a convolution
+
+
+class Changed(nn.Module):
+    """An in-place ReLU whose result is not taken."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.first, self.last, self.of = nn.Linear(3, 6), nn.Linear(6, CLASSES), of
+
+    def forward(self, x):
+        h = self.first(x)
+        F.relu(self.of(h), inplace=True)
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("of", "passages_made"), [(lambda h: h, 1), (lambda h: h[:, :3], 0), (lambda h: h.view(-1), 0)]
+)
+def test_a_function_in_place_changes_its_input(monkeypatch, of, passages_made):
+    """Also through a view, which is autograd's."""
+    x = torch.randn(IMAGES, 3).double()
+    assert assert_same_with_autograds(monkeypatch, Changed(of).double(), x) == passages_made
+
+
+class WritesToASlice(nn.Module):
+    """A slice that changes after it was taken, or whose tensor does, is not what it was."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 3, 2)
+        self.last, self.change = nn.LazyLinear(CLASSES), change
+
+    def forward(self, x):
+        h = self.first(x)
+        part = h[:, :, ::2]
+        self.change(h, part)
+        return self.last(torch.cat([self.second(part).flatten(1), h.flatten(1)], 1))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda h, part: part.mul_(3), lambda h, part: h.mul_(3), lambda h, part: part.relu_()]
+)
+def test_slices_that_change(monkeypatch, change):
+    assert_same_with_autograds(monkeypatch, WritesToASlice(change).double(), torch.randn(IMAGES, 2, 6, 6).double())
+
+
+@pytest.mark.parametrize(
+    "function", [F.silu, torch.tanh, lambda x: F.max_pool2d(x, 2, return_indices=True)[0], F.relu6]
+)
+def test_other_functions_are_autograds(monkeypatch, function):
+    model = OneFunction(function).double()
+    assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 6).double()) == 0
+
+
+def test_functions_of_a_checkpoint_are_autograds(monkeypatch):
+    """It counts what each of them keeps."""
+
+    def segment(x):
+        return F.max_pool2d(F.relu(x), 2).tanh()
+
+    model = OneFunction(lambda x: F.relu(checkpoint(segment, x, use_reentrant=False))).double()
+    assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 6).double()) == 1
+
+
+def test_functions_in_a_transform_are_autograds(monkeypatch):
+    def transformed(x):
+        return torch.func.vmap(lambda image: F.relu(image) * 2)(x)
+
+    model = OneFunction(transformed).double()
+    assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 6).double()) == 0
+
+
+def test_gradients_go_through_functions_that_follow_each_other_at_once(monkeypatch):
+    """From a layer to the one before, without being there in between."""
+    calls, vjp = [], Passage.vjp
+    monkeypatch.setattr(Passage, "vjp", lambda self, columns: calls.append(type(self).__name__) or vjp(self, columns))
+    norm = nn.BatchNorm2d(4).requires_grad_(False)
+    first = nn.Sequential(nn.Conv2d(2, 4, 3), norm, nn.ReLU(), nn.MaxPool2d(2), nn.ZeroPad2d(1))
+    fitted(
+        nn.Sequential(first, nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(45, CLASSES)),
+        torch.randn(IMAGES, 2, 8, 8),
+    )
+    assert calls == ["ReLU"]
+
+
+def test_a_byte_is_kept_of_each_output():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES))
+    la, x = KronLaplace(model, memory_budget=1), torch.randn(2000, 2, 8, 8)
+    kept, column = 4 * 36 + 4 * 9 + memory.ROOT * CLASSES, 2 * (2 * 64 + 4 * 36) * 4
+    assert la.memory_estimate(x) - la.memory_estimate(x[:1000]) == 1000 * (kept + column)

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch as functorch
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model
+from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
-from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice, through
+from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
@@ -35,6 +37,7 @@ from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
 
 OfColumns = Callable[[Tensor], Tensor]
+FEW_IMAGES = 8  # which always go together
 
 
 class _OnColumns(torch.autograd.Function):
@@ -53,6 +56,26 @@ class _OnColumns(torch.autograd.Function):
         dim = in_dims[0]
         columns = gradient.expand(info.batch_size, *gradient.shape) if dim is None else gradient.movedim(dim, 0)
         return function(columns), 0
+
+
+def _on_columns(gradient: Tensor, function: OfColumns) -> Tensor:
+    """:class:`_OnColumns`, without what torch does around a function of an autograd graph."""
+    if not functorch.is_batchedtensor(gradient):
+        return _OnColumns.apply(gradient, function)
+    columns = functorch.get_unwrapped(gradient).movedim(functorch.maybe_get_bdim(gradient), 0)
+    with temporarily_pop_interpreter_stack():
+        found = function(columns)
+    return functorch._add_batch_dim(found, 0, functorch.maybe_get_level(gradient))
+
+
+def _of_handed(columns: Tensor, function: OfColumns) -> Tensor:
+    """What ``function`` makes of columns that were handed on past the graph, as the graph has gradients."""
+    level = functorch.maybe_current_level()
+    if level is None:
+        return function(columns)[0]
+    with temporarily_pop_interpreter_stack():
+        found = function(columns)
+    return functorch._add_batch_dim(found, 0, level)
 
 
 class _LayerNode(torch.autograd.Function):
@@ -78,7 +101,11 @@ class _LayerNode(torch.autograd.Function):
             found = use.vjp(full(columns), shape)
             return columns.new_zeros(columns.shape[0]) if found is None else found
 
-        found = _OnColumns.apply(gradient, vjp)
+        if use.handed is None:
+            found = _on_columns(gradient, vjp)
+        else:
+            handed, use.handed = use.handed, None
+            found = _of_handed(handed, vjp)
         return found if shape is not None else None, None, None, None, None
 
 
@@ -101,7 +128,7 @@ class _OutputTap(torch.autograd.Function):
             use.outputs(full(columns))
             return columns
 
-        return _OnColumns.apply(gradient, show), None, None, None
+        return _on_columns(gradient, show), None, None, None
 
 
 class _Node(torch.autograd.Function):
@@ -118,7 +145,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _OnColumns.apply(gradient, partial(through, ctx.passage)), None, None
+        return _through(ctx.passage, gradient), None, None
 
 
 class _InPlaceNode(torch.autograd.Function):
@@ -132,7 +159,15 @@ class _InPlaceNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _OnColumns.apply(gradient, partial(through, ctx.passage)), None
+        return _through(ctx.passage, gradient), None
+
+
+def _through(passage: Passage, gradient: Tensor) -> Tensor:
+    """The gradient before a function; where somebody has taken it on already, zeros for all columns."""
+    if passage.skipped and passage.handed is None:
+        passage.skipped = False
+        return gradient.new_zeros(()).expand(passage.input_shape)
+    return _on_columns(gradient, passage.back)
 
 
 class CurvaturePass:
@@ -184,6 +219,24 @@ class CurvaturePass:
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(x)
+
+    def images_at_once(self, count: int) -> int:
+        """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
+        the graph keeps about as much, of no more bytes than columns may take, or than a quarter of the factors has."""
+        room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 4)
+        most = max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
+        return -(-count // -(-count // most)) if count else 0
+
+    def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
+        """A batch in parts of :meth:`images_at_once`."""
+        count = data_points(x)
+        step = self.images_at_once(count)
+        if step == count or not y.dim() or len(y) != count:
+            yield x, y
+            return
+        for begin in range(0, count, step):
+            some = slice(begin, begin + step)
+            yield take(x, some), y[some]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -332,7 +385,7 @@ class CurvaturePass:
         return not (
             self._aside
             or self._differentiating
-            or torch._C._functorch.maybe_current_level() is not None
+            or functorch.maybe_current_level() is not None
             or forward_ad._current_level >= 0
             or (not self.watched and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
         )
@@ -360,7 +413,7 @@ class CurvaturePass:
             ((node, _),) = node.next_functions
         if not slices or base.grad_fn is not node or base.shape != torch.Size(shape) or not self._wants_nodes():
             return x
-        passage = Slice(base.shape, [slices.get(dim, slice(None)) for dim in range(1, x.dim())])
+        passage = Slice(base.shape, x.shape, [slices.get(dim, slice(None)) for dim in range(1, x.dim())])
         self._with_input.append((partial(setattr, passage, "before"), node))
         return _Node.apply(base, x.detach(), passage)
 
@@ -381,7 +434,8 @@ class CurvaturePass:
             while isinstance(passage := getattr(node, "passage", None), Passage) and users.get(node) == 1:
                 passages.append(passage)
                 ((node, _), *_) = node.next_functions
-            tell(Before(passages, _takes_any_layout(node)))
+            layer = getattr(node, "use", None) if users.get(node) == 1 and _forward_of(node) is _LayerNode else None
+            tell(Before(passages, _takes_any_layout(node), layer))
         self._with_input.clear()
 
     def _place(self, rule: Rule) -> Place:
@@ -444,9 +498,14 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
+def _forward_of(node: Any) -> Any:
+    """The class that a graph's node is of, where it is written in Python."""
+    return getattr(node, "_forward_cls", None)
+
+
 def _takes_any_layout(node: Any) -> bool:
     """Whether gradients may come to a graph's node in a layout of their own: elementwise work on two layouts at once is slow."""
-    if node is None or getattr(node, "_forward_cls", None) in (_Node, _InPlaceNode, _LayerNode):
+    if node is None or _forward_of(node) in (_Node, _InPlaceNode, _LayerNode):
         return True
     return node.name() == "AddBackward0" and all(_takes_any_layout(before) for before, _ in node.next_functions)
 

@@ -16,7 +16,7 @@ Found = TypeVar("Found", Tensor, tuple[Tensor, Tensor])  # of blocks: eigenvalue
 
 # Blocks of at least so many rows, which are more than so many times as many as their rank, have their eigenvalues by a basis of so many
 # vectors more.
-LARGE, LOW_RANK, SPARE = 256, 2, 8
+LARGE, LOW_RANK, SPARE = 256, 4, 8
 TRACE = 16  # times the relative rounding error: what such eigenvalues may leave out of the trace
 
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.

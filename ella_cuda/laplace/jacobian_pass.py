@@ -201,6 +201,9 @@ class _KeptUse(Use):
     versions: Sequence[int] = ()
     took_part: Mapping[str, range | None]
 
+    def takes_samples(self) -> bool:
+        return False  # rows are those of all positions
+
     def outputs(self, gradient: Tensor) -> None:
         with self.uses.ready(self):
             self.uses.see(self, self._batch_first(gradient))

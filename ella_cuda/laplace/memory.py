@@ -40,7 +40,7 @@ def peak_bytes(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: I
     blocks = [side for rule in rules for side in rule.blocks()] + of_ties
     factors = sum(rule.bytes() for rule in rules) + sum(rows**2 for _, rows in of_ties) * torch.float64.itemsize
     device = next(rules[0].module.parameters()).device
-    kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, x)
+    kept, column, columns = (0, 0, memory_budget) if x is None else _of_a_batch(model, rules, memory_budget, x)
     return factors + max(max(ROUND * min(columns, memory_budget), column) + kept, workspace(blocks, device))
 
 
@@ -148,9 +148,9 @@ class _Held:
         self.tensor = tensor
 
 
-def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int, int, int]:
-    """Bytes that the graph of a fit keeps of a batch, those of a column's gradients, and of all columns': from its first image's, for
-    each."""
+def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: Inputs) -> tuple[int, int, int]:
+    """Bytes that the graph of a fit keeps of a batch's images that go together, those of a column's gradients, and of all columns': from its
+    first image's, for each."""
     constants = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     held: weakref.WeakSet[_Held] = weakref.WeakSet()  # what no node holds any more is not among it
 
@@ -161,7 +161,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int
 
     for rule in rules:
         rule.allocate(UnkeptMoment)
-    with curvature_pass(model, rules, 1) as run, without_autocast(next(model.parameters()).device.type):
+    with curvature_pass(model, rules, memory_budget) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
         run.watched = True
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
@@ -169,6 +169,6 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], x: Inputs) -> tuple[int
             ours = run.uses.kept_bytes() + run.passage_bytes
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
-    images, count = data_points(x), math.prod(outputs.shape[1:])
+    images, count = run.images_at_once(data_points(x)), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
     return images * (sum(kept.values()) + ours + ROOT * count), column, count * column

@@ -7,11 +7,9 @@ what is between the functions is never there for all columns.
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,6 @@ from torch.nn.modules.utils import _pair
 from torch.overrides import TorchFunctionMode
 
 PIECE = 1 << 20  # bytes of gradients that a thread takes back at a time
-WINDOW = 64  # places of a pooling window up to which each is looked for
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
 _POOLS = {F.max_pool2d, torch.max_pool2d}
@@ -46,6 +43,8 @@ class Passage(ABC):
         handed: what others have taken back through this passage, the last of theirs, ``(K, *input_shape)``.
         skipped: whether they have taken gradients through this passage and on through others.
         kept_bytes: what it keeps.
+        pointwise: whether the function is of single entries; ``take`` then has ``steps``, between the positions that a piece has of those of
+            an image.
 
     Args:
         input_shape: of the function's input.
@@ -58,14 +57,22 @@ class Passage(ABC):
         self.skipped = False
 
     kept_bytes: int = 0
+    pointwise: ClassVar[bool] = False
 
     @abstractmethod
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
         """Take a piece ``(k, n, ...)`` of gradients at outputs back, of some columns and these images: in place, where the piece is the
         caller's ``own`` and has the result's shape."""
 
+    def back(self, columns: Tensor) -> Tensor:
+        """``(K, *output.shape)``, back to the function's input: as :meth:`vjp`, or from who has taken them already."""
+        if not self.skipped:
+            return self.vjp(columns)
+        self.skipped, handed, self.handed = False, self.handed, None
+        return nothing(columns, self.input_shape) if handed is None else handed
+
     def vjp(self, columns: Tensor) -> Tensor:
-        """``(K, *output.shape)``, back to the function's input, and as far on as nothing else has a part: see :func:`through`."""
+        """``(K, *output.shape)``, back to the function's input, and as far on as nothing else has a part; see :meth:`Before.hand`."""
         last = (self, *self.before.passages)[-1]
         found = empty_columns(columns, last.input_shape, layout_of(columns))
         for some, images in pieces(found):
@@ -74,37 +81,71 @@ class Passage(ABC):
         return self.before.hand(found, self.input_shape)
 
 
-@dataclass(frozen=True)
+class Layer(Protocol):
+    """A call of a layer, which takes gradients at its output past the graph."""
+
+    def takes_samples(self) -> bool:
+        """Whether gradients may be those at some positions alone."""
+
+    def hand(self, columns: Tensor, samples: tuple[int, ...] | None) -> None:
+        """Gradients ``(K, *output.shape)``, or at some positions: see :attr:`ella_cuda.laplace.rules.Rule.samples`."""
+
+
 class Before:
     """What stands before a call's input in the graph.
 
-    Attributes:
+    Args:
         passages: of the functions that end in the input and that nothing else uses, last first. Who takes gradients back through
             a call may take them through these too, piece by piece, while a piece is in the processor's cache.
         any_layout: whether what is before these takes gradients in a layout of their own. Elementwise work on two layouts at once is slow.
+        layer: the call whose output is the first function's input, and nothing else's.
     """
 
-    passages: Sequence[Passage] = ()
-    any_layout: bool = False
+    def __init__(self, passages: Sequence[Passage] = (), any_layout: bool = False, layer: Layer | None = None) -> None:
+        self.passages, self.any_layout, self._layer = passages, any_layout, layer
+        # A slice that only functions of single entries stand before is left to the layer, which need not see the zeros beside it.
+        places = [i for i, p in enumerate(passages) if isinstance(p, Slice) and p.steps is not None]
+        last = places[-1] if places else None
+        if (
+            last is None
+            or layer is None
+            or not layer.takes_samples()
+            or any(not p.pointwise for p in passages[last + 1 :])
+        ):
+            last = None
+        self._left_out = last
 
     def shape(self, input_shape: Sequence[int]) -> Sequence[int]:
-        """Of what the first of the functions gets."""
+        """Of what :meth:`take` returns, for all images."""
+        if self._left_out is not None:
+            return self.passages[self._left_out].output_shape
         return self.passages[-1].input_shape if self.passages else input_shape
 
     def take(self, piece: Tensor, images: slice) -> Tensor:
         """Take a piece of gradients at the call's input, the caller's own, back through all of the passages."""
-        for passage in self.passages:
-            piece = passage.take(piece, images, own=True)
+        steps: tuple[int, int] = (1, 1)
+        for place, passage in enumerate(self.passages):
+            if place == self._left_out:
+                steps = passage.steps
+            elif passage.pointwise:
+                piece = passage.take(piece, images, own=True, steps=steps)
+            else:
+                piece = passage.take(piece, images, own=True)
         return piece
 
     def hand(self, found: Tensor, input_shape: Sequence[int]) -> Tensor:
         """The gradients that the call's node is to return for gradients ``found`` before all passages: those, or zeros that take no room in
-        place of what the last passage's node will return."""
+        place of what the layer before gets, or else the last passage's node will return."""
         if not self.passages:
             return found
         for passage in self.passages:
             passage.skipped = True
-        self.passages[-1].handed = found
+        if self._layer is None:
+            self.passages[-1].handed = found
+        elif self._left_out is None:
+            self._layer.hand(found, None)
+        else:
+            self._layer.hand(found, (*self.passages[-1].input_shape[2:], *self.passages[self._left_out].steps))
         return nothing(found, input_shape)
 
 
@@ -116,7 +157,9 @@ class ConstantScale(Passage):
         super().__init__(input_shape)
         self._scale = scale
 
-    def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
+    pointwise = True
+
+    def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
         return piece.mul_(self._scale) if own else (piece * self._scale).to(piece.dtype)
 
 
@@ -128,8 +171,12 @@ class ReLU(Passage):
         self._alive = _InAnyLayout((out <= 0).logical_not_())
         self.kept_bytes = out.numel()
 
-    def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
+    pointwise = True
+
+    def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
         alive = self._alive.like(piece)[images]
+        if steps != (1, 1):
+            alive = alive[..., :: steps[0], :: steps[1]]
         if not own:
             return _masked(piece, alive)
         _bits(piece).mul_(alive)
@@ -137,11 +184,21 @@ class ReLU(Passage):
 
 
 class Slice(Passage):
-    """Of a slice of images ``(N, ...)``, by a slice of each further axis; none has a negative step."""
+    """Of a slice of images ``(N, ...)``, by a slice of each further axis; none has a negative step.
 
-    def __init__(self, input_shape: Sequence[int], slices: Sequence[slice]) -> None:
+    Attributes:
+        steps: down and right, where it is every so-manieth position of a plane from the first on; else None.
+    """
+
+    def __init__(self, input_shape: Sequence[int], output_shape: Sequence[int], slices: Sequence[slice]) -> None:
         super().__init__(input_shape)
-        self._slices = (..., *slices)
+        self._slices, self.output_shape = (..., *slices), tuple(output_shape)
+        ranges = [range(*s.indices(size)) for s, size in zip(slices, self.input_shape[1:], strict=True)]
+        steps = tuple(each.step for each in ranges)
+        from_the_first_on = [
+            range(0, size, step) for size, step in zip(self.input_shape[1:], steps, strict=True)
+        ] == ranges
+        self.steps = steps[1:] if from_the_first_on and len(steps) == 3 and steps[0] == 1 else None
 
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
         found = empty_columns(piece, (piece.shape[1], *self.input_shape[1:]), layout_of(piece)).zero_()
@@ -178,53 +235,28 @@ class Pad2d(Passage):
 
 
 class MaxPool2d(Passage):
-    """Of a max pooling of images ``(N, C, H, W)``: gradients go back to where the maxima were. A byte is kept for each; autograd keeps eight,
-    and the input, and its backward copies both for every column under :func:`torch.vmap`.
+    """Of a max pooling of images ``(N, C, H, W)``: gradients go back to where the maxima were. Autograd keeps the input too, and its backward
+    copies input and ``index`` for every column under :func:`torch.vmap`.
 
     Args:
         input_shape: of the images.
         index: where the maxima were in the images' planes, ``(N, C, H', W')``.
-        kernel_size: of the pooling, as are stride, padding and dilation; pairs.
+        geometry: kernel size, stride, padding and dilation, and whether sizes are rounded up.
     """
 
-    def __init__(
-        self, input_shape: Sequence[int], index: Tensor, kernel_size: Any, stride: Any, padding: Any, dilation: Any
-    ) -> None:
+    def __init__(self, input_shape: Sequence[int], index: Tensor, geometry: Sequence[Any]) -> None:
         super().__init__(input_shape)
-        self._kernel_size, self._stride, self._padding, self._dilation = kernel_size, stride, padding, dilation
-        taps = torch.zeros_like(index, dtype=torch.uint8)
-        for axis, place in ((2, index // input_shape[3]), (3, index % input_shape[3])):
-            k, s, p, d = (each[axis - 2] for each in (kernel_size, stride, padding, dilation))
-            first = torch.arange(index.shape[axis], device=index.device) * s - p
-            taps = taps * k + ((place - first.view(-1, *(1,) * (3 - axis))) // d).to(torch.uint8)
-        self._taps = _InAnyLayout(taps)  # which place of its window
-        self.kept_bytes = taps.numel()
+        self._index, self._geometry = _InAnyLayout(index), geometry
+        self.kept_bytes = index.numel() * index.element_size()
 
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
-        taps, size, outputs = self._taps.like(piece)[images], self.input_shape[2:], piece.shape[3:]
-        reach = [
-            (o - 1) * s + d * (k - 1) + 1
-            for o, s, d, k in zip(outputs, self._stride, self._dilation, self._kernel_size, strict=True)
-        ]
-        # Windows that cover the images, each pixel once.
-        tiled = self._stride == self._kernel_size and self._dilation == (1, 1) and tuple(reach) == size
-        (top, left), (height, width) = self._padding, size
-        padded = [max(n + 2 * p, r) for n, p, r in zip(size, self._padding, reach, strict=True)]
-        found = empty_columns(piece, (*piece.shape[1:3], *padded), layout_of(piece))
-        if not tiled:
-            found.zero_()
-        for tap in range(math.prod(self._kernel_size)):
-            at = divmod(tap, self._kernel_size[1])
-            rows, across = (
-                slice(i * d, i * d + (o - 1) * s + 1, s)
-                for i, d, o, s in zip(at, self._dilation, outputs, self._stride, strict=True)
-            )
-            chosen = _masked(piece, taps == tap)
-            if tiled:
-                found[..., rows, across] = chosen
-            else:
-                found[..., rows, across] += chosen
-        return found[..., top : top + height, left : left + width]
+        index = self._index.like(piece)[images].expand(piece.shape).flatten(0, 1)
+        shape = (piece.shape[1], *self.input_shape[1:])
+        of_its_shape = empty_columns(piece, shape, layout_of(piece)).flatten(0, 1)  # nothing in it is read
+        found = torch.ops.aten.max_pool2d_with_indices_backward(
+            piece.flatten(0, 1), of_its_shape, *self._geometry, index
+        )
+        return found.unflatten(0, piece.shape[:2])
 
 
 class InterceptedFunctions(TorchFunctionMode):
@@ -286,20 +318,14 @@ class InterceptedFunctions(TorchFunctionMode):
         ceil_mode: bool,
         return_indices: bool,
     ) -> Tensor | None:
-        kernel_size, padding, dilation = (tuple(_pair(each)) for each in (kernel_size, padding, dilation))
-        if input.dim() != 4 or return_indices or math.prod(kernel_size) > WINDOW:
+        kernel_size, stride, padding, dilation = (
+            _pair(each) for each in (kernel_size, stride or (), padding, dilation)
+        )
+        if input.dim() != 4 or return_indices:
             return None
-        geometry = (kernel_size, tuple(_pair(stride)) if stride else kernel_size, padding, dilation)
-        out, index = torch.ops.aten.max_pool2d_with_indices(input.detach(), *geometry, ceil_mode)
-        return self._passed(input, out, MaxPool2d(input.shape, index, *geometry))
-
-
-def through(passage: Passage, columns: Tensor) -> Tensor:
-    """Gradients ``(K, *output.shape)`` on their way back through a passage: from who has taken them already, or by :meth:`Passage.vjp`."""
-    if not passage.skipped:
-        return passage.vjp(columns)
-    passage.skipped, handed, passage.handed = False, passage.handed, None
-    return nothing(columns, passage.input_shape) if handed is None else handed
+        geometry = (kernel_size, stride or kernel_size, padding, dilation, ceil_mode)
+        out, index = torch.ops.aten.max_pool2d_with_indices(input.detach(), *geometry)
+        return self._passed(input, out, MaxPool2d(input.shape, index, geometry))
 
 
 def nothing(columns: Tensor, shape: Sequence[int]) -> Tensor:

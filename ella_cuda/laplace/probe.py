@@ -40,11 +40,13 @@ class Findings:
         places: where the images are in each of a layer's calls, of every rule whose layer was called.
         by_function: the rules of linear layers that are never called, whose weight :func:`torch.nn.functional.linear` uses.
         batched: whether several columns may go back at once, by ``torch.func.vmap``.
+        image_bytes: of all layers' outputs of an image.
     """
 
     places: dict[Rule, tuple[Place, ...]]
     by_function: frozenset[Rule]
     batched: bool
+    image_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -100,8 +102,9 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
         _require_no_reentrant_checkpoint(model, x)
+    image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
     if not outputs.requires_grad:  # the fit has words for that
-        return Findings(places, by_function, True)
+        return Findings(places, by_function, True, image_bytes)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
@@ -115,13 +118,13 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         )
     reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
     if reason is None:
-        return Findings(places, by_function, True)
+        return Findings(places, by_function, True, image_bytes)
     warnings.warn(
         f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
         UserWarning,
         stacklevel=5,
     )
-    return Findings(places, by_function, False)
+    return Findings(places, by_function, False, image_bytes)
 
 
 class LinearFunctions(TorchFunctionMode):

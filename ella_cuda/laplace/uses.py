@@ -38,6 +38,7 @@ class Use:
         blocks: by parameter that took part, the range of its factor's blocks that did; None is all.
         rows: by parameter, the rows that the call added to the input side.
         shares: by parameter that other calls use too, the call's part in the output side's mean.
+        handed: gradients at the output, ``(K, *output.shape)``, which others have taken this far in the graph's place.
     """
 
     uses: Uses
@@ -47,6 +48,15 @@ class Use:
     blocks: dict[str, range | None] = dataclasses.field(default_factory=dict)
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
+    handed: Tensor | None = None
+
+    def takes_samples(self) -> bool:
+        """Whether the rule takes gradients at some positions alone."""
+        return self.rule.takes_samples and self.place == Place()
+
+    def hand(self, columns: Tensor, samples: tuple[int, ...] | None) -> None:
+        """Hand gradients at the output on; see :attr:`Rule.samples`."""
+        self.handed, self.state["samples"] = columns, samples
 
     def keep_state(self) -> None:
         """Remember what the call left on the rule."""

@@ -16,6 +16,11 @@ from ella_cuda.laplace import FactorShape, Rule, register
 from python_tests.laplace.checks import randomised
 
 
+class EverySecond(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, ::2, ::2]
+
+
 class Scaled(nn.Module):
     """A layer of a user's own, whose rule knows no Jacobians."""
 
@@ -218,6 +223,20 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
             nn.Conv2d(4, 4, (2, 3), padding="same", groups=2, padding_mode="circular"),
             nn.Conv2d(4, 3, 3, padding=2, dilation=2, padding_mode="reflect"),
             channels=3,
+        ),
+        _real(2, 8, 8),
+    ),
+    "sampled conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.ReLU(),
+            EverySecond(),
+            nn.ZeroPad2d(1),
+            nn.Conv2d(4, 3, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(12, 2),
         ),
         _real(2, 8, 8),
     ),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace, memory
+from ella_cuda.laplace import KronLaplace, curvature, memory
 from ella_cuda.laplace.rules import Rule, rules_for
 
 # A process for each, forked from one that has loaded what all need, but has no threads yet.
@@ -314,3 +314,32 @@ def test_other_errors_are_left_alone():
     with pytest.raises(RuntimeError, match=r"^something else$") as raised:
         KronLaplace(nn.Sequential(Greedy(3, error), nn.Linear(3, 4))).fit([BATCH])
     assert raised.value is error
+
+
+@pytest.mark.parametrize("images", [1, 7, 8, 9, 17, 40])
+def test_images_go_through_the_network_in_parts(images, monkeypatch):
+    """Of a batch whose layers' outputs take more than the budget; the factors are those of the whole batch."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)).double()
+    x, y = torch.randn(images, 2, 6, 6).double(), torch.arange(images) % 3
+    seen = []
+    model.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    monkeypatch.setattr(curvature, "FEW_IMAGES", 8)
+    most = max(8, sum(rule.bytes() for rule in rules_for(model, "shared")) // 4 // (8 * (48 + 3)))
+    parts = KronLaplace(model, memory_budget=1).fit([(x, y)])
+    at_once = seen[2:]  # the probe's come first
+    assert sum(at_once) == images and max(at_once) <= most and max(at_once) - min(at_once) <= max(at_once) // 2
+    whole = KronLaplace(model).fit([(x, y)])
+    assert most < 17 and seen[len(at_once) + 4 :] == [images]
+    for found, expected in zip(parts.factors.values(), whole.factors.values(), strict=True):
+        torch.testing.assert_close(found.inputs, expected.inputs)
+        torch.testing.assert_close(found.outputs, expected.outputs)
+    torch.testing.assert_close(parts.log_marginal_likelihood(), whole.log_marginal_likelihood())
+
+
+def test_the_estimate_is_of_a_part():
+    """More images than go together add nothing."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))
+    la = KronLaplace(model, memory_budget=1 << 20)
+    room = (1 << 20) // (4 * (3 * 1024 + 3))  # more than a quarter of the factors
+    x = torch.randn(3 * room, 2, 32, 32)
+    assert la.memory_estimate(x) == la.memory_estimate(x[:room]) > la.memory_estimate(x[: room // 2])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ella_cuda.laplace import KronLaplace, memory, passages
 from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.passages import Passage
+from ella_cuda.laplace.rules.conv import Conv2dRule
 
 CLASSES, COLUMNS, IMAGES, CHANNELS = 3, 3, 5, 4
 
@@ -78,6 +79,52 @@ def test_a_function_between_layers(monkeypatch, name, piece):
     assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 7).double()) == 1
 
 
+SAMPLED = {
+    "every second": lambda x: x[:, :, ::2, ::2],
+    "of a relu": lambda x: F.relu(x)[:, :, ::2, ::3],
+    "before a relu": lambda x: F.relu(x[:, :, ::2]),
+    "padded": lambda x: F.pad(F.relu(x)[..., ::2], (1, 1, 1, 1), mode="circular"),
+    "by slices of one axis": lambda x: x[:, :, ::3][:, :, :, ::2],
+    "by steps beyond the size": lambda x: x[:, :, ::20, ::2],
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"approximation": "reduce"}, {"memory_budget": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": 1},
+        {"stride": (1, 2), "padding": 2},
+        {"dilation": 2, "padding": 2, "groups": 2},
+        {"padding": 1, "padding_mode": "circular", "stride": (2, 1)},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": "same", "kernel_size": (2, 3)},
+    ],
+)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_convolution_sampled_by_a_slice(monkeypatch, name, options, settings):
+    """It gets the gradients at the samples alone, unless it is circular and of stride one, whose kernel needs all."""
+    stem = nn.Conv2d(2, CHANNELS, 1)
+    first = nn.Conv2d(CHANNELS, CHANNELS, **{"kernel_size": 3, **options})
+    second, seen, vjp = nn.LazyConv2d(3, 1), [], Conv2dRule.vjp
+    monkeypatch.setattr(Conv2dRule, "vjp", lambda self, *args: seen.append(self.samples) or vjp(self, *args))
+    layers = [stem, first, Function(SAMPLED[name]), second, nn.Flatten(), nn.LazyLinear(CLASSES)]
+    assert_same_with_autograds(
+        monkeypatch, nn.Sequential(*layers).double(), torch.randn(IMAGES, 2, 12, 12).double(), **settings
+    )
+    own = options.get("padding_mode") == "circular" and "stride" not in options
+    assert any(seen) is not own
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("piece", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "slice" not in name])
@@ -94,7 +141,7 @@ def test_a_passage_alone(monkeypatch, name, piece, layout):
     columns = columns.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (COLUMNS, IMAGES))
     given = columns.clone()
     expected = torch.stack([torch.autograd.grad(function(x), x, column)[0] for column in columns])
-    found = passages.through(passage, columns)
+    found = passage.back(columns)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
     assert torch.equal(columns, given)
     assert found.flatten(0, 1).is_contiguous(memory_format=layout)
@@ -225,8 +272,8 @@ def test_gradients_go_through_functions_that_follow_each_other_at_once(monkeypat
     assert calls == ["ReLU"]
 
 
-def test_a_byte_is_kept_of_each_output():
+def test_a_byte_is_kept_of_each_output_of_a_relu_and_eight_of_a_pooling():
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, CLASSES))
-    la, x = KronLaplace(model, memory_budget=1), torch.randn(2000, 2, 8, 8)
-    kept, column = 4 * 36 + 4 * 9 + memory.ROOT * CLASSES, 2 * (2 * 64 + 4 * 36) * 4
-    assert la.memory_estimate(x) - la.memory_estimate(x[:1000]) == 1000 * (kept + column)
+    la, x = KronLaplace(model, memory_budget=1 << 40), torch.randn(2000, 2, 8, 8)
+    kept, column = 4 * 36 + 8 * 4 * 9 + memory.ROOT * CLASSES, 2 * (2 * 64 + 4 * 36) * 4
+    assert la.memory_estimate(x) - la.memory_estimate(x[:1000]) == 1000 * (kept + memory.ROUND * CLASSES * column)

@@ -46,6 +46,9 @@ class Rule(ABC):
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
         kept: what :meth:`inputs` leaves of a call for :meth:`outputs` or :meth:`vjp`.
         before: what stands before the input of the call whose gradient comes back, for a :meth:`vjp` that takes it further at once.
+        takes_samples: whether :meth:`vjp` does as ``samples`` says.
+        samples: None, or of the output's size along each axis of an image and the steps between positions, ``(H, W, down, right)``: the
+            gradient is at every so-manieth position alone, from the first on, and zero elsewhere.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
 
@@ -69,6 +72,8 @@ class Rule(ABC):
     approximation: str = "expand"
     positions: int = 1
     before: Before = Before()
+    takes_samples: bool = False
+    samples: tuple[int, ...] | None = None
     knows_all: ClassVar[bool] = True  # else others serve trainable parameters that :meth:`shapes` lacks
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:

@@ -42,6 +42,7 @@ class Conv2dRule(Rule):
         super().__init__(module, name, resolution)
         self.layer = module  # the convolution that the module is
         self.differentiates = module.padding_mode in ("zeros", "circular")
+        self.takes_samples = self.differentiates and type(self) is Conv2dRule and not self._same_circular()
 
     def shapes(self) -> dict[str, FactorShape]:
         return convolution_shapes(self.module)
@@ -84,7 +85,7 @@ class Conv2dRule(Rule):
         moment.count(x.shape[0] * positions)
 
     def outputs(self, gradient: Tensor) -> None:
-        add_output_sides(self, gradient, math.prod(gradient.shape[3:]))
+        add_output_sides(self, gradient, math.prod(self.samples[:2] if self.samples else gradient.shape[3:]))
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         self.outputs(gradient)
@@ -129,7 +130,7 @@ class Conv2dRule(Rule):
         symmetric = m.padding_mode == "zeros" and left == right and top == bottom
         padding = (top, left) if symmetric else (0, 0)
         padded = (height + top + bottom - 2 * padding[0], width + left + right - 2 * padding[1])
-        full = _transposed(gradient, m, padding, padded)
+        full = _transposed(gradient, m, padding, padded, self.samples[2:] if self.samples else (1, 1))
         if symmetric:
             return full
         if m.padding_mode == "circular":
@@ -333,11 +334,15 @@ def side_padding(m: nn.Module) -> list[tuple[int, int]]:
     return [(p, p) for p in m.padding]
 
 
-def _transposed(gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """Transposed convolution onto ``size``; rows and columns beyond what the strides reach get zeros."""
-    sides = zip(size, padding, m.dilation, m.kernel_size, m.stride, gradient.shape[2:], strict=True)
+def _transposed(
+    gradient: Tensor, m: nn.Conv2d, padding: tuple[int, int], size: tuple[int, int], steps: tuple[int, int]
+) -> Tensor:
+    """Transposed convolution onto ``size`` of gradients at every so-manieth output; rows and columns beyond what the strides reach get
+    zeros."""
+    stride = tuple(s * step for s, step in zip(m.stride, steps, strict=True))
+    sides = zip(size, padding, m.dilation, m.kernel_size, stride, gradient.shape[2:], strict=True)
     spare = [s - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for s, p, d, k, step, o in sides]
-    return F.conv_transpose2d(gradient, m.weight.detach(), None, m.stride, padding, spare, m.groups, m.dilation)
+    return F.conv_transpose2d(gradient, m.weight.detach(), None, stride, padding, spare, m.groups, m.dilation)
 
 
 def _wrap(x: Tensor, left: int, right: int, top: int, bottom: int) -> Tensor:

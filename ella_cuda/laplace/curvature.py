@@ -222,8 +222,8 @@ class CurvaturePass:
 
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
-        the graph keeps about as much, of no more bytes than columns may take, or than a quarter of the factors has."""
-        room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 4)
+        the graph keeps about as much, of no more bytes than columns may take, or than half of the factors has."""
+        room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
         most = max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
         return -(-count // -(-count // most)) if count else 0
 

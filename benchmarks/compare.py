@@ -36,7 +36,7 @@ def row(entry: dict[str, Any]) -> Row:
         **info,
         "seconds": entry["stats"]["median"] * scale["seconds"],
         "peak_bytes": None if peak is None else peak * scale["bytes"],
-        "remark": f"extrapolated, {scale['note']}" if "note" in scale else "",
+        "remark": f"extrapolated, {scale['note']}" if "note" in scale else info.get("remark", ""),
     }
 
 

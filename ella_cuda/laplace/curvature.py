@@ -101,10 +101,11 @@ class _LayerNode(torch.autograd.Function):
             found = use.vjp(full(columns), shape)
             return columns.new_zeros(columns.shape[0]) if found is None else found
 
-        if use.handed is None:
+        handed, use.handed = use.handed, None
+        if handed is None:
+            use.state["samples"] = None
             found = _on_columns(gradient, vjp)
         else:
-            handed, use.handed = use.handed, None
             found = _of_handed(handed, vjp)
         return found if shape is not None else None, None, None, None, None
 

@@ -116,6 +116,27 @@ def test_a_convolution_sampled_by_a_slice(monkeypatch, name, options, settings):
     assert any(seen) is not own
 
 
+class Shared(nn.Module):
+    """A convolution that is sampled in one call, and not in the other, which comes first or last."""
+
+    def __init__(self, sampled):
+        super().__init__()
+        self.stem, self.shared = nn.Conv2d(2, CHANNELS, 1), nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+        self.second, self.last, self.sampled = nn.Conv2d(CHANNELS, 2, 1), nn.Linear(2, CLASSES), sampled
+
+    def forward(self, x):
+        x = self.stem(x)
+        for sampled in self.sampled:
+            x = F.relu(self.shared(x))
+            x = self.second(x[:, :, ::2, ::2]).repeat(1, 2, 1, 1) if sampled else x + x.sin()
+        return self.last(self.second(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("sampled", [(True, False), (False, True), (True, True, False)])
+def test_a_shared_convolution_sampled_in_some_calls(monkeypatch, sampled):
+    assert_same_with_autograds(monkeypatch, Shared(sampled).double(), torch.randn(IMAGES, 2, 12, 12).double())
+
+
 class Function(nn.Module):
     def __init__(self, function):
         super().__init__()

@@ -163,6 +163,22 @@ class _InPlaceNode(torch.autograd.Function):
         return _through(ctx.passage, gradient), None
 
 
+def _noting(name: str) -> Callable[..., Any]:
+    """A method of a node that registers a hook, which remembers that it did."""
+    register = getattr(torch._C._FunctionBase, name)
+
+    def noted(node: Any, *args: Any, **kwargs: Any) -> Any:
+        node.hooked = True
+        return register(node, *args, **kwargs)
+
+    return noted
+
+
+for _function in (_LayerNode, _Node, _InPlaceNode):
+    for _name in ("register_hook", "register_prehook"):
+        setattr(_function._backward_cls, _name, _noting(_name))
+
+
 def _through(passage: Passage, gradient: Tensor) -> Tensor:
     """The gradient before a function; where somebody has taken it on already, zeros for all columns."""
     if passage.skipped and passage.handed is None:
@@ -177,7 +193,7 @@ class CurvaturePass:
     Attributes:
         column_bytes: of the largest layer's gradients of a column, in the last forward pass.
         passage_bytes: what functions without parameters keep of the last forward pass.
-        watched: whether hooks on what autograd keeps are a caller's, who watches forward passes; otherwise they are a checkpoint's.
+        watched: of a caller who watches what autograd keeps of a forward pass, the hook that gets it; others are a checkpoint's.
 
     Args:
         model: the network, ``(N, ...) -> (N, K)``.
@@ -197,10 +213,11 @@ class CurvaturePass:
         self._with_input: list[
             tuple[Callable[[Before], None], Any]
         ] = []  # who is told what stands before, its input's node
+        self._hooked: set[Any] = set()  # nodes of tensors with hooks
         self._batch_size = 0
         self.column_bytes = 0
         self.passage_bytes = 0
-        self.watched = False
+        self.watched: Callable[[Tensor], Any] | None = None
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         self._differentiating = False  # whether columns are on their way back
         self._aside = False  # whether the network runs for somebody else
@@ -264,7 +281,7 @@ class CurvaturePass:
                 if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
                     handle = module.register_forward_hook(self._scaled(scale), prepend=True)
                     stack.callback(handle.remove)
-            stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes))
+            stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes, self._hooked))
             if by_function:
                 modules = [rule.module for rule in by_function]
                 stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
@@ -275,6 +292,7 @@ class CurvaturePass:
         self._batch_size, self.column_bytes, self.passage_bytes = data_points(x), 1, 0
         self.uses.clear()
         self._with_input.clear()
+        self._hooked.clear()
         with torch.enable_grad(), self._attention():
             outputs = checked_outputs(run_model(self.model, x), self._batch_size)
         with torch.no_grad():
@@ -383,12 +401,13 @@ class CurvaturePass:
     def _wants_nodes(self) -> bool:
         """Whether functions without parameters get our nodes. Autograd's are those that a transform in the network's forward
         differentiates, and those of a checkpoint, which counts what every function keeps."""
+        keeping = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return not (
             self._aside
             or self._differentiating
             or functorch.maybe_current_level() is not None
             or forward_ad._current_level >= 0
-            or (not self.watched and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
+            or (keeping is not None and keeping[0] is not self.watched)
         )
 
     def _passed(self, x: Tensor, out: Tensor, passage: Passage) -> Tensor:
@@ -406,17 +425,21 @@ class CurvaturePass:
         slices: dict[int, slice] = {}
         node, base, shape = x.grad_fn, x._base, None
         while node is not None and base is not None and node.name() == "SliceBackward0":
-            dim, begin, end = (_signed(n) for n in (node._saved_dim, node._saved_start, node._saved_end))
-            dim, shape = dim % x.dim(), node._saved_self_sym_sizes
-            if not dim or dim in slices:
+            numbers = [getattr(node, f"_saved_{name}", None) for name in ("dim", "start", "end", "step")]
+            shape = getattr(node, "_saved_self_sym_sizes", None)
+            if shape is None or any(type(number) is not int for number in numbers):
                 return x
-            slices[dim] = slice(begin, end, node._saved_step)
+            dim, *its = (_signed(number) for number in numbers)
+            dim %= x.dim()
+            if not dim or dim in slices or node in self._hooked:
+                return x
+            slices[dim] = slice(*its)
             ((node, _),) = node.next_functions
         if not slices or base.grad_fn is not node or base.shape != torch.Size(shape) or not self._wants_nodes():
             return x
         passage = Slice(base.shape, x.shape, [slices.get(dim, slice(None)) for dim in range(1, x.dim())])
         self._with_input.append((partial(setattr, passage, "before"), node))
-        return _Node.apply(base, x.detach(), passage)
+        return _Node.apply(base, x.data, passage)  # not detach(): nobody changes what autograd may have kept
 
     def _look_before(self, outputs: Tensor) -> None:
         """Tell layers and passages what stands before their inputs, once the graph is there."""
@@ -430,14 +453,20 @@ class CurvaturePass:
                     users[node] = 0
                     reached.append(node)
                 users[node] += 1
+
+        def alone(node: Any) -> bool:
+            """Whether gradients come to the node from one other, and nobody sees them on their way."""
+            return users.get(node) == 1 and not getattr(node, "hooked", False) and node not in self._hooked
+
         for tell, node in self._with_input:
             passages = []
-            while isinstance(passage := getattr(node, "passage", None), Passage) and users.get(node) == 1:
-                passages.append(passage)
+            while alone(node) and _forward_of(node) in (_Node, _InPlaceNode):
+                passages.append(node.passage)
                 ((node, _), *_) = node.next_functions
-            layer = getattr(node, "use", None) if users.get(node) == 1 and _forward_of(node) is _LayerNode else None
+            layer = node.use if alone(node) and _forward_of(node) is _LayerNode else None
             tell(Before(passages, _takes_any_layout(node), layer))
         self._with_input.clear()
+        self._hooked.clear()
 
     def _place(self, rule: Rule) -> Place:
         """Of the images in the rule's next call, as in the same call of the probe."""
@@ -506,9 +535,17 @@ def _forward_of(node: Any) -> Any:
 
 def _takes_any_layout(node: Any) -> bool:
     """Whether gradients may come to a graph's node in a layout of their own: elementwise work on two layouts at once is slow."""
-    if node is None or _forward_of(node) in (_Node, _InPlaceNode, _LayerNode):
-        return True
-    return node.name() == "AddBackward0" and all(_takes_any_layout(before) for before, _ in node.next_functions)
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or _forward_of(node) in (_Node, _InPlaceNode, _LayerNode):
+            continue
+        if node.name() != "AddBackward0":
+            return False
+        further = {before for before, _ in node.next_functions} - seen
+        seen |= further
+        waiting += further
+    return True
 
 
 @contextmanager

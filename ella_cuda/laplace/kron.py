@@ -85,9 +85,9 @@ class KronLaplace(BaseLaplace):
             factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
             accordingly. None chooses: 64 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding; the draws of ``fisher="mc"`` are those of the parts, one after the other.
-        column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over a batch) that may be
-            left out to save columns, least first; 0 is exact. Trained networks need a few of the K-1 columns for 99%. A regression's
-            columns are all of one size, so that none is left out.
+        column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
+            the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the
+            K-1 columns for 99%. A regression's columns are all of one size, so that none is left out.
         subset_of_weights: the parameters that have a posterior, as if the others did not require a gradient: "all", "last_layer", or names
             of parameters or of modules with all parameters inside. The last layer is the last module of ``model.named_modules()`` that has
             trainable parameters; its output must be the model's.

@@ -163,7 +163,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
         rule.allocate(UnkeptMoment)
     with curvature_pass(model, rules, memory_budget) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
-        run.watched = True
+        run.watched = keep
         with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
             outputs = run.forward(take(x, slice(1)))
             ours = run.uses.kept_bytes() + run.passage_bytes

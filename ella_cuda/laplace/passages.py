@@ -34,6 +34,9 @@ _INTERCEPTED = {
 }
 
 
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad}  # see gradients on their way
+
+
 class Passage(ABC):
     """How gradients go back through a call of a function of images.
 
@@ -61,8 +64,8 @@ class Passage(ABC):
 
     @abstractmethod
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
-        """Take a piece ``(k, n, ...)`` of gradients at outputs back, of some columns and these images: in place, where the piece is the
-        caller's ``own`` and has the result's shape."""
+        """Take a piece ``(k, n, ...)`` of gradients at outputs back, of some columns and these images. A piece that is the caller's ``own``
+        may be changed; another stays as it is, and has no memory in common with what is returned."""
 
     def back(self, columns: Tensor) -> Tensor:
         """``(K, *output.shape)``, back to the function's input: as :meth:`vjp`, or from who has taken them already."""
@@ -73,8 +76,7 @@ class Passage(ABC):
 
     def vjp(self, columns: Tensor) -> Tensor:
         """``(K, *output.shape)``, back to the function's input, and as far on as nothing else has a part; see :meth:`Before.hand`."""
-        last = (self, *self.before.passages)[-1]
-        found = empty_columns(columns, last.input_shape, layout_of(columns))
+        found = empty_columns(columns, self.before.shape(self.input_shape), layout_of(columns))
         for some, images in pieces(found):
             piece = self.take(columns[some, images], images, own=False)
             found[some, images] = self.before.take(piece, images)
@@ -223,7 +225,7 @@ class Pad2d(Passage):
         (left, right, top, bottom), (height, width) = self._sides, self.input_shape[2:]
         core = piece[..., top : top + height, :]
         if not self._circular:
-            return core[..., left : left + width]
+            return core[..., left : left + width] if own else core[..., left : left + width].clone()
         if not own:
             core = (piece := piece.clone())[..., top : top + height, :]
         core[..., height - top :, :] += piece[..., :top, :]
@@ -261,18 +263,24 @@ class MaxPool2d(Passage):
 
 class InterceptedFunctions(TorchFunctionMode):
     """While the mode is on, calls of ReLU, and of padding and max pooling of images, are given a :class:`Passage` where a gradient is wanted.
+    Nodes of tensors that get hooks are noted.
 
     Args:
         passed: makes the output of an input, of the output without a graph (the input's memory, where it is changed in place), and of the
             passage.
         wanted: whether passages are.
+        hooked: gets the nodes.
     """
 
-    def __init__(self, passed: Callable[[Tensor, Tensor, Passage], Tensor], wanted: Callable[[], bool]) -> None:
-        self._passed, self._wanted = passed, wanted
+    def __init__(
+        self, passed: Callable[[Tensor, Tensor, Passage], Tensor], wanted: Callable[[], bool], hooked: set[Any]
+    ) -> None:
+        self._passed, self._wanted, self._hooked = passed, wanted, hooked
 
     def __torch_function__(self, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _HOOKS and args[0].grad_fn is not None:
+            self._hooked.add(args[0].grad_fn)
         if func in _INTERCEPTED and self._wanted():
             x = args[0] if args else kwargs.get("input")
             if type(x) is Tensor and x.requires_grad and x.element_size() in _BITS and x.is_floating_point():

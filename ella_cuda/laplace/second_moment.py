@@ -239,7 +239,7 @@ def _accumulate(total: Tensor, rows: Tensor, alpha: float) -> Tensor:
 
 def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:
     """:meth:`SecondMoment.projected` of each, once all sums are found to be finite, for which the device is waited for once."""
-    finite = [moment.total.sum().isfinite() for moment in moments]  # without a copy
+    finite = [moment.total.sum().isfinite() for moment in moments]  # without a copy, as isfinite makes
     for moment, fine in zip(moments, _each(finite), strict=True):
         if not fine:
             raise FloatingPointError(

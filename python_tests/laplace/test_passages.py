@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,7 +157,7 @@ def test_a_passage_alone(monkeypatch, name, piece, layout):
     monkeypatch.setattr(passages, "PIECE", piece)
     function, made = FUNCTIONS[name], []
     x = torch.randn(IMAGES, CHANNELS, 6, 7, dtype=torch.float64, requires_grad=True)
-    with passages.InterceptedFunctions(lambda x, out, passage: made.append((passage, out)) or out, lambda: True):
+    with passages.InterceptedFunctions(lambda x, out, passage: made.append((passage, out)) or out, lambda: True, set()):
         function(x)
     ((passage, out),) = made
     torch.testing.assert_close(out, function(x).detach())
@@ -175,6 +178,133 @@ def test_infinite_gradients_stop_where_a_function_does_not_depend_on_its_input(d
     gradient = torch.tensor([[[torch.inf, torch.nan, -torch.inf, 1.0]]], dtype=dtype)
     (expected,) = torch.autograd.grad(x.relu(), x, gradient[0])
     assert torch.equal(passage.vjp(gradient)[0].nan_to_num(7), expected.nan_to_num(7))
+
+
+class Net(nn.Module):
+    """Layers, and a function of them and of the input."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleDict(layers)
+
+    def forward(self, x):
+        return self.function(x, **self.layers)
+
+
+def conv(inputs, outputs, **options):
+    return nn.Conv2d(inputs, outputs, 3, **{"padding": 1, **options})
+
+
+def between(function, second=None):
+    """A convolution, a function, and what is neither a convolution of ours nor a function with a passage."""
+    second = second or (lambda x: x.flatten(1))
+    return Net(
+        lambda x, first, last: last(second(function(first(x))).flatten(1)),
+        first=conv(2, 4),
+        last=nn.LazyLinear(CLASSES),
+    )
+
+
+FROZEN = nn.Conv2d(4, 3, 1).double().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        between(lambda h: F.relu(h[:, :, ::2, ::2])),
+        between(lambda h: F.relu(h[:, :, ::8, ::8])),
+        between(lambda h: F.max_pool2d(h[:, :, ::2], 2), FROZEN),
+        between(lambda h: F.relu(h[:, :, ::2, ::2]), torch.tanh),
+        Net(
+            lambda x, a, b, last: last(b(F.relu(a(x)[:, :, ::2, ::2])).flatten(1)),
+            a=conv(2, 4), b=conv(4, 3, padding_mode="circular"), last=nn.LazyLinear(CLASSES),
+        ),
+    ],
+    ids=["a relu", "one position", "a frozen layer", "another function", "a circular convolution"],
+)  # fmt: skip
+def test_a_slice_that_no_convolution_of_a_rule_reads(monkeypatch, model):
+    assert_same_with_autograds(monkeypatch, model.double(), torch.randn(IMAGES, 2, 8, 8).double())
+
+
+PADS = {
+    "constant": lambda h: F.pad(h, (1, 1, 1, 1)),
+    "circular": lambda h: F.pad(h, (1, 1, 1, 1), mode="circular"),
+    "twice": lambda h: F.pad(F.pad(h, (0, 1, 0, 1), mode="circular"), (1, 0, 1, 0)),
+    "pool": lambda h: F.max_pool2d(F.pad(h, (1, 1, 1, 1)), 1),
+    "scale": lambda h: F.pad(h * 2, (1, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("name", PADS)
+def test_a_gradient_of_two_branches_is_not_changed_for_the_other(monkeypatch, name, first):
+    def added(x, a, b, norm, last):
+        ahead = {"a": lambda: PADS[name](F.relu(norm(a(x)))), "b": lambda: b(x)}
+        parts = {key: ahead[key]() for key in (first, "ab".replace(first, ""))}
+        return last((parts["b"] + parts["a"]).flatten(1))
+
+    norm = nn.BatchNorm2d(4).requires_grad_(False)
+    norm.running_var.fill_(0.1)
+    model = Net(added, a=conv(2, 4), b=conv(2, 4, padding=2), norm=norm, last=nn.LazyLinear(CLASSES)).double()
+    assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 8, 8).double())
+
+
+@pytest.mark.parametrize("function", [torch.tanh, torch.sigmoid, torch.exp])
+def test_a_slice_of_what_autograd_keeps(monkeypatch, function):
+    model = Net(
+        lambda x, a, b, last: last(b(function(a(x))[:, :, ::2, ::2]).flatten(1)),
+        a=conv(2, 4), b=conv(4, 3), last=nn.LazyLinear(CLASSES),
+    ).double()  # fmt: skip
+    assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 8, 8).double()) == 1
+
+
+@pytest.mark.parametrize("ends", [(None, 4), (1, None), (None, None), (-3, -1)])
+def test_slices_of_exported_graphs(monkeypatch, ends):
+    model = between(lambda h: F.relu(torch.ops.aten.slice.Tensor(h, -1, *ends))).double()
+    assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 8, 8).double())
+
+
+def test_many_additions_before_a_layer(monkeypatch):
+    """More than Python's recursion goes deep, and more ways through them than there are nodes."""
+
+    def added(x, a, b, last):
+        h = 2**-40 * a(x)
+        for _ in range(1500):
+            h = h + 1e-15
+        for _ in range(40):
+            h = h + h
+        return last(b(h).mean((2, 3)))
+
+    model = Net(added, a=conv(2, 2), b=conv(2, 2), last=nn.Linear(2, CLASSES)).double()
+    assert_same_with_autograds(monkeypatch, model, torch.randn(2, 2, 3, 3).double())
+
+
+def test_nothing_of_a_batch_stays():
+    made, init = [], Passage.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Passage, "__init__", lambda self, *args: made.append(weakref.ref(self)) or init(self, *args))
+        model = nn.Sequential(
+            conv(2, 4), nn.ReLU(), nn.MaxPool2d(2), conv(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, CLASSES)
+        )
+        la = fitted(model, torch.randn(IMAGES, 2, 8, 8))
+        gc.collect()
+        assert len(made) == 3 and not any(ref() for ref in made)
+        la(torch.randn(2, 2, 8, 8))
+        gc.collect()
+        assert len(made) > 3 and not any(ref() for ref in made)
+
+
+def test_the_estimate_of_a_checkpointed_network_is_autograds(monkeypatch):
+    def checkpointed(x, a, last):
+        return last(
+            checkpoint(lambda h: F.relu(F.relu(h) * 2).mean((2, 3)), torch.cat([a(x)] * 8, 1), use_reentrant=False)
+        )
+
+    la = KronLaplace(Net(checkpointed, a=conv(2, 4), last=nn.Linear(32, CLASSES)), memory_budget=1 << 40)
+    x = torch.randn(500, 2, 8, 8)
+    estimate = la.memory_estimate(x)
+    monkeypatch.setattr(CurvaturePass, "_wants_nodes", lambda self: False)
+    assert la.memory_estimate(x) == estimate
 
 
 class Residual(nn.Module):
@@ -278,6 +408,80 @@ def test_functions_in_a_transform_are_autograds(monkeypatch):
 
     model = OneFunction(transformed).double()
     assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 6).double()) == 0
+
+
+class Twice(torch.autograd.Function):
+    """x, whose gradient is doubled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+HOOKS = {
+    "on the tensor": lambda h: h.register_hook(lambda gradient: 2 * gradient),
+    "before the node": lambda h: h.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],)),
+}
+
+
+class Hooked(nn.Module):
+    """Functions between layers; the output of one of them has a hook, or a function of its own behind it."""
+
+    def __init__(self, place, hook):
+        super().__init__()
+        norm = nn.BatchNorm2d(CHANNELS).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            [
+                nn.Conv2d(2, CHANNELS, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(CHANNELS, 3, 3, padding=1),
+                nn.ReLU(), Function(lambda x: x[:, :, ::2, ::2]), nn.ZeroPad2d(1), nn.Conv2d(3, 2, 3), nn.ReLU(), nn.Flatten(),
+                nn.Linear(18, CLASSES),
+            ]
+        )  # fmt: skip
+        self.place, self.hook = place, hook
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            x = layer(x)
+            if place == self.place and self.hook is None:
+                x = Twice.apply(x)
+            elif place == self.place and x.requires_grad:
+                self.hook(x)
+        return x
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("place", range(11))
+def test_hooks_see_gradients_and_change_them(place, hook):
+    if (place, hook) == (6, "before the node"):
+        pytest.skip("a hook on autograd's own node of a slice is not seen")
+    torch.manual_seed(0)
+    hooked, own, x = (
+        Hooked(place, HOOKS[hook]).double(),
+        Hooked(place, None).double(),
+        torch.randn(IMAGES, 2, 12, 12).double(),
+    )
+    own.load_state_dict(hooked.state_dict())
+    found, expected = fitted(hooked, x).factors, fitted(own, x).factors
+    for name, factor in expected.items():
+        torch.testing.assert_close(found[name].outputs, factor.outputs)
+
+
+def test_gradients_that_are_kept_are_there():
+    kept = []
+    hooked = Hooked(2, lambda h: kept.append(h) or h.retain_grad()).double()
+    with pytest.warns(UserWarning, match="columns go back one at a time"):
+        fitted(hooked, torch.randn(IMAGES, 2, 12, 12).double())
+    assert kept[-1].grad.abs().max() > 0
 
 
 def test_gradients_go_through_functions_that_follow_each_other_at_once(monkeypatch):

@@ -163,7 +163,7 @@ class Rule(ABC):
 
     def release(self) -> None:
         """Drop what was kept of a batch; called when its columns are done."""
-        self.kept = None
+        self.kept, self.before, self.samples = None, Before(), None
 
     def reads_reduced(self) -> bool:
         """Whether :meth:`inputs` accepts bfloat16 and float16. Means over positions would be rounded to these."""

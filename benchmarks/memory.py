@@ -60,15 +60,17 @@ def _every_block_on_its_own() -> Iterator[None]:
         [ctypes.c_size_t],
         [ctypes.c_void_p],
     )
-    m_mmap_threshold = -3
+    m_mmap_threshold, m_mmap_max = -3, -4
     libc.mallopt(m_mmap_threshold, LARGE)
+    libc.mallopt(m_mmap_max, 65536)  # the default: what trains in this process may have set none
     libc.malloc_trim(0)
-    held, size = [], 1 << 34
+    held, size = [], 1 << libc.mallinfo2().fordblks.bit_length()
     while size >= LARGE:
-        mapped = libc.mallinfo2().hblks
+        before = libc.mallinfo2()
         block = libc.malloc(size)
-        if block is not None and libc.mallinfo2().hblks == mapped:
-            held.append(block)
+        after = libc.mallinfo2()
+        if block is not None and after.fordblks < before.fordblks and after.arena == before.arena:
+            held.append(block)  # it was free
             continue
         libc.free(block)
         size //= 2

@@ -424,7 +424,7 @@ class CurvaturePass:
         among zeros once for every axis."""
         slices: dict[int, slice] = {}
         node, base, shape = x.grad_fn, x._base, None
-        while node is not None and base is not None and node.name() == "SliceBackward0":
+        while node is not None and base is not None and type(node).__name__ == "SliceBackward0":
             numbers = [getattr(node, f"_saved_{name}", None) for name in ("dim", "start", "end", "step")]
             shape = getattr(node, "_saved_self_sym_sizes", None)
             if shape is None or any(type(number) is not int for number in numbers):
@@ -540,7 +540,7 @@ def _takes_any_layout(node: Any) -> bool:
         node = waiting.pop()
         if node is None or _forward_of(node) in (_Node, _InPlaceNode, _LayerNode):
             continue
-        if node.name() != "AddBackward0":
+        if type(node).__name__ != "AddBackward0":
             return False
         further = {before for before, _ in node.next_functions} - seen
         seen |= further

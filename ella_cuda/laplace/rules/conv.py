@@ -102,8 +102,9 @@ class Conv2dRule(Rule):
     def _at_input(self, gradient: Tensor, input_shape: torch.Size) -> Tensor:
         """``(K, N, D, H', W') -> (K, N, C, H, W)``."""
         if self._same_circular():
-            flat = gradient.flatten(0, 1)
-            return ops.circular_conv2d(flat, mirrored(self.layer.weight.detach())).unflatten(0, gradient.shape[:2])
+            whole = ops.circular_conv2d(gradient.flatten(0, 1), mirrored(self.layer.weight.detach()))
+            whole = self.before.take(whole.unflatten(0, gradient.shape[:2]), slice(None))
+            return self.before.hand(whole, input_shape)
         # Channels innermost: convolutions are faster so on the CPU, and pieces keep the copies small.
         free = gradient.is_cpu and self.before.any_layout
         layout = torch.contiguous_format if gradient.is_contiguous() and not free else torch.channels_last

@@ -96,6 +96,12 @@ def children_are_no_workers() -> None:
 
 
 @pytest.fixture(autouse=True)
+def subnormal_numbers() -> None:
+    """Every test has them, whatever ran before: the command flushes those of its process."""
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Every test starts from the same random state."""
     torch.manual_seed(0)

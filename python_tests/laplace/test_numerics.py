@@ -53,7 +53,6 @@ def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not(
 
 def test_a_layer_that_was_switched_off_is_no_error():
     """Rows of 1e-22 in float32: their products are subnormal, and the rounded sum is indefinite."""
-    torch.set_flush_denormal(False)  # which the command turns on for its process
     dead = SecondMoment(2, 12, torch.zeros((), dtype=torch.float32), "dead (input side)")
     dead.add(1e-22 * torch.randn(3, 2, 12))
     spectrum = torch.linalg.eigvalsh(dead.total.double())

@@ -210,9 +210,8 @@ class CurvaturePass:
         self._by_module = {rule.module: rule for rule in self.rules}
         self.uses = Uses()
         self._anchor = torch.zeros((), requires_grad=True)
-        self._with_input: list[
-            tuple[Callable[[Before], None], Any]
-        ] = []  # who is told what stands before, its input's node
+        # Who is told what stands before its input, and the input's node.
+        self._with_input: list[tuple[Callable[[Before], None], Any]] = []
         self._hooked: set[Any] = set()  # nodes of tensors with hooks
         self._batch_size = 0
         self.column_bytes = 0

@@ -32,8 +32,6 @@ _INTERCEPTED = {
         ),
     ),
 }
-
-
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}  # see gradients on their way
 
 
@@ -53,14 +51,14 @@ class Passage(ABC):
         input_shape: of the function's input.
     """
 
+    kept_bytes: int = 0
+    pointwise: ClassVar[bool] = False
+
     def __init__(self, input_shape: Sequence[int]) -> None:
         self.input_shape = tuple(input_shape)
         self.before = Before()
         self.handed: Tensor | None = None
         self.skipped = False
-
-    kept_bytes: int = 0
-    pointwise: ClassVar[bool] = False
 
     @abstractmethod
     def take(self, piece: Tensor, images: slice, own: bool) -> Tensor:
@@ -72,7 +70,7 @@ class Passage(ABC):
         if not self.skipped:
             return self.vjp(columns)
         self.skipped, handed, self.handed = False, self.handed, None
-        return nothing(columns, self.input_shape) if handed is None else handed
+        return handed
 
     def vjp(self, columns: Tensor) -> Tensor:
         """``(K, *output.shape)``, back to the function's input, and as far on as nothing else has a part; see :meth:`Before.hand`."""
@@ -157,11 +155,11 @@ class ConstantScale(Passage):
     """Of a normalisation by constants: gradients are scaled, those of each channel by its own ``scale``, which broadcasts to the output.
     Autograd's backward copies the gradients of all columns three times."""
 
+    pointwise = True
+
     def __init__(self, input_shape: Sequence[int], scale: Tensor) -> None:
         super().__init__(input_shape)
         self._scale = scale
-
-    pointwise = True
 
     def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
         return piece.mul_(self._scale) if own else (piece * self._scale).to(piece.dtype)
@@ -170,12 +168,12 @@ class ConstantScale(Passage):
 class ReLU(Passage):
     """Of a ReLU: gradients go back where its output ``out`` is positive, or nan. A byte is kept for each; autograd keeps the output."""
 
+    pointwise = True
+
     def __init__(self, out: Tensor) -> None:
         super().__init__(out.shape)
         self._alive = _InAnyLayout(out != 0)  # it is never negative
         self.kept_bytes = out.numel()
-
-    pointwise = True
 
     def take(self, piece: Tensor, images: slice, own: bool, steps: tuple[int, int] = (1, 1)) -> Tensor:
         alive = self._alive.like(piece)[images]

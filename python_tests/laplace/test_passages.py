@@ -459,11 +459,18 @@ class Hooked(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("place", range(11))
+UNSEEN = pytest.mark.xfail(strict=True, reason="nothing tells of a hook on autograd's own node, that of the slice")
+
+
+@pytest.mark.parametrize(
+    ("place", "hook"),
+    [
+        pytest.param(place, hook, marks=UNSEEN if (place, hook) == (6, "before the node") else ())
+        for place in range(11)
+        for hook in HOOKS
+    ],
+)
 def test_hooks_see_gradients_and_change_them(place, hook):
-    if (place, hook) == (6, "before the node"):
-        pytest.skip("a hook on autograd's own node of a slice is not seen")
     torch.manual_seed(0)
     hooked, own, x = (
         Hooked(place, HOOKS[hook]).double(),

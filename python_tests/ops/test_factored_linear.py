@@ -454,7 +454,7 @@ def test_memory_of_the_backward_has_a_bound(channels):
     x, u, v, *_ = arguments((60_000, channels, 6, 1, 2), torch.device("cpu"), torch.float32)
     grad = torch.randn(60_000, 6, 2)
     peak = checks.peak_bytes(lambda: _backward(grad, x, u, v, None, *[True] * 3, False, False))
-    assert x.nbytes / 2 < peak < 2 * x.nbytes + (8 << 20)
+    assert 0.9 * x.nbytes < peak < 2 * x.nbytes + (8 << 20)
 
 
 def test_threads_do_not_write_each_others_sums():

@@ -124,7 +124,7 @@ def test_memory_beside_the_results_has_a_bound():
     grad, u, v = arguments((60_000, 39, 6, 1, 2), torch.device("cpu"), torch.float32)
     size = 60_000 * 39 * 4
     peak = checks.peak_bytes(lambda: factored_linear_vjp(grad, u, v, grad_intermediate=False))
-    assert size / 2 < peak < 2 * size + (8 << 20)
+    assert 0.9 * size < peak < 2 * size + (8 << 20)
 
 
 def test_opcheck():

@@ -89,7 +89,7 @@ def test_the_outer_product_is_never_stored():
     l = torch.rand(1, 40_000, dtype=torch.float64, requires_grad=True)
     m = torch.rand(1, 400, dtype=torch.float64, requires_grad=True)
     peak = checks.peak_bytes(lambda: torch.autograd.grad(ops.kron_logdet(l, m, 0.5), (l, m)))
-    assert l.nbytes / 2 < peak < 16 * l.nbytes
+    assert 0.9 * l.nbytes < peak < 16 * l.nbytes
 
 
 def test_more_scratch_than_there_is():

@@ -163,8 +163,8 @@ class Gram {
         tiles_(d),
         rows_(std::min({count, kLongest, std::max(kPacked / (tiles_.panels() * k_.width) / kStep * kStep, kStep)})),
         factors_(std::min(factors, std::max(kPacked / (tiles_.panels() * k_.width * rows_), int64_t(1)))),
-        packed_(factors == 1 && tiles_.count() < kEnough && count > rows_ ? 0 : factors_ * tiles_.panels() * k_.width * rows_) {
-  }
+        by_runs_(factors == 1 && tiles_.count() < kEnough && count > rows_),
+        packed_(by_runs_ ? 0 : factors_ * tiles_.panels() * k_.width * rows_) {}
 
   // `pack(factor, first, n, k0, count, panel)` writes columns first..first+n of rows k0..k0+count. Called from several threads.
   // A target wider than T gets sums of Tiles::kRows rows in T, added up in its own type.
@@ -182,7 +182,7 @@ class Gram {
   // tile)` is called where that is worth it. Called from several threads, for a tile from one at a time.
   template <class Sum, class Pack, class Expect, class Take>
   void for_sums(int64_t factors, int64_t count, const Pack& pack, const Expect& expect, const Take& take) const {
-    if (factors == 1 && tiles_.count() < kEnough && count > rows_) {
+    if (by_runs_) {
       for_sums_of_runs<Sum>(count, pack, take);
       return;
     }
@@ -268,6 +268,7 @@ class Gram {
   const int64_t d_;
   const Tiles<T> tiles_;
   const int64_t rows_, factors_;
+  const bool by_runs_;  // all threads have rows of one factor
   const Buffer<T> packed_;
 };
 

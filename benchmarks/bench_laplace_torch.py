@@ -50,7 +50,8 @@ def maker(who: str, model: torch.nn.Module) -> Callable[[], Any]:
 @pytest.mark.parametrize("who", WHO)
 def test_fits_through_laplace_torch(time, device, who):
     ours = models.neyshabur("conv", 3, CLASSES, WIDTH).to(device)
-    x, y = torch.randn(IMAGES, 3, 32, 32, device=device), torch.randint(CLASSES, (IMAGES,), device=device)
+    images = IMAGES[device.type]
+    x, y = torch.randn(images, 3, 32, 32, device=device), torch.randint(CLASSES, (images,), device=device)
     model = ours if who.endswith(OWN) else explicit_padding(ours)
     make = maker(who, model)
 
@@ -63,7 +64,7 @@ def test_fits_through_laplace_torch(time, device, who):
     for theirs, value in zip(log_determinants(found), wanted, strict=True):
         torch.testing.assert_close(theirs, value, rtol=1e-3, atol=1e-3)
 
-    loader = batches(x, y, BATCH)
+    loader = batches(x, y, BATCH[device.type])
 
     def evidence() -> None:
         la = make()
@@ -72,9 +73,9 @@ def test_fits_through_laplace_torch(time, device, who):
 
     time(
         evidence,
-        work="fit + evidence of CONV through laplace-torch, 1,000 images",
+        work=f"fit + evidence of CONV through laplace-torch, {images:,} images",
         who=who,
-        flops=IMAGES * count(ours, x[:1]).fit(CLASSES - 1),
+        flops=images * count(ours, x[:1]).fit(CLASSES - 1),
         bytes=0,
         rounds=3,
         warmups=0,

@@ -1,20 +1,22 @@
 """Factors and evidence of networks in torch's own modules: ours, laplace-torch on curvlinops and on ASDL (asdfghjkl 0.1a4).
 
-Every candidate is a process of its own, so that none has another's memory or caches, and they take turns. A process fits and asks for the
-evidence. One says how much memory both took above the model's for two batches, others how long for all: the least of two runs after a
-first, where these are short. Then they say the log determinants of all weights, which are compared with ours where nothing is drawn.
+On the CPU every candidate is a process of its own, so that none has another's memory or caches, and they take turns. A process fits and
+asks for the evidence. One says how much memory both took above the model's for two batches, others how long for all: the least of two runs
+after a first, where these are short. Then they say the log determinants of all weights, which are compared with ours where nothing is drawn.
+On a GPU, whose allocator counts memory itself, one process does all that.
 The floor counts products, and of eigenvalues those of a tridiagonal form, in float64; that of our memory is the factors, which the table
 remarks.
 Norms and positions are frozen for all, since the peers have no factors for them; biases are not compared, for which the peers take the
 weight's output factor.
 
-    pytest benchmarks/bench_networks.py --threads 2
+    pytest benchmarks/bench_networks.py --threads 2 [--device cuda]
     python -m benchmarks.bench_networks vgg16 ella_cuda 2 time    # one process; or memory
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -165,21 +167,19 @@ def candidate(who: str, model: nn.Module, columns: str) -> Callable[[], Any]:
     return lambda: laplace.KronLaplace(model, "classification", backend=backend, backend_kwargs=settings)
 
 
-def measure(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
-    """In a process of its own: ``part`` is "time" or "memory"."""
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(True)
-    case, model = CASES[name], network(name)
+def measure(name: str, who: str, part: str, device: torch.device) -> dict[str, Any]:
+    """``part`` is "time" or "memory"."""
+    case, model = CASES[name], network(name).to(device)
     # A fit takes no more memory for more batches.
     images = min(case.images, 2 * case.batch) if part == "memory" else case.images
-    x, y = torch.randn(images, 3, case.size, case.size), torch.randint(CLASSES, (images,))
+    x, y = torch.randn(images, 3, case.size, case.size).to(device), torch.randint(CLASSES, (images,)).to(device)
     make, loader, held = candidate(who, model, case.columns), batches(x, y, case.batch), []
 
     def evidence() -> None:
         held.clear()
         la = make()
         la.fit(loader)
-        assert torch.isfinite(la.log_marginal_likelihood())
+        assert torch.isfinite(la.log_marginal_likelihood())  # and waits for the device
         held.append(la)
 
     def timed() -> float:
@@ -189,12 +189,12 @@ def measure(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     if part == "memory":
-        toy = nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES))
-        small = batches(torch.randn(4, 3), torch.randint(CLASSES, (4,)), 4)
+        toy = nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES)).to(device)
+        small = batches(torch.randn(4, 3).to(device), torch.randint(CLASSES, (4,)).to(device), 4)
         loads = candidate(who, toy, case.columns)()  # what is loaded once
         loads.fit(small)
         loads.log_marginal_likelihood()
-        found["bytes"] = peak_bytes(evidence, torch.device("cpu"), once=True)
+        found["bytes"] = peak_bytes(evidence, device, once=True)
     else:
         first = timed()
         found["seconds"] = first if first > LONG else min(timed(), timed())
@@ -209,17 +209,25 @@ def measure(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
 
 
 @functools.cache
-def in_turns(name: str, threads: int) -> dict[str, dict[str, Any]]:
-    """What all candidates took on a network, each in its own processes, one after the other; one that cannot has its error's last line."""
+def in_turns(name: str, threads: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """What all candidates took on a network, one after the other; one that cannot has its error's last line."""
     runs: dict[str, list[dict[str, Any]]] = {who: [] for who in CANDIDATES}
     for part in ["memory", *["time"] * CASES[name].rounds]:
         for who in CANDIDATES:
             if not any("error" in run for run in runs[who]):
-                runs[who].append(_process(name, who, threads, part))
+                runs[who].append(_run(name, who, threads, part, device))
     return {who: _joined(of) for who, of in runs.items()}
 
 
-def _process(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
+def _run(name: str, who: str, threads: int, part: str, device: torch.device) -> dict[str, Any]:
+    if device.type == "cuda":
+        try:
+            return measure(name, who, part, device)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
     try:
         return in_a_process("benchmarks.bench_networks", name, who, str(threads), part)
     except RuntimeError as error:
@@ -227,14 +235,14 @@ def _process(name: str, who: str, threads: int, part: str) -> dict[str, Any]:
 
 
 def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of a candidate's processes: the least time."""
+    """Of a candidate's runs: the least time."""
     joined = {key: value for run in runs for key, value in run.items()}
     seconds = [run["seconds"] for run in runs if "seconds" in run]
     return joined | ({"seconds": min(seconds)} if seconds else {})
 
 
 class Elapsed:
-    """A clock that moves by what other processes took."""
+    """A clock that moves by what was measured before."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -256,6 +264,8 @@ def test_networks(benchmark, peaks, threads, device, name, who):
 @pytest.mark.benchmark(timer=CLOCK, disable_gc=False)
 @pytest.mark.parametrize("who", CANDIDATES)
 def test_one_thread(benchmark, device, who):
+    if device.type != "cpu":
+        pytest.skip("it is about the CPU")
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -267,9 +277,7 @@ def test_one_thread(benchmark, device, who):
 
 def check(benchmark: Any, peaks: Any, threads: int, device: torch.device, name: str, who: str) -> None:
     """Report a candidate's row, after its log determinants were compared with ours."""
-    if device.type != "cpu":
-        pytest.skip("processes of their own are measured on the CPU")
-    case, found = CASES[name], in_turns(name, threads)
+    case, found = CASES[name], in_turns(name, threads, device)
     own, ours = found[who], found[OURS]
     if "error" in own:
         assert who != OURS, own["error"]
@@ -303,4 +311,6 @@ def check(benchmark: Any, peaks: Any, threads: int, device: torch.device, name: 
 
 if __name__ == "__main__":
     name, who, threads, part = sys.argv[1:]
-    print(json.dumps(measure(name, who, int(threads), part)))
+    torch.set_num_threads(int(threads))
+    torch.set_flush_denormal(True)
+    print(json.dumps(measure(name, who, part, torch.device("cpu"))))

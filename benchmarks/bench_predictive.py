@@ -25,6 +25,7 @@ from ella_cuda import models
 from ella_cuda.laplace import KronLaplace
 
 CLASSES, OURS, PEER = 10, "ella_cuda", "laplace-torch, curvlinops"
+GPU = 10  # times as many images there
 # network: images, images that laplace-torch gets, and how many of these at a time
 SIZES = {"conv": (1000, 20, 20), "f_fc+conv": (1000, None, None), "resnet18": (100, 1, 1)}
 WATCHED = {"conv": 200, "f_fc+conv": 200, "resnet18": 12}
@@ -63,6 +64,8 @@ def predictor(name: str, who: str, device: torch.device) -> Callable[[torch.Tens
 @pytest.mark.parametrize("name", SIZES)
 def test_predictive(time, device, threads, name, who):
     images, few, _ = SIZES[name]
+    if device.type == "cuda":
+        images, few = GPU * images, few and GPU * few
     if few is None and who != OURS:
         pytest.skip("laplace-torch has no factors for F-FC layers")
     predict = predictor(name, who, device)

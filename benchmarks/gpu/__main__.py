@@ -23,6 +23,7 @@ def main() -> int:
     for name, what in (
         ("first", "kernels, times, profiles, tests"),
         ("second", "sanitizers, paper's scale, experiments"),
+        ("third", "curvlinops, paths of launches, Nsight Compute, experiments"),
     ):
         call = commands.add_parser(name, help=what, description=f"Run {what}, for {steps.SECONDS} seconds at most.")
         call.add_argument(
@@ -37,6 +38,13 @@ def main() -> int:
             default=0,
             metavar="SECONDS",
             help="on the CPU, at small sizes, in so many seconds",
+        )
+        call.add_argument(
+            "--steps",
+            nargs="+",
+            default=steps.CALLS[name],
+            metavar="NAME",
+            help=f"in this order, NAME=SECONDS with another limit (all of the call: {' '.join(steps.CALLS[name])})",
         )
     make = commands.add_parser("build", help="compile for compute capability 9.0a", description=build.__doc__)
     make.add_argument("--to", type=Path, default=ROOT / "build" / "gpu", metavar="FOLDER", help="(build/gpu)")
@@ -59,9 +67,15 @@ def main() -> int:
             return 1
         print(f"in {args.to}")
         return 0
+    try:
+        planned = steps.chosen(args.steps)
+    except ValueError as error:
+        parser.error(str(error))
     out = args.out.resolve() if args.out else None
     with tempfile.TemporaryDirectory(prefix="gpu-call-", ignore_cleanup_errors=True) as scratch:
-        return steps.carry_out(args.command, out, args.build.resolve(), Path(scratch), rehearse=args.rehearse)
+        return steps.carry_out(
+            args.command, out, args.build.resolve(), Path(scratch), rehearse=args.rehearse, steps=planned
+        )
 
 
 if __name__ == "__main__":

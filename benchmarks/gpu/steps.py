@@ -1,4 +1,4 @@
-"""What the two calls do, the most telling first. The limits are seconds; together they are no more than a call's."""
+"""What the calls do, the most telling first. The limits are seconds; together they are no more than a call's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu import build, report
 from benchmarks.gpu.run import GOOD, ROOT, TEST, WORKER, Call, Folder, Row, Stopped
 
 SECONDS = 565  # of a call, at most: five seconds are for what is printed last
-REST = 30  # the least that the last step of the first call has
+REST = 30  # the least that the last step of a call has
 Step = tuple[str, float, Callable[[Call], None]]
 # The paths of CUDA launches by which a failing case is bisected.
 PATHS = [
@@ -47,12 +47,11 @@ NCU = [
     "L2 Hit Rate",
     "Compute (SM) Throughput",
 ]
-TESTS = ["ops", "laplace", "nn", "training/test_graph.py", "test_models.py"]
+TESTS = ["ops", "laplace", "nn", "data", "training/test_graph.py", "test_models.py", "test_testing.py"]
 TABLES = [
     "training_step",
     "factored_linear",
     "kron_accumulate",
-    "factors",
     "evidence_step",
     "strided_conv",
     "circular_pad",
@@ -337,6 +336,23 @@ def tables(call: Call) -> None:
     _benchmarks(call, "benchmarks", [*files, "-k", "not compile"])
 
 
+def networks(call: Call) -> None:
+    """Factors and evidence of networks in torch's own modules, and of CONV, beside laplace-torch's where that is installed."""
+    if call.rehearsal:
+        call.row(status="skipped", message="a rehearsal has no time for it")
+        return
+    files = [str(ROOT / "benchmarks" / f"bench_{name}.py") for name in ("factors", "networks")]
+    _benchmarks(call, "networks", files)
+
+
+def curvlinops(call: Call) -> None:
+    """Factors of the networks of curvlinops' own benchmark."""
+    if call.rehearsal:
+        call.row(status="skipped", message="a rehearsal has no time for it")
+        return
+    _benchmarks(call, "curvlinops", [str(ROOT / "benchmarks" / "bench_curvlinops.py")])
+
+
 def experiments(call: Call) -> None:
     """The main job on digits at the recipe's numbers, by MAP and by evidence: as it is, and in CUDA graphs, half of the time each."""
     code = "import sys; from ella_cuda.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -362,28 +378,48 @@ def experiments(call: Call) -> None:
         call.row(item=item, status=status, took=round(ended.seconds, 1), message=message, runs=values)
 
 
-FIRST: list[Step] = [
-    ("facts", 25, facts),
-    ("cases", 50, cases),
-    ("bisect", 45, bisect),
-    ("timing", 105, timing),
-    ("profile", 45, profile),
-    ("eigenvalues", 45, eigenvalues),
-    ("ncu", 110, ncu),
-    ("sweep", 75, sweep),
-    ("tests", SECONDS, tests),  # the rest, not less than REST
-]
-SECOND: list[Step] = [
-    ("facts", 25, facts),
-    ("memcheck", 75, sanitizer("memcheck", alone=True)),
-    ("racecheck", 75, sanitizer("racecheck", alone=False)),
-    ("synccheck", 45, sanitizer("synccheck", alone=False)),
-    ("initcheck", 60, sanitizer("initcheck", alone=True)),
-    ("paper_scale", 90, paper_scale),
-    ("tables", 80, tables),
-    ("experiments", SECONDS, experiments),
-]
-CALLS = {"first": FIRST, "second": SECOND}
+STEPS: dict[str, tuple[float, Callable[[Call], None]]] = {
+    "facts": (25, facts),
+    "cases": (50, cases),
+    "bisect": (45, bisect),
+    "tests": (120, tests),
+    "timing": (105, timing),
+    "profile": (45, profile),
+    "eigenvalues": (45, eigenvalues),
+    "networks": (90, networks),
+    "memcheck": (75, sanitizer("memcheck", alone=True)),
+    "racecheck": (75, sanitizer("racecheck", alone=False)),
+    "synccheck": (45, sanitizer("synccheck", alone=False)),
+    "initcheck": (60, sanitizer("initcheck", alone=True)),
+    "paper_scale": (90, paper_scale),
+    "tables": (80, tables),
+    "ncu": (110, ncu),
+    "sweep": (75, sweep),
+    "curvlinops": (150, curvlinops),
+    "experiments": (90, experiments),
+}
+FIRST = ("facts", "cases", "bisect", "tests", "timing", "profile", "eigenvalues", "networks")
+SECOND = ("facts", "memcheck", "racecheck", "synccheck", "initcheck", "paper_scale", "tables", "experiments")
+THIRD = ("facts", "curvlinops", "sweep", "ncu", "experiments")
+CALLS = {"first": FIRST, "second": SECOND, "third": THIRD}
+
+
+def chosen(names: Sequence[str]) -> list[Step]:
+    """Steps by name, each with its limit or, as NAME=SECONDS, another; the last has all the time that is left.
+
+    Raises:
+        ValueError: there is no such step, or no such limit.
+    """
+    found: list[Step] = []
+    for at, one in enumerate(names):
+        name, _, seconds = one.partition("=")
+        if name not in STEPS:
+            raise ValueError(f"there is no step {name!r}; there are {', '.join(STEPS)}")
+        limit, function = STEPS[name]
+        found.append((name, SECONDS if at == len(names) - 1 else float(seconds or limit), function))
+    return found
+
+
 # Seconds to load the carried build as a rule, where nothing of torch has been read yet, and to build where that fails.
 LOAD, FIRST_LOAD, FALLBACK = 35, 90, 240
 
@@ -458,7 +494,7 @@ def carry_out(
     """One call.
 
     Args:
-        name: "first" or "second".
+        name: of the call, which the results' folder is named after.
         out: the results' folder.
         carried: a folder that ``build`` filled, or None.
         scratch: a folder that is removed by the caller.
@@ -478,7 +514,7 @@ def carry_out(
 
     before = signal.signal(signal.SIGTERM, end)
     try:
-        for step in [("load", FIRST_LOAD + LOAD + FALLBACK, load(carried)), *(steps or CALLS[name])]:
+        for step in [("load", FIRST_LOAD + LOAD + FALLBACK, load(carried)), *(steps or chosen(CALLS[name]))]:
             call.step(*step)
     except (Stopped, KeyboardInterrupt) as error:
         call.row(step="end", status="failed", message=f"stopped: {str(error) or 'interrupted'}")

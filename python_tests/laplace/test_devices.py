@@ -1,0 +1,289 @@
+"""What users do with a network of torch's own modules, in float32 on every device, against the same in float64 on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from ella_cuda import marglik_training
+from ella_cuda.data import TensorLoader
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
+from ella_cuda.nn import (
+    CircularConv2d,
+    FactoredLinear2d,
+    RelaxedEquivariance,
+    SparseFactoredLinear2d,
+    StridedCircularConv2d,
+)
+
+CLASSES = 4
+
+
+class Padded(nn.Module):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (1, 1, 1, 1), mode="circular")[:, :, :: self.step]
+
+
+class Tokens(nn.Module):
+    def __init__(self, **settings: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, **settings)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(x)).mean(1))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output layer's, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.twice, self.head = (
+            nn.Embedding(CLASSES, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, CLASSES, bias=False),
+        )
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embedding(x)
+        return self.head(self.twice(self.twice(h).tanh()).tanh().mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(6, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x[:, 0])[0][:, -1])
+
+
+def conv_net(*norms: nn.Module) -> nn.Module:
+    blocks = [
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3, stride=2, groups=2),
+        nn.GELU(),
+    ]
+    for norm in norms:
+        blocks[1:1] = [norm]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4, CLASSES))
+
+
+def equivariant() -> nn.Module:
+    paths = {
+        "conv": CircularConv2d(1, 3),
+        "f_fc": FactoredLinear2d(1, 3, 6, 6),
+        "s_fc": SparseFactoredLinear2d(1, 3, 6, 6),
+    }
+    return nn.Sequential(
+        RelaxedEquivariance(paths),
+        nn.ReLU(),
+        StridedCircularConv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, CLASSES),
+    )
+
+
+def resnet() -> nn.Module:
+    model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+    model.conv1 = nn.Conv2d(1, 64, 3, 2, 1, bias=False)
+    for block in model.modules():
+        if isinstance(block, nn.BatchNorm2d):
+            block.running_mean.uniform_(-0.1, 0.1)
+            block.running_var.uniform_(0.5, 2)
+    return model
+
+
+NETWORKS = {
+    "linear layers": lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
+    "convolutions": conv_net,
+    "norms": lambda: conv_net(nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.LayerNorm([4, 6, 6])),
+    "circular padding by hand": lambda: nn.Sequential(
+        Padded(1), nn.Conv2d(1, 4, 3), nn.ReLU(), Padded(2), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(36, CLASSES)
+    ),
+    "transposed": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 2, 2), nn.ReLU(), nn.ConvTranspose2d(4, 2, 2, 2), nn.Flatten(), nn.Linear(72, CLASSES)
+    ),
+    "own layers": equivariant,
+    "attention": Tokens,
+    "tied": Tied,
+    "recurrent": Recurrent,
+    "resnet": resnet,
+}
+
+
+def data(name: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    count, side = 24, 32 if name == "resnet" else 6
+    tokens = {"attention": 7, "tied": CLASSES}
+    x = torch.randint(tokens[name], (count, 5)) if name in tokens else torch.randn(count, 1, side, side)
+    return x, torch.randint(CLASSES, (count,))
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[name]().eval()
+
+
+def on(
+    device: torch.device, dtype: torch.dtype, model: nn.Module, x: Tensor, y: Tensor
+) -> tuple[nn.Module, Tensor, Tensor]:
+    moved = x.to(device, dtype) if x.is_floating_point() else x.to(device)
+    return copy.deepcopy(model).to(device, dtype), moved, y.to(device)
+
+
+def both(device: torch.device, name: str) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    model, (x, y) = model_of(name), data(name)
+    return [on(device, torch.float32, model, x, y), on(torch.device("cpu"), torch.float64, model, x, y)]
+
+
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float = 1e-3) -> None:
+    found, wanted = found.detach().cpu().double(), wanted.detach().double()
+    assert float((found - wanted).norm()) <= tolerance * float(wanted.norm())
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, **settings: object) -> KronLaplace:
+    return KronLaplace(model, prior_precision=0.5, unknown="diagonal", **settings).fit(TensorLoader(x, y, batch_size=9))
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_evidence_and_its_gradient(device, name, approximation):
+    values = []
+    for model, x, y in both(device, name):
+        la = fitted(model, x, y, approximation=approximation)
+        precision = la.prior_precision.clone().requires_grad_()
+        evidence = la.log_marginal_likelihood(precision)
+        (slope,) = torch.autograd.grad(evidence, precision)
+        values.append((evidence, slope, torch.tensor(list(la.effective_parameters().values()))))
+        assert la.prior_precision.device.type == x.device.type
+    for found, wanted in zip(*values, strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sampled_columns(device, name):
+    """The same targets' gradients are drawn on both: the factors of few data points depend on them."""
+    (model, x, y), _ = both(device, name)
+    generator = torch.Generator(device=device).manual_seed(0)
+    first = fitted_by_draws(model, x, y, generator)
+    again = fitted_by_draws(model, x, y, torch.Generator(device=device).manual_seed(0))
+    exact = fitted(model, x, y).log_marginal_likelihood()
+    assert_close(again, first.cpu(), 1e-6)
+    assert_close(first, exact.cpu(), 0.3)
+
+
+def fitted_by_draws(model: nn.Module, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    la = KronLaplace(model, fisher="mc", unknown="diagonal", prior_precision=0.5)
+    return la.fit(TensorLoader(x, y, batch_size=9), generator=generator).log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"resnet"}))
+def test_predictions(device, name):
+    values = []
+    for model, x, y in both(device, name):
+        la = fitted(model, x, y)
+        some = x[:5]
+        values.append(
+            [
+                la(some),
+                la(some, link_approx="bridge"),
+                la.functional_variance(some),
+                la.functional_covariance(some),
+                la.posterior_precision.diag(-1),
+            ]
+        )
+        draws = la(some, link_approx="mc", n_samples=20, generator=torch.Generator(device=x.device).manual_seed(0))
+        assert draws.device.type == x.device.type and torch.allclose(draws.sum(1), draws.new_ones(()))
+        assert la.sample(2).shape == (2, la.n_params)
+    for found, wanted in zip(*values, strict=True):
+        assert_close(found, wanted, 5e-3)
+
+
+@pytest.mark.parametrize("method", ["marglik", "mackay", "gridsearch"])
+def test_precisions_are_optimised(device, method):
+    values = []
+    for model, x, y in both(device, "convolutions"):
+        la = fitted(model, x, y)
+        settings = (
+            {"val_loader": [(x, y)], "prior_structure": "scalar", "grid_size": 5} if method == "gridsearch" else {}
+        )
+        values.append(la.optimize_prior_precision(method=method, n_steps=10, **settings))
+    assert_close(*values, tolerance=1e-2)
+
+
+@pytest.mark.parametrize("make", [DiagLaplace, FullLaplace, SubnetLaplace], ids=lambda make: make.__name__)
+def test_other_posteriors(device, make):
+    values = []
+    for model, x, y in both(device, "convolutions"):
+        chosen = {"subnetwork_indices": torch.arange(0, 40, 3)} if make is SubnetLaplace else {}
+        la = make(model, prior_precision=0.5, **chosen).fit([(x, y)])
+        values.append([la.log_marginal_likelihood(), la(x[:5]), la.functional_variance(x[:5])])
+    for found, wanted in zip(*values, strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "poisson", "binary"])
+def test_likelihoods(device, likelihood):
+    values = []
+    for model, x, y in both(device, "convolutions"):
+        targets = torch.stack([(y == k).to(x.dtype) for k in range(CLASSES)], 1)
+        la = KronLaplace(model, likelihood, prior_precision=0.5).fit([(x, targets)])
+        values.append([la.log_marginal_likelihood(), *torch_tuple(la(x[:5]))])
+    for found, wanted in zip(*values, strict=True):
+        assert_close(found, wanted)
+
+
+def torch_tuple(found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (found,) if isinstance(found, Tensor) else tuple(found)
+
+
+def test_a_fit_moves_between_devices(device):
+    (model, x, y), (reference, x64, y64) = both(device, "convolutions")
+    la, kept = fitted(model, x, y), fitted(reference, x64, y64)
+    cpu = KronLaplace(copy.deepcopy(model).cpu(), unknown="diagonal")
+    cpu.load_state_dict(la.state_dict())
+    back = KronLaplace(model, unknown="diagonal")
+    back.load_state_dict(cpu.state_dict())
+    for one, images in ((cpu, x.cpu()), (back, x)):
+        assert_close(one.log_marginal_likelihood(), kept.log_marginal_likelihood())
+        assert_close(one(images[:5]), kept(x64[:5]), 5e-3)
+
+
+@pytest.mark.parametrize("name", ["own layers", "norms"])
+def test_training_by_evidence(device, name):
+    """Training is chaotic in float32, so that steps are few."""
+    values = []
+    for model, x, y in both(device, name):
+        loader = TensorLoader(x, y, batch_size=12)
+        schedule = {"n_epochs": 4, "n_epochs_burnin": 1, "marglik_frequency": 2, "n_hypersteps": 5}
+        la, _, margliks, losses = marglik_training(
+            model, loader, **schedule, optimizer_kwargs={"lr": 1e-4}, progress_bar=False
+        )
+        values.append([torch.tensor(margliks), torch.tensor(losses), la.prior_precision])
+    for found, wanted in zip(*values, strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 24])
+@pytest.mark.parametrize("name", ["convolutions", "attention"])
+def test_batches_of_any_size(device, name, size):
+    values = []
+    for model, x, y in both(device, name):
+        la = KronLaplace(model, prior_precision=0.5).fit(TensorLoader(x, y, batch_size=size))
+        values.append(la.log_marginal_likelihood())
+    assert_close(*values)

@@ -641,8 +641,35 @@ def at_test_time(model: nn.Module) -> Iterator[None]:
     trace the hooks, which add to views of factors: inductor forgets where such a view begins in dynamic shapes, and what aot_autograd
     compiled cannot be differentiated under vmap.
     """
-    with evaluation_mode(model), run_as_written(), _without_fastpath():
+    with evaluation_mode(model), run_as_written(), _without_fastpath(), _differentiable_recurrence(model):
         yield
+
+
+@contextmanager
+def _differentiable_recurrence(model: nn.Module) -> Iterator[None]:
+    """For the duration of the context, recurrent layers on CUDA are torch's own: cuDNN's have no gradients in evaluation mode."""
+    handles: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters(recurse=False)):
+            inside: list[Any] = []
+
+            def enter(*_: Any, inside: list[Any] = inside) -> None:
+                inside.append(torch.backends.cudnn.flags(enabled=False))
+                inside[-1].__enter__()
+
+            def leave(*_: Any, inside: list[Any] = inside) -> None:
+                if inside:
+                    inside.pop().__exit__(None, None, None)
+
+            handles += [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, prepend=True, always_call=True),
+            ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 
@@ -48,11 +49,11 @@ class RelaxedEquivariance(nn.Module):
             self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mean of the paths' outputs."""
+        """The mean of the paths' outputs. In a recorded CUDA graph the paths run beside one another."""
         first, *others = self.path_names
-        total = getattr(self, first)(x)
-        for name in others:
-            y = getattr(self, name)(x)
+        outputs = self._beside(x) if x.is_cuda and torch.cuda.is_current_stream_capturing() else self._in_turn(x)
+        total = next(outputs)
+        for name, y in zip(others, outputs, strict=True):
             if y.shape != total.shape:
                 raise ValueError(
                     f"RelaxedEquivariance: path {name!r} gives shape {tuple(y.shape)} where path {first!r} gives {tuple(total.shape)}; "
@@ -64,3 +65,23 @@ class RelaxedEquivariance(nn.Module):
         if not total.is_floating_point():  # a mean of whole numbers is none
             return total / len(self.path_names)
         return total.div_(len(self.path_names))  # nobody else's yet, and new memory costs a page fault for every 4 KiB
+
+    def _in_turn(self, x: Tensor) -> Iterator[Tensor]:
+        return (getattr(self, name)(x) for name in self.path_names)
+
+    def _beside(self, x: Tensor) -> Iterator[Tensor]:
+        """Each path but the first on a stream of its own, which autograd takes for its gradients too."""
+        here = torch.cuda.current_stream(x.device)
+        first, *others = self.path_names
+        found: list[tuple[torch.cuda.Stream, Tensor]] = []
+        for name in others:
+            stream = torch.cuda.Stream(x.device)
+            stream.wait_stream(here)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                found.append((stream, getattr(self, name)(x)))
+        yield getattr(self, first)(x)
+        for stream, y in found:
+            here.wait_stream(stream)
+            y.record_stream(here)
+            yield y

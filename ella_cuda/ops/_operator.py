@@ -24,10 +24,18 @@ from ella_cuda._extension import build_info
 NAMESPACE = "ella_cuda"
 
 
+def _built_for_cuda() -> bool:
+    return bool(build_info()["cuda"])
+
+
+# As torch.compiler.assume_constant_result, which would import the compiler; Dynamo does not trace what C++ says.
+_built_for_cuda._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def require_backend(name: str, tensor: Tensor) -> None:
     """Raise a RuntimeError that says how to get one when this build has no kernel for the tensor's device."""
     device = tensor.device.type
-    if device == "cpu" or device == "meta" or (device == "cuda" and build_info()["cuda"]):
+    if device == "cpu" or device == "meta" or (device == "cuda" and _built_for_cuda()):
         return
     if device == "cuda":
         raise RuntimeError(

@@ -81,7 +81,8 @@ def error_at_most_twice(actual: Tensor, reference: Tensor, exact: Tensor) -> Non
         assert_same(actual, exact, rtol=1e-11, atol=1e-13 * float(exact.abs().max()) if exact.numel() else 0.0)
         return
     error, allowed = (actual.double() - exact).abs().max(), (reference.double() - exact).abs().max()
-    floor = 4 * torch.finfo(actual.dtype).eps * exact.abs().max()
+    # On CUDA a product is three on tensor cores, whose sums are cut off, not rounded.
+    floor = (8 if actual.is_cuda else 4) * torch.finfo(actual.dtype).eps * exact.abs().max()
     assert error <= max(2 * allowed, floor), f"error {error:.3e}, torch's {allowed:.3e}"
 
 

@@ -286,7 +286,8 @@ def test_many_small_batches_add_up_to_one_large_one(device):
         ops.kron_accumulate_(single, row)
     exact = outer_products(torch.zeros_like(total), rows, 1.0)
     error = (total - exact).abs().max() / exact.abs().max()
-    assert error <= 0.1 * torch.finfo(torch.float32).eps
+    # A CPU's products are exact in float64. On CUDA tensor cores sum three terms of a product and cut what is beyond float32 off.
+    assert error <= (0.1 if device.type == "cpu" else 1) * torch.finfo(torch.float32).eps
     assert (single - exact).abs().max() / exact.abs().max() > 10 * error
     at_once = ops.kron_accumulate_(torch.zeros_like(total), rows)
     assert (at_once - exact).abs().max() / exact.abs().max() <= torch.finfo(torch.float32).eps

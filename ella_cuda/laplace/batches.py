@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,45 @@ def data_points(x: Inputs) -> int:
 def take(x: Inputs, which: slice | Tensor) -> Inputs:
     """Some of the data points."""
     return map_tensors(x, lambda tensor: tensor[which])
+
+
+def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[], int]) -> Iterator[tuple[Inputs, Tensor]]:
+    """Consecutive pairs as one, as long as there is room for the data points of both and their tensors are of one kind.
+
+    Args:
+        pairs: inputs and targets, on one device.
+        room: how many data points go together; asked after each pair was taken. Zero leaves all pairs as they are.
+    """
+    held: list[tuple[Inputs, Tensor]] = []
+    count = 0
+    for x, y in pairs:
+        size, most = data_points(x), room()
+        if held and (count + size > most or _kind(*held[0]) is None or _kind(*held[0]) != _kind(x, y)):
+            yield _concatenated(held)
+            held, count = [], 0
+        held.append((x, y))
+        count += size
+        if count >= most:
+            yield _concatenated(held)
+            held, count = [], 0
+    if held:
+        yield _concatenated(held)
+
+
+def _kind(x: Inputs, y: Tensor) -> Any:
+    """What pairs have alike that can be one; None of what cannot be joined to another."""
+    parts = [x] if isinstance(x, Tensor) else list(x.values() if isinstance(x, Mapping) else x)
+    if len(y) != data_points(x) or not all(isinstance(part, Tensor) for part in parts):
+        return None
+    names = tuple(x) if isinstance(x, Mapping) else isinstance(x, Tensor)
+    return names, [(part.shape[1:], part.dtype) for part in (*parts, y)]
+
+
+def _concatenated(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
+    if len(pairs) == 1:
+        return pairs[0]
+    columns = iter([torch.cat(parts) for parts in zip(*(tensors_of(x) for x, _ in pairs), strict=True)])
+    return map_tensors(pairs[0][0], lambda _: next(columns)), torch.cat([y for _, y in pairs])
 
 
 def shapes_of(x: Inputs) -> str:

@@ -240,9 +240,12 @@ class CurvaturePass:
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
         the graph keeps about as much, of no more bytes than columns may take, or than half of the factors has."""
+        return -(-count // -(-count // self.most_images())) if count else 0
+
+    def most_images(self) -> int:
+        """How many images may go through the network together."""
         room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
-        most = max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
-        return -(-count // -(-count // most)) if count else 0
+        return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
 
     def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
         """A batch in parts of :meth:`images_at_once`."""

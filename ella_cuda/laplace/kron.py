@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ella_cuda.laplace.batches import (
     Inputs,
     data_points,
     inputs_on,
+    merged,
     require_loader,
     run_model,
 )
@@ -259,11 +260,21 @@ class KronLaplace(BaseLaplace):
         seen, x, y = 0, None, None
         needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = self._taken(batch)
+            tried = False
+
+            def taken() -> Iterator[tuple[Inputs, Tensor]]:
+                nonlocal x, y, tried
+                for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
+                    x, y = self._taken(batch)
+                    if data_points(x) and not tried:
+                        with without_autocast(self._device.type):
+                            self._try_out(run, x, several=self.fisher == "exact")
+                        tried = True
+                    yield x, y
+
+            # A GPU waits for Python where batches are small; on the CPU a batch costs what its images do.
+            for x, y in merged(taken(), lambda: run.most_images() if self._device.type == "cuda" else 0):
                 with without_autocast(self._device.type):
-                    if data_points(x) and not seen:
-                        self._try_out(run, x, several=self.fisher == "exact")
                     for part in run.parts(x, y):
                         statistic = statistic + self._add(run, data_fit, *part, generator)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()

@@ -54,7 +54,7 @@ class CudaGraphs:
         with torch.cuda.device(self._device):
             here = torch.cuda.current_stream()
             self._stream.wait_stream(here)
-            with torch.cuda.stream(self._stream), fastest_convolutions():
+            with torch.cuda.stream(self._stream):
                 work()
             here.wait_stream(self._stream)
 
@@ -64,23 +64,9 @@ class CudaGraphs:
         with (
             torch.cuda.device(self._device),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            fastest_convolutions(),
         ):
             work()
         return graph.replay
-
-
-@contextmanager
-def fastest_convolutions() -> Iterator[None]:
-    """For the duration of the context, cuDNN tries the algorithms of a convolution that it meets for the first time, which pays where a
-    recorded one runs often. Not where it has to compute twice the same: an algorithm's choice is a matter of measured time."""
-    before = torch.backends.cudnn.benchmark
-    if not torch.backends.cudnn.deterministic:
-        torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
-from ella_cuda.laplace.batches import pair_of, pair_on, require_loader
+from ella_cuda.laplace.batches import merged, pair_of, pair_on, require_loader
 
 X, Y = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -315,3 +315,62 @@ def test_an_entry_that_the_model_does_not_take_is_named():
     la = KronLaplace(ByName(), dict_key_x="image", dict_key_y="label")
     with pytest.raises(TypeError, match=r"by name \(image, name\).*unexpected keyword argument 'name'.*collate_fn"):
         la.fit([batch])
+
+
+def pairs_of(*sizes: int, width: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(n, width), torch.randint(4, (n,))) for n in sizes]
+
+
+def test_small_batches_go_together_in_their_order():
+    pairs = pairs_of(4, 3, 5, 0, 2, 9, 1)
+    found = list(merged(pairs, lambda: 8))
+    assert [len(x) for x, _ in found] == [7, 7, 9, 1]
+    for part in range(2):
+        assert torch.equal(torch.cat([pair[part] for pair in found]), torch.cat([pair[part] for pair in pairs]))
+
+
+def test_without_room_batches_stay_as_they_are():
+    pairs = pairs_of(4, 0, 3)
+    for found, given in zip(merged(pairs, lambda: 0), pairs, strict=True):
+        assert found[0] is given[0] and found[1] is given[1]
+
+
+def test_batches_of_another_kind_stay_apart():
+    mapping = [({"a": x, "b": x[:, :1]}, y) for x, y in pairs_of(2, 2)]
+    other = [({"b": x[:, :1], "a": x}, y) for x, y in pairs_of(2)]
+    several = [((x, x), y) for x, y in pairs_of(2, 2)]
+    half = [(x.half(), y) for x, y in pairs_of(2)]
+    with_number = [((x, 3), y) for x, y in pairs_of(2, 2)]
+    folded = [(x, y[:1]) for x, y in pairs_of(2, 2)]
+    given = [*pairs_of(2, 2), *pairs_of(2, width=4), *half, *mapping, *other, *several, *with_number, *folded]
+    sizes = [(type(x).__name__, len(y)) for x, y in merged(given, lambda: 100)]
+    assert sizes == [
+        ("Tensor", 4),
+        ("Tensor", 2),
+        ("Tensor", 2),
+        ("dict", 4),
+        ("dict", 2),
+        ("tuple", 4),
+        ("tuple", 2),
+        ("tuple", 2),
+        ("Tensor", 1),
+        ("Tensor", 1),
+    ]
+
+
+def test_a_fit_does_not_depend_on_what_goes_together(monkeypatch):
+    """As on a GPU, where batches are merged."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    pairs = [(x.double(), y) for x, y in pairs_of(4, 3, 5, 2)]
+    seen = []
+
+    def together(given, room):
+        for pair in merged(given, lambda: max(room(), 8)):
+            seen.append(len(pair[1]))
+            yield pair
+
+    expected = KronLaplace(model).fit(pairs)
+    monkeypatch.setattr("ella_cuda.laplace.kron.merged", together)
+    found = KronLaplace(model).fit(pairs)
+    assert seen == [7, 7] and found.n_data == expected.n_data
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=1e-12, atol=0)

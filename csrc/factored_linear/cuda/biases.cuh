@@ -3,6 +3,8 @@
 //   grad_bias_in[d] = sum_{c,y} weight_out[d,c,y] sums[d,y]    that is sum_{n,c} dz[n,d,c] with the sum over n taken first
 #pragma once
 
+#include <limits>
+
 #include "cuda/reduce.cuh"
 #include "factored_linear/cuda/arguments.cuh"
 #include "factored_linear/cuda/block_roles.cuh"
@@ -25,7 +27,10 @@ __device__ __forceinline__ void sum_images_block(const SumImagesWork& work, int6
   const int64_t at = block * kWarp + column;
   double total = 0;
   if (at < work.D * work.Y) {
-    for (int64_t n = split; n < work.N; n += kSplits) total += static_cast<double>(*work.grad.at(n, at / work.Y, at % work.Y));
+    const float* from = work.grad.at(split, at / work.Y, at % work.Y);
+    const int64_t step = kSplits * work.grad.stride0;
+#pragma unroll 8  // numbers on their way before the first is added
+    for (int64_t n = split; n < work.N; n += kSplits, from += step) total += static_cast<double>(*from);
   }
   partial[threadIdx.x] = total;  // [split][column]
   __syncthreads();
@@ -35,7 +40,7 @@ __device__ __forceinline__ void sum_images_block(const SumImagesWork& work, int6
   }
 }
 
-// Blocks: some for grad_bias_out, a thread for each y; then one for each d of grad_bias_in.
+// Blocks: some for grad_bias_out, 32 y x interleaved splits of d, one a warp; then one for each d of grad_bias_in.
 //   v = weight_out (D, C, Y), sums (D, Y), grad_bias_out (Y), grad_bias_in (D)
 struct BiasWork {
   View3<float> v;
@@ -48,34 +53,58 @@ struct BiasWork {
 
 template <int Threads>
 __device__ __forceinline__ void bias_block(const BiasWork& work, int64_t block, SharedArray<double> scratch) {
+  constexpr int kSplits = Threads / kWarp;
+  const int thread = threadIdx.x;
   double total = 0;
   if (block < work.out_blocks) {
-    const int64_t y = block * Threads + threadIdx.x;
-    if (y >= work.Y) return;
-    for (int64_t d = 0; d < work.D; ++d) total += work.sums[d * work.Y + y];
-    work.grad_bias_out[y] = static_cast<float>(total);
+    const int split = thread / kWarp;
+    const int64_t y = block * kWarp + thread % kWarp;
+    if (y < work.Y) {
+      const double* from = work.sums + split * work.Y + y;
+#pragma unroll 8
+      for (int64_t d = split; d < work.D; d += kSplits, from += kSplits * work.Y) total += *from;
+    }
+    scratch[thread] = total;  // [split][y]
+    __syncthreads();
+    if (split == 0 && y < work.Y) {
+      for (int s = 1; s < kSplits; ++s) total += scratch[s * kWarp + thread];
+      work.grad_bias_out[y] = static_cast<float>(total);
+    }
     return;
   }
   const int64_t d = block - work.out_blocks;
-  for (int64_t i = threadIdx.x; i < work.C * work.Y; i += Threads) {
-    total += static_cast<double>(*work.v.at(d, i / work.Y, i % work.Y)) * work.sums[d * work.Y + i % work.Y];
+  if (work.Y > 0) {
+    // Elements (c, y) in steps of all threads. No step divides, which takes longer than what it is for.
+    const int64_t steps_c = Threads / work.Y, steps_y = Threads % work.Y;
+    const float* const weights = work.v.at(d, 0, 0);
+    const double* const sums = work.sums + d * work.Y;
+    int64_t c = thread / work.Y, y = thread % work.Y;
+#pragma unroll 4
+    while (c < work.C) {
+      total += static_cast<double>(weights[c * work.v.stride1 + y * work.v.stride2]) * sums[y];
+      y += steps_y;
+      const bool over = y >= work.Y;
+      y -= over ? work.Y : 0, c += steps_c + (over ? 1 : 0);
+    }
   }
   total = block_reduce(total, scratch, Sum{});
   if (threadIdx.x == 0) work.grad_bias_in[d] = static_cast<float>(total);
 }
 
-// Both roles, by blocks of `threads`, for the gradients that are wanted; none for neither. Gives the sums, to be kept until the
-// kernels are queued.
+// The length of blocks that start before all others: they wait for memory most of their time.
+constexpr int64_t kFirst = std::numeric_limits<int64_t>::max();
+
+// Both roles for the gradients that are wanted; none for neither. Gives the sums, to be kept until the kernels are queued.
 inline std::optional<Tensor> plan_biases(const Tensor& grad, const Tensor& weight_out, const FactoredLinearGradients& to,
-                                         int threads, SumImagesWork& sum_images, BiasWork& biases) {
+                                         SumImagesWork& sum_images, BiasWork& biases) {
   if (!to.wanted.bias_in && !to.wanted.bias_out) return std::nullopt;
   const int64_t N = grad.size(0), D = grad.size(1), Y = grad.size(2);
   const Tensor sums = device_empty(grad, {D, Y}, ScalarType::Double);
-  sum_images = {view(grad), sums.mutable_data_ptr<double>(), N, D, Y, {0, ceil_div(D * Y, int64_t{kWarp}), 0}};
-  biases = {view(weight_out), sum_images.sums, nullptr, nullptr, weight_out.size(1), D, Y, 0, {}};
+  sum_images = {view(grad), sums.mutable_data_ptr<double>(), N, D, Y, {0, ceil_div(D * Y, int64_t{kWarp}), kFirst}};
+  biases = {view(weight_out), sum_images.sums, nullptr, nullptr, weight_out.size(1), D, Y, 0, {0, 0, kFirst}};
   if (to.wanted.bias_out) {
     biases.grad_bias_out = to.bias_out.mutable_data_ptr<float>();
-    biases.out_blocks = biases.blocks.count = ceil_div(Y, static_cast<int64_t>(threads));
+    biases.out_blocks = biases.blocks.count = ceil_div(Y, int64_t{kWarp});
   }
   if (to.wanted.bias_in) {
     biases.grad_bias_in = to.bias_in.mutable_data_ptr<float>();

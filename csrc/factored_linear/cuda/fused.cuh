@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(GatherWork work) {
   } else if (work.weight_out.blocks.have(block)) {
     sum_splits_block(work.weight_out, block - work.weight_out.blocks.first);
   } else {
-    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
+    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads));
   }
 }
 
@@ -258,13 +258,13 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
     work.d_weight_out = plan_weight(device, view(args.x), view(args.weight_in), g, in.data(), to.weight_out, z_by_y, s.Y,
                                     s.C * s.Y, shares_out, gather.weight_out);
   }
-  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, kThreads, work.sum_images, gather.biases);
+  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, work.sum_images, gather.biases);
   const int64_t blocks =
       number_blocks({&work.dx.blocks, &work.d_weight_in.blocks, &work.d_weight_out.blocks, &work.sum_images.blocks});
   launch(device, "factored_linear_backward", backward_kernel, blocks, kThreads, Tile::shared_bytes(), work);
   const int64_t gather_blocks = number_blocks({&gather.weight_in.blocks, &gather.weight_out.blocks, &gather.biases.blocks});
   launch(device, "factored_linear_backward (gather)", gather_kernel, gather_blocks, kThreads,
-         shared_size(kThreads / kWarp * sizeof(double)), gather);
+         shared_size(kThreads * sizeof(double)), gather);
 }
 
 }  // namespace ella::fused

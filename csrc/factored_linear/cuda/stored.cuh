@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, ProductTile::kBlocks) factored_linea
   ELLA_SHARED_MEMORY(memory);
   const int64_t block = blockIdx.x;
   if (work.biases.blocks.have(block)) {
-    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads / kWarp));
+    bias_block<kThreads>(work.biases, block - work.biases.blocks.first, memory.array<double>(kThreads));
   } else if (work.apply.blocks.have(block)) {
     product_block<Major::mn, Major::mn, TF32>(work.apply, static_cast<int>(block - work.apply.blocks.first), memory);
   } else {
@@ -153,7 +153,7 @@ inline void backward(const Device& device, const Tensor& grad, const FactoredLin
   }
   if (to.wanted.x) second.apply = arrays.dx(*dz, to.x);
   if (to.wanted.weight_in) second.d_weight_in = arrays.d_weight_in(*dz, to.weight_in);
-  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, kThreads, first.sum_images, second.biases);
+  const std::optional<Tensor> sums = plan_biases(grad, args.weight_out, to, first.sum_images, second.biases);
   const ProductSplits splits(device, "factored_linear (splits)", grad,
                              {&first.z, &first.dz, &second.apply, &second.d_weight_in, &second.d_weight_out});
   launch_intermediates(device, first, args.tf32);

@@ -59,6 +59,12 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "kron_logdet_hvp(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision, Tensor v_in, Tensor v_out, "
       "Tensor v_precision) -> (Tensor, Tensor, Tensor)");
 
+  // Eigenvalues of symmetric matrices, of which the lower triangles are read, of several sizes: numbers (E,) float64,
+  // contiguous, has groups[s] matrices of rows[s] <= 1024 rows for each s, one after the other -> (V,), each matrix's
+  // ascending, in the same order; NaN where a matrix has numbers that are not finite. Its CPU kernel is in Python: torch's
+  // LAPACK.
+  m.def("symmetric_eigenvalues(Tensor numbers, int[] groups, int[] rows) -> Tensor");
+
   // The spectra of B tensors in one array: eigenvalues (E,), and tiles (T,5) int64, contiguous, each a tensor b, the first row
   // and the rows, the first column and the columns; rows and columns are eigenvalues, their products l m those of tensor b.
   // Tiles starts[b] .. starts[b+1] are tensor b's, starts (B+1,) int64. With q = exp(log_scale - log_precision[b]) l m over

@@ -105,6 +105,10 @@ __device__ __forceinline__ void store_vector(float* to, const float (&values)[4]
                : "memory");
 }
 
+__device__ __forceinline__ void store_vector(double* to, const double (&values)[2]) {
+  asm volatile("st.global.v2.f64 [%0], {%1, %2};" ::"l"(to), "d"(values[0]), "d"(values[1]) : "memory");
+}
+
 // The same for two; `to` lies on an 8-byte boundary.
 __device__ __forceinline__ void store_pair(float* to, float first, float second) {
   asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");

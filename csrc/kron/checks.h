@@ -153,6 +153,38 @@ inline KronVarianceSizes check_kron_variance(const Tensor& variance, const Tenso
   return s;
 }
 
+// ---- symmetric_eigenvalues ----
+
+constexpr int kMostEigenvalueRows = 1024;  // ella_cuda/ops/symmetric_eigenvalues.py knows it too
+
+struct SymmetricEigenvalueSizes {
+  int64_t matrices, values;
+};
+
+inline SymmetricEigenvalueSizes check_symmetric_eigenvalues(const Tensor& numbers, const std::vector<int64_t>& groups,
+                                                            const std::vector<int64_t>& rows) {
+  const char* op = "symmetric_eigenvalues";
+  ELLA_CHECK(numbers.scalar_type() == ScalarType::Double, op, ": numbers must be float64, got ",
+             dtype_name(numbers.scalar_type()));
+  ArgumentCheck(op, "numbers", numbers).tensor("numbers", numbers, {-1}, "(E,)");
+  ELLA_CHECK(numbers.is_contiguous(), op, ": numbers must be contiguous");
+  ELLA_CHECK(groups.size() == rows.size(), op, ": groups must have as many entries as rows (", rows.size(), "), got ",
+             groups.size());
+  SymmetricEigenvalueSizes s{0, 0};
+  int64_t left = numbers.numel();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    ELLA_CHECK(0 <= rows[i] && rows[i] <= kMostEigenvalueRows, op, ": rows must be from 0 to ", kMostEigenvalueRows, ", got ",
+               rows[i]);
+    ELLA_CHECK(0 <= groups[i] && groups[i] <= kMaxCounted, op, ": groups must be from 0 to 2^53, got ", groups[i]);
+    if (rows[i] == 0) continue;
+    ELLA_CHECK(groups[i] <= left / (rows[i] * rows[i]), op, ": numbers must have sum(groups * rows^2) entries, got fewer (",
+               numbers.numel(), ")");
+    left -= groups[i] * rows[i] * rows[i], s.values += groups[i] * rows[i], s.matrices += groups[i];
+  }
+  ELLA_CHECK(left == 0, op, ": numbers must have sum(groups * rows^2) entries, got more (", numbers.numel(), ")");
+  return s;
+}
+
 // ---- kron_evidence and its second derivative ----
 
 struct KronEvidenceSizes {

@@ -1,4 +1,4 @@
-"""Eigenvalues of symmetric blocks, in float64, by LAPACK or cuSOLVER."""
+"""Eigenvalues of symmetric blocks, in float64, by LAPACK, our kernel or cuSOLVER."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ella_cuda._extension import build_info
 from ella_cuda.laplace.cusolver import BATCHED_IN_TORCH, CusolverError, batched_eigenvalues
 from ella_cuda.laplace.lapack import calls_at_once, map_at_once
+from ella_cuda.ops.symmetric_eigenvalues import most_rows, symmetric_eigenvalues
 
 Found = TypeVar("Found", Tensor, tuple[Tensor, Tensor])  # of blocks: eigenvalues, or eigenvectors too
 
@@ -18,6 +20,8 @@ Found = TypeVar("Found", Tensor, tuple[Tensor, Tensor])  # of blocks: eigenvalue
 # vectors more.
 LARGE, LOW_RANK, SPARE = 256, 4, 8
 TRACE = 16  # times the relative rounding error: what such eigenvalues may leave out of the trace
+
+OWN_KERNEL = 1024  # rows of the largest blocks that our kernel decomposes on CUDA
 
 # Numbers of blocks at once (on the CPU in each thread), of which the copies in float64 take 8 times as many bytes.
 AT_ONCE_ON_CPU, AT_ONCE_ELSEWHERE = 1 << 20, 1 << 27
@@ -27,9 +31,10 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     """Of symmetric blocks ``(G, d, d)``, ascending, ``(G, d)``, float64, differentiable.
 
     On the CPU, where they are decomposed one after the other, a few at once: the copies in float64 would take several times the memory
-    of what is decomposed. On CUDA many at once, by torch from version 2.12 on, by cuSOLVER itself before.
+    of what is decomposed. On CUDA many at once, by our kernel up to :func:`own_rows`; larger ones, and those that are to be
+    differentiated, by torch from version 2.12 on, by cuSOLVER itself before.
 
-    Where a block's do not converge, cuSOLVER's are nan.
+    Where a block's do not converge, cuSOLVER's are nan; our kernel's are where a number is not finite.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge, torch's.
@@ -37,11 +42,34 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     Warns:
         UserWarning: cuSOLVER's call failed, and torch decomposes the blocks.
     """
+    differentiated = torch.is_grad_enabled() and blocks.requires_grad
+    if _is_own(blocks) and not differentiated:
+        return _by_own_kernel([blocks])[0]
     parts = _split(blocks)
     solve = batched_eigenvalues(blocks.device) if blocks.is_cuda else None
-    if solve is None or (torch.is_grad_enabled() and blocks.requires_grad):
+    if solve is None or differentiated:
         return torch.cat([torch.linalg.eigvalsh(part.double()) for part in parts])
     return torch.cat([_by(solve, part.detach()) for part in parts])
+
+
+def own_rows(device: torch.device) -> int:
+    """Rows of the largest blocks that our kernel decomposes on a CUDA device; 0 where this build has no such kernel."""
+    return min(OWN_KERNEL, most_rows(device)) if build_info()["cuda"] else 0
+
+
+def _is_own(blocks: Tensor) -> bool:
+    return blocks.is_cuda and blocks.shape[1] <= own_rows(blocks.device)
+
+
+def _by_own_kernel(sets: Sequence[Tensor]) -> list[Tensor]:
+    """The sets' eigenvalues, of one device, by as few launches as memory allows; the largest blocks come first, as they take longest."""
+    order = sorted(range(len(sets)), key=lambda place: -sets[place].shape[1])
+    pieces = [(place, piece) for place in order for piece in _split(sets[place])]
+    found: list[list[Tensor]] = [[] for _ in sets]
+    for part in _parts(range(len(pieces)), [piece.numel() for _, piece in pieces]):
+        for at, values in zip(part, symmetric_eigenvalues([pieces[at][1] for at in part]), strict=True):
+            found[pieces[at][0]].append(values)
+    return [_joined(values) for values in found]
 
 
 def _by(solve: Callable[[Tensor], Tensor], blocks: Tensor) -> Tensor:
@@ -54,9 +82,9 @@ def _by(solve: Callable[[Tensor], Tensor], blocks: Tensor) -> Tensor:
 
 
 def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] = ()) -> list[Tensor]:
-    """:func:`eigenvalues` of each, as constants. On the CPU threads share the blocks; elsewhere blocks of one size, dtype and device
-    are decomposed together. A sum of few outer products, compared with its size, has as many eigenvalues that are not zero: see
-    :func:`eigenvalues_of_rank`.
+    """:func:`eigenvalues` of each, as constants. On the CPU threads share the blocks; elsewhere blocks of one dtype and device are
+    decomposed together, of all sizes that our kernel takes, and else of one size. A sum of few outer products, compared with its size,
+    has as many eigenvalues that are not zero: see :func:`eigenvalues_of_rank`.
 
     Args:
         sets: of symmetric blocks, positive semidefinite up to rounding.
@@ -73,10 +101,15 @@ def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]]
             and (few := eigenvalues_of_rank(sets[place], rank, error)) is not None
         ):
             found[place] = few
+    own: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     sizes: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
     for place, blocks in enumerate(sets):
-        if not blocks.is_cpu and place not in found:
+        if place not in found and _is_own(blocks):
+            own.setdefault((blocks.device, blocks.dtype), []).append(place)
+        elif not blocks.is_cpu and place not in found:
             sizes.setdefault((blocks.shape[1], blocks.device, blocks.dtype), []).append(place)
+    for places in own.values():
+        found |= zip(places, _by_own_kernel([sets[p] for p in places]), strict=True)
     for (size, *_), places in sizes.items():
         for together in _parts(places, [sets[p].shape[0] * size**2 for p in places]):
             values = eigenvalues(torch.cat([sets[p] for p in together]) if together[1:] else sets[together[0]])
@@ -197,6 +230,12 @@ def solver(device: torch.device) -> str:
     if device.type != "cuda":
         at_once = calls_at_once()
         return f"torch's LAPACK, {at_once} at once" if at_once > 1 else "torch's LAPACK, one after the other"
+    rows = own_rows(device)
+    return f"our kernel up to {rows} rows, all sizes at once; above {_library(device)}" if rows else _library(device)
+
+
+def _library(device: torch.device) -> str:
+    """What decomposes blocks on a CUDA device that our kernel does not take."""
     if torch.__version__ >= BATCHED_IN_TORCH:
         return "torch's cuSOLVER, many at once"
     if batched_eigenvalues(device) is not None:

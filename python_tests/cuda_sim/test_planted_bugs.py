@@ -649,6 +649,86 @@ BUGS = [
         "gaussian_project",
         WRONG,
     ),
+    Bug(
+        "a reflection that is not there for all",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "      __syncthreads();  // the reflection is there for all\n",
+        "",
+        "symmetric_eigenvalues",
+        "race on shared memory|nobody wrote",
+    ),
+    Bug(
+        "groups' sums that are not waited for",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "      __syncthreads();  // the groups' sums and the dot products are there for all\n",
+        "",
+        "symmetric_eigenvalues",
+        "race on shared memory|nobody wrote",
+    ),
+    Bug(
+        "a panel's column that is read before it is written",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "      __syncthreads();  // the panel's next column is there for all\n",
+        "",
+        "symmetric_eigenvalues",
+        "race on shared memory|nobody wrote",
+    ),
+    Bug(
+        "a matrix that is read while it is updated",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "    __syncthreads();  // the matrix is there for all\n",
+        "",
+        "symmetric_eigenvalues",
+        "race on shared memory|nobody wrote|" + WRONG,
+    ),
+    Bug(
+        "a matrix that is read while it is copied",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "  __syncthreads();  // the copy is there for all\n",
+        "",
+        "symmetric_eigenvalues",
+        "race on shared memory|nobody wrote|" + WRONG,
+    ),
+    Bug(
+        "a product of the panel's start that is not corrected",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "for (int l = 0; l < j; ++l) {\n            x = fma(-v[l * stride + i], static_cast<double>(dots[l]), x);",
+        "for (int l = 0; l < (BUG ? 0 : j); ++l) {\n            x = fma(-v[l * stride + i], static_cast<double>(dots[l]), x);",
+        "symmetric_eigenvalues",
+        WRONG,
+    ),
+    Bug(
+        "a group's rows that are not added",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "g < share.groups; ++g) x +=",
+        "g < share.groups - (BUG && share.groups > 1); ++g) x +=",
+        "symmetric_eigenvalues",
+        WRONG,
+    ),
+    Bug(
+        "neighbours of zero squares",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "max(left * left, kLeastSquare)",
+        "max(left * left, BUG ? 0.0 : kLeastSquare)",
+        "symmetric_eigenvalues",
+        WRONG,
+    ),
+    Bug(
+        "minors that are not scaled",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "    before *= factor, last *= factor;\n",
+        "",
+        "symmetric_eigenvalues",
+        WRONG,
+    ),
+    Bug(
+        "a matrix that is not scaled",
+        "kron/cuda/symmetric_eigenvalues.cu",
+        "const int exponent = min(max(",
+        "const int exponent = BUG ? 0 : min(max(",
+        "symmetric_eigenvalues",
+        WRONG,
+    ),
 ]
 
 RUNS = sorted({(bug.source, bug.warpgroups) for bug in BUGS})
@@ -735,6 +815,22 @@ def run(library, source, warpgroups, bug):
                 prior = u.exp() * norms
                 gamma = torch.stack([(x / (1 + x)).sum() for x in q])
                 want = torch.cat([(sum(x.log1p().sum() for x in q) + prior.sum())[None], prior - gamma])
+            elif source == "symmetric_eigenvalues":
+                sizes = [(33, 3), (17, 2), (6, 1), (5, 1)]
+                sets = [torch.randn(groups, d, d).double() for d, groups in sizes]
+                sets = [half + half.mT for half in sets]
+                sets[0][1] *= 1e-200
+                sets[2] = torch.eye(6).double()[None] - torch.ones(6).double()  # repeated
+                sets[0][2] = torch.diag(torch.tensor([1.0, *[0.0] * 32]) + 1e-10 * torch.randn(33)).double()  # tiny minors
+                sets[3][0] = torch.diag(torch.tensor([-1.0, 0, -1, -1, 1])).double()  # two minors in the middle are zero
+                numbers = torch.cat([blocks.flatten() for blocks in sets])
+                values = simulator.ops.symmetric_eigenvalues(numbers, [g for _, g in sizes], [d for d, _ in sizes])
+                got, want = [], []
+                for blocks, found in zip(sets, values.split([g * d for d, g in sizes])):
+                    exact = torch.linalg.eigvalsh(blocks)
+                    got.append((found.view(exact.shape) / exact.abs().amax(1, keepdim=True)).flatten())
+                    want.append((exact / exact.abs().amax(1, keepdim=True)).flatten())
+                got, want, tolerance = torch.cat(got), torch.cat(want), 1e-13
             elif source == "gaussian_project":
                 grad, x = torch.randn(150, 5), torch.randn(150, 40)
                 u, v = torch.randn(40, 2).double(), torch.randn(5, 2).double()

@@ -1,5 +1,5 @@
 """Eigenvalues of blocks by cuSOLVER's batched routine, in a stand-in for its library on the CPU and, where there is a GPU, in itself;
-and of blocks of one size together."""
+of blocks of one size together, and of all sizes that our kernel takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import re
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from ella_cuda.laplace import KronLaplace, SecondMoment, cusolver, eigenvalues
 from ella_cuda.laplace.cusolver import ROUTINES, BatchedEigenvalues
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import SpatialBasis
+from ella_cuda.ops.symmetric_eigenvalues import most_rows, symmetric_eigenvalues
 from python_tests.cuda_sim.simulator import compiler
 from python_tests.recorded import Recorder
 
@@ -51,6 +53,12 @@ def solve(library) -> BatchedEigenvalues:
 def symmetric(groups: int, size: int, **kind) -> Tensor:
     half = torch.randn(groups, size, size, **{"dtype": torch.float64, **kind})
     return half + half.mT
+
+
+def decompose_by(monkeypatch, solve: BatchedEigenvalues | None, own: int = 0) -> None:
+    """What decomposes blocks on a GPU: our kernel up to so many rows, else this routine, or torch where it is None."""
+    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    monkeypatch.setattr(eigenvalues, "own_rows", lambda device: own)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 5), (7, 1), (3, 2), (5, 33), (40, 6)])
@@ -88,7 +96,7 @@ def test_large_workspaces_are_parted(solve, calls, monkeypatch):
 
 def test_blocks_that_do_not_converge_are_named(solve, monkeypatch):
     """By the factor that has them, wherever they were in the call."""
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    decompose_by(monkeypatch, solve)
     moments = moments_elsewhere((2, 3), (5, 3))
     moments[1].total[3, 0, 0] = moments[1].total[4, 0, 0] = -1234
     with pytest.raises(
@@ -166,7 +174,7 @@ def test_signatures_are_those_of_the_header():
 def test_blocks_of_one_size_together(monkeypatch):
     moments = [symmetric(*shape) for shape in [(3, 4), (1, 5), (2, 4), (5, 1), (4, 4), (2, 5)]]
     moments.append(symmetric(2, 4, dtype=torch.float32))
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    decompose_by(monkeypatch, None)
     # Of the nine of four rows, the last four are on their own.
     monkeypatch.setattr(eigenvalues, "AT_ONCE_ELSEWHERE", 5 * 16)
     seen, eigvalsh = [], torch.linalg.eigvalsh
@@ -175,6 +183,94 @@ def test_blocks_of_one_size_together(monkeypatch):
     assert seen == [(5, 4), (4, 4), (3, 5), (5, 1), (2, 4)]
     for mine, blocks in zip(found, moments, strict=True):
         torch.testing.assert_close(mine.as_subclass(Tensor), eigvalsh(blocks.double()))
+
+
+@pytest.fixture
+def own_calls(monkeypatch):
+    """The groups and rows of each call of our kernel."""
+    seen, op = [], torch.ops.ella_cuda.symmetric_eigenvalues
+
+    class Ops:
+        @staticmethod
+        def symmetric_eigenvalues(numbers, groups, rows):
+            if torch._C._is_torch_function_enabled():  # a subclass comes here again without
+                seen.append((groups, rows))
+            return op(numbers, groups, rows)
+
+    monkeypatch.setattr(torch.ops, "ella_cuda", Ops)
+    return seen
+
+
+def test_blocks_of_all_sizes_by_our_kernel_together(monkeypatch, own_calls):
+    """The largest come first; larger ones than it takes go where they went."""
+    sets = [symmetric(*shape) for shape in [(3, 4), (1, 9), (2, 7), (2, 4), (0, 3), (5, 1)]]
+    decompose_by(monkeypatch, None, own=7)
+    seen, eigvalsh = [], torch.linalg.eigvalsh
+    expected = [eigvalsh(blocks) for blocks in sets]
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape)) or eigvalsh(a))
+    found = eigenvalues.eigenvalues_of_all([blocks.as_subclass(Elsewhere) for blocks in sets])
+    assert own_calls == [([2, 5, 0, 5], [7, 4, 3, 1])] and (1, 9, 9) in seen
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.as_subclass(Tensor), wanted)
+
+
+def test_our_kernel_has_no_more_numbers_at_once_than_memory_allows(monkeypatch, own_calls):
+    decompose_by(monkeypatch, None, own=7)
+    monkeypatch.setattr(eigenvalues, "AT_ONCE_ELSEWHERE", 40)
+    sets = [symmetric(3, 4), symmetric(1, 7), symmetric(2, 2)]
+    found = eigenvalues.eigenvalues_of_all([blocks.as_subclass(Elsewhere) for blocks in sets])
+    assert own_calls == [([1], [7]), ([2], [4]), ([1, 2], [4, 2])]
+    for mine, blocks in zip(found, sets, strict=True):
+        torch.testing.assert_close(mine.as_subclass(Tensor), torch.linalg.eigvalsh(blocks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_our_kernel_leaves_what_is_to_be_differentiated_to_torch(monkeypatch, own_calls, dtype):
+    decompose_by(monkeypatch, None, own=7)
+    blocks = symmetric(3, 5, dtype=dtype)
+    before = blocks.clone()
+    found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
+    assert own_calls == [([3], [5])] and torch.equal(blocks, before) and found.dtype == torch.float64
+    torch.testing.assert_close(found.as_subclass(Tensor), torch.linalg.eigvalsh(blocks.double()))
+    wanted = symmetric(3, 5).requires_grad_()
+    eigenvalues.eigenvalues(wanted.as_subclass(Elsewhere)).sum().backward()
+    assert len(own_calls) == 1 and torch.allclose(wanted.grad, torch.eye(5, dtype=torch.float64).expand(3, 5, 5))
+
+
+@pytest.mark.parametrize("cuda", [None, "13.0"])
+def test_a_build_without_our_kernel_has_none(monkeypatch, cuda):
+    monkeypatch.setattr(eigenvalues, "build_info", lambda: {"cuda": cuda})
+    assert eigenvalues.own_rows(torch.device("cpu")) == (1024 if cuda else 0)
+
+
+@pytest.mark.parametrize(("shared", "rows"), [(227 << 10, 1024), (163 << 10, 1024), (99 << 10, 640)])
+def test_our_kernel_takes_what_the_shared_memory_holds(monkeypatch, shared, rows):
+    properties = types.SimpleNamespace(shared_memory_per_block_optin=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    most_rows.cache_clear()
+    assert most_rows(CUDA) == rows
+    most_rows.cache_clear()
+
+
+OWN_SIZES = [1, 2, 3, 5, 17, 33, 64, 70, 127, 256, 300, 511, 512, 513, 720, 1000, 1023, 1024]
+
+
+def test_our_kernel_is_lapack(device):
+    """All sizes in one launch, and the largest alone; on the CPU by LAPACK block after block."""
+    sizes = OWN_SIZES if device.type == "cuda" else OWN_SIZES[:8]
+    sets = [symmetric(3, size) for size in sizes]
+    sets += [half @ half.mT for half in (torch.randn(2, d, max(d // 5, 1), dtype=torch.float64) for d in sizes)]
+    for together in (sets, *[[blocks] for blocks in sets[len(sizes) - 1 :: len(sizes)]]):
+        for found, blocks in zip(symmetric_eigenvalues([b.to(device) for b in together]), together, strict=True):
+            exact = torch.linalg.eigvalsh(blocks)
+            error = (found.cpu() - exact).abs().amax(1)
+            assert bool((error <= 1e-14 * (10 + blocks.shape[1] ** 0.5) * exact.abs().amax(1)).all()), blocks.shape
+            assert bool((found.diff() >= 0).all())
+    again = [symmetric_eigenvalues([b.to(device) for b in sets]) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*again, strict=True))
+    sets[0][1] = torch.nan
+    found = symmetric_eigenvalues([b.to(device) for b in sets[:2]])
+    assert found[0].isnan().flatten().tolist() == [False, True, False] and not found[1].isnan().any()
 
 
 class Elsewhere(Tensor):
@@ -186,7 +282,7 @@ class Elsewhere(Tensor):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypatch):
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    decompose_by(monkeypatch, solve)
     blocks = symmetric(3, 5, dtype=dtype)
     before = blocks.clone()
     found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
@@ -198,7 +294,7 @@ def test_on_cuda_blocks_go_to_the_batched_routine(dtype, solve, calls, monkeypat
 
 
 def test_torch_decomposes_what_a_failing_call_left(solve, monkeypatch):
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: solve)
+    decompose_by(monkeypatch, solve)
     blocks = symmetric(2, 13)  # the size at which the stand-in fails
     with pytest.warns(UserWarning, match=r"status 7 \(INTERNAL_ERROR\)\. Torch decomposes these \(2, 13, 13\) blocks"):
         found = eigenvalues.eigenvalues(blocks.as_subclass(Elsewhere))
@@ -216,7 +312,7 @@ def moments_elsewhere(*shapes: tuple[int, int], basis: SpatialBasis | None = Non
 
 
 def test_moments_on_a_basis_are_decomposed_as_projected(monkeypatch):
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    decompose_by(monkeypatch, None)
     basis = SpatialBasis(2)
     moments = [*moments_elsewhere((3, 4), (2, 8), basis=basis), *moments_elsewhere((1, 4))]
     SecondMoment.decompose_all(moments)
@@ -227,7 +323,7 @@ def test_moments_on_a_basis_are_decomposed_as_projected(monkeypatch):
 
 
 def test_moments_decomposed_together_are_checked(monkeypatch):
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    decompose_by(monkeypatch, None)
     (negative, fine), (infinite,) = moments_elsewhere((2, 3), (1, 3)), moments_elsewhere((1, 5))
     negative.total[1] -= 100 * torch.eye(3)
     with pytest.raises(ArithmeticError, match="2x3: block 1 of the factor has the eigenvalue"):
@@ -239,7 +335,7 @@ def test_moments_decomposed_together_are_checked(monkeypatch):
 
 def test_moments_decomposed_together_are_checked_together(monkeypatch):
     """The device is waited for twice, for one row of numbers each time, however many moments there are."""
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    decompose_by(monkeypatch, None)
     moments = moments_elsewhere((2, 3), (1, 5), (4, 3)) + moments_elsewhere((2, 4), basis=SpatialBasis(2))
     read, tolist = [], Tensor.tolist
 
@@ -274,6 +370,8 @@ def cuda_torch(monkeypatch, library):
     monkeypatch.setattr(cusolver, "_have_cusolver_loaded", asked.append)
     monkeypatch.setattr(cusolver, "_loaded", lambda name: str(library))
 
+    monkeypatch.setattr(eigenvalues, "own_rows", lambda device: 0)
+
     def of(version: str):
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
         return asked
@@ -296,6 +394,14 @@ def test_cusolver_is_left_to_a_torch_that_calls_it_so(cuda_torch, version):
     assert eigenvalues.solver(CUDA) == "torch's cuSOLVER, many at once"
 
 
+def test_our_kernel_is_named_first(cuda_torch, monkeypatch):
+    cuda_torch("2.12")
+    monkeypatch.setattr(eigenvalues, "own_rows", lambda device: 640)
+    assert (
+        eigenvalues.solver(CUDA) == "our kernel up to 640 rows, all sizes at once; above torch's cuSOLVER, many at once"
+    )
+
+
 def test_an_old_cusolver_leaves_torch_alone_with_it(cuda_torch, monkeypatch):
     def none(name):
         raise OSError(f"{name} is not loaded.")
@@ -316,7 +422,7 @@ def test_moments_decomposed_together_keep_their_eigenvalues(monkeypatch):
     """Whatever is asked afterwards: nothing is decomposed again, unless rows were added."""
     moments = moments_elsewhere((2, 3), (1, 5), (4, 3))
     seen, eigvalsh = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(eigenvalues, "batched_eigenvalues", lambda device: None)
+    decompose_by(monkeypatch, None)
     monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape[:2])) or eigvalsh(a))
     SecondMoment.decompose_all(moments)
     assert seen == [(6, 3), (1, 5)]

@@ -46,7 +46,9 @@ OPS = {
     ),
     "kron_evidence": ([*SPECTRA, ("B",), ("B",), ("",)], ()),
     "kron_evidence_bend": ([*SPECTRA, ("B",)], ()),
+    "symmetric_eigenvalues": ([("E", FLOAT64)], ([1], [3])),
 }
+CONTIGUOUS = {"kron_evidence", "kron_evidence_bend", "symmetric_eigenvalues"}
 SMALL = dict(zip("NCXDYGabMAPHWdETBSK", (3, 2, 5, 2, 5, 2, 3, 4, 3, 4, 2, 6, 6, 4, 9, 1, 2, 3, 4), strict=True))
 
 
@@ -69,7 +71,8 @@ def call(name: str, made: list[Tensor]) -> None:
 
 def with_own_factor(name: str, made: list[Tensor]) -> list[Tensor]:
     """With memory for what has to be contiguous."""
-    return [t.contiguous() if (i == 0 and name.endswith("_")) or "evidence" in name else t for i, t in enumerate(made)]
+    needed = name in CONTIGUOUS
+    return [t.contiguous() if (i == 0 and name.endswith("_")) or needed else t for i, t in enumerate(made)]
 
 
 def refusal(name: str, args: list[Any] | tuple[Any, ...]) -> str:
@@ -80,7 +83,7 @@ def refusal(name: str, args: list[Any] | tuple[Any, ...]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if "evidence" not in name])
+@pytest.mark.parametrize("name", [name for name in OPS if name not in CONTIGUOUS])
 def test_virtual_sizes_that_cannot_be_counted_are_refused(name):
     """Products of sizes that overflow 63 bits in numbers, in bytes, or once rounded up to vectors; other sizes are empty or not."""
     tried = 0
@@ -217,6 +220,12 @@ VALUES = [
     ("conv_kron_accumulate_", [("4 4",), IMAGE], conv(), "(C*kh*kw, C*kh*kw) = (1, 1), got (4, 4)"),
     ("kron_evidence_bend", [("4",), ("1 5", INT64), ("0", INT64), ("0",)], (), "B + 1 entries, got none"),
     ("kron_evidence_bend", [("4",), ("1 5", INT64), ("2", INT64), ("2",)], (), "(B,) = (1,), got (2,)"),
+    ("symmetric_eigenvalues", [("4", FLOAT64)], ([1, 1], [2]), "as many entries as rows (1), got 2"),
+    ("symmetric_eigenvalues", [("4", FLOAT64)], ([1], [1025]), "rows must be from 0 to 1024, got 1025"),
+    ("symmetric_eigenvalues", [("4", FLOAT64)], ([1], [-2]), "rows must be from 0 to 1024, got -2"),
+    ("symmetric_eigenvalues", [("4", FLOAT64)], ([-1], [2]), "groups must be from 0 to 2^53, got -1"),
+    ("symmetric_eigenvalues", [("4", FLOAT64)], ([2], [2]), "sum(groups * rows^2) entries, got fewer (4)"),
+    ("symmetric_eigenvalues", [("5", FLOAT64)], ([1], [2]), "sum(groups * rows^2) entries, got more (5)"),
 ]
 
 

@@ -164,9 +164,11 @@ void load_vector(T (&out)[N], const T* from) {
 }
 
 // To global memory.
-inline void store_vector(float* to, const float (&values)[4]) {
+template <int N, class T>
+void store_vector(T* to, const T (&values)[N]) {
+  static_assert(N * sizeof(T) == 16, "a vector is 16 bytes");
   if (reinterpret_cast<uintptr_t>(to) % 16) fail("misaligned vector write of global memory");
-  for (int i = 0; i < 4; ++i) to[i] = values[i];
+  for (int i = 0; i < N; ++i) to[i] = values[i];
 }
 
 inline void store_pair(float* to, float first, float second) {

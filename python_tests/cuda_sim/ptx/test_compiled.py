@@ -225,6 +225,16 @@ def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
             ops.kron_logdet_hvp(*sides, precision, *map(torch.randn_like, (*sides, precision)))
 
 
+def test_symmetric_eigenvalues(ampere: PtxDevice) -> None:
+    """Several panels and a last one that is not full, odd and even rows, a matrix of zeros and one that is not finite."""
+    sets = [torch.randn(groups, d, d, dtype=torch.float64) for groups, d in ((2, 33), (1, 18), (3, 2), (2, 1))]
+    sets[1].zero_()
+    sets[2][1, 1, 0] = torch.nan
+    numbers = torch.cat([(half + half.mT).flatten() for half in sets])
+    with ampere.scheduled("random"):
+        Checked(ampere).symmetric_eigenvalues(numbers, [len(s) for s in sets], [s.shape[1] for s in sets])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kron_variance(ampere: PtxDevice, dtype: torch.dtype) -> None:
     """At one position, at several, and of a Jacobian; more rows, columns and outputs than a tile has."""

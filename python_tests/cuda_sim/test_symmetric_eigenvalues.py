@@ -58,7 +58,7 @@ def test_random(simulator: Simulator, size: int) -> None:
 
 def test_sizes_together(simulator: Simulator) -> None:
     """More sets than a launch takes, some of them empty."""
-    sets = [symmetric(1 + d % 3, d) for d in (33, 17, 9, *range(1, 31))]
+    sets = [symmetric(1 + d % 3, d) for d in (66, 33, 17, 65, 9, *range(1, 31))]
     sets[5:5] = [symmetric(0, 4), symmetric(3, 0)]
     for found, blocks in zip(eigenvalues(simulator, sets), sets, strict=True):
         if blocks.numel():

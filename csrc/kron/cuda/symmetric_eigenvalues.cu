@@ -1,5 +1,5 @@
-// symmetric_eigenvalues of many matrices of different sizes in one go: tridiagonal matrices by Householder's reflections, one
-// block of threads a matrix, then their eigenvalues by bisection, one thread an eigenvalue.
+// symmetric_eigenvalues of many matrices of different sizes in few launches: tridiagonal matrices by Householder's reflections,
+// one block of threads a matrix, then their eigenvalues by bisection, one thread an eigenvalue.
 //
 // A reflection H = I - tau v v^T takes a column's part below the diagonal to its first element, and the rest A to
 // H A H = A - v w^T - w v^T with w = tau (A v - tau/2 (v^T A v) v). The v and w of a panel of columns are kept in shared memory
@@ -28,19 +28,17 @@
 namespace ella {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / kWarp;
-constexpr int kPanel = 8;                               // columns that are subtracted together
-constexpr int kOwned = kMostEigenvalueRows / kThreads;  // numbers of a column a thread
-constexpr int kInFlight = 8, kUpdated = 4;              // rows that a thread reads at once
-constexpr double kNegligible = 1e-280;                  // a sum of squares, of a matrix whose largest number is about 1
+// Threads a matrix: of up to kSmallRows rows many matrices share a multiprocessor.
+constexpr int kThreads = 512, kSmallThreads = 64, kSmallRows = 64;
+constexpr int kPanel = 8;                   // columns that are subtracted together
+constexpr int kInFlight = 8, kUpdated = 4;  // rows that a thread reads at once
+constexpr double kNegligible = 1e-280;      // a sum of squares, of a matrix whose largest number is about 1
 constexpr int kBisectThreads = 128, kBisectWarps = kBisectThreads / kWarp;
 constexpr int kHalvings = 58;           // of an interval at most six times as long as the matrix's norm
 constexpr int kUnscaled = 4;            // rows of the recurrence
 constexpr double kLeastSquare = 1e-60;  // four of them are no less than 1e-308, with what a step loses beside
 constexpr double kBehind = 1e6;         // a diagonal above all eigenvalues of a scaled matrix
 constexpr int kSets = 32;               // of a launch
-
-static_assert(kOwned * kThreads == kMostEigenvalueRows, "the threads own the longest column");
 
 // Matrices of one size, of which the first is number `first` of the launch: where their numbers, their copies with rows of an
 // even length and their eigenvalues begin.
@@ -82,9 +80,10 @@ __device__ __forceinline__ double reduce_for_all(double value, SharedArray<doubl
 // How the columns from `first` on are shared out, in pairs that lie on 16 bytes: `groups` groups of threads have every pair
 // once, and each has every groups-th row. Where `first` is odd, the first pair begins one column before it: what is made of
 // that column is not used.
+template <int Threads>
 struct Share {
   __device__ __forceinline__ Share(int first, int end, int most_groups)
-      : base(first & ~1), pairs((end - base + 1) / 2), groups(min(kThreads / pairs, most_groups)) {
+      : base(first & ~1), pairs((end - base + 1) / 2), groups(min(Threads / pairs, most_groups)) {
     group = threadIdx.x / pairs, column = base + 2 * (threadIdx.x - group * pairs);
   }
 
@@ -111,8 +110,9 @@ __device__ __forceinline__ void add_rows(double (&sum)[2], const double* a, int 
 }
 
 // partials[g * 2 pairs + c - base] = group g's rows of sum_i a[i][c] v[i], i from first on.
+template <int Threads>
 __device__ __forceinline__ void multiply(const double* a, int stride, int first, int end, SharedArray<double> v,
-                                         const Share& share, SharedArray<double> partials) {
+                                         const Share<Threads>& share, SharedArray<double> partials) {
   if (share.group >= share.groups) return;
   const int groups = share.groups, step = groups * stride;
   double sum[2] = {0, 0};
@@ -128,9 +128,10 @@ __device__ __forceinline__ void multiply(const double* a, int stride, int first,
 }
 
 // a[i][c] -= sum_l v[l][i] w[l][c] + w[l][i] v[l][c] over the panel, rows and columns from first on.
+template <int Threads>
 __device__ __forceinline__ void update(double* a, int stride, int first, int end, SharedArray<double> v,
                                        SharedArray<double> w) {
-  const Share share(first, end, end - first);
+  const Share<Threads> share(first, end, end - first);
   if (share.group >= share.groups) return;
   double own_v[kPanel][2], own_w[kPanel][2];
 #pragma unroll
@@ -165,18 +166,19 @@ __device__ __forceinline__ void update(double* a, int stride, int first, int end
 
 // Copies the lower triangle of a matrix to both triangles of `a`, scaled by a power of two, and returns the power's inverse: 0
 // for zeros, NaN where a number is not finite, and then nothing is copied.
+template <int Threads>
 __device__ __forceinline__ double copy_scaled(const double* numbers, double* a, int rows, int stride,
                                               SharedArray<double> sums) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   double largest = 0;
-  for (int i = warp; i < rows; i += kWarps) {
+  for (int i = warp; i < rows; i += Threads / kWarp) {
     for (int j = lane; j <= i; j += kWarp) largest = Maximum{}(largest, fabs(numbers[i * rows + j]));
   }
-  largest = reduce_for_all<kWarps>(largest, sums, Maximum{});
+  largest = reduce_for_all<Threads / kWarp>(largest, sums, Maximum{});
   if (!(largest <= std::numeric_limits<double>::max())) return std::numeric_limits<double>::quiet_NaN();
   const int exponent = min(max(static_cast<int>(__double_as_longlong(largest) >> 52) - 1023, -1022), 1022);
   const double factor = __longlong_as_double(static_cast<long long>(1023 - exponent) << 52);
-  for (int i = warp; i < rows; i += kWarps) {
+  for (int i = warp; i < rows; i += Threads / kWarp) {
     for (int j = lane; j <= i; j += kWarp) {
       const double x = factor * numbers[i * rows + j];
       a[i * stride + j] = x;
@@ -188,30 +190,33 @@ __device__ __forceinline__ double copy_scaled(const double* numbers, double* a, 
 }
 
 //   numbers, copies: of all matrices; diagonal, off_diagonal (values), of the scaled matrices; units (matrices): what their
-//   eigenvalues are to be multiplied by
-__global__ void __launch_bounds__(kThreads)
+//   eigenvalues are to be multiplied by. No matrix has more than Rows rows.
+template <int Threads, int Rows>
+__global__ void __launch_bounds__(Threads)
     tridiagonalise_kernel(Sets sets, const double* __restrict__ numbers, double* copies, double* __restrict__ diagonal,
                           double* __restrict__ off_diagonal, double* __restrict__ units) {
+  constexpr int owned = Rows / Threads;  // numbers of a column a thread
+  static_assert(owned * Threads == Rows, "the threads own the longest column");
   const Set own = find(sets, blockIdx.x);
   const int rows = own.rows, stride = own.stride(), lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   ELLA_SHARED_MEMORY(memory);
   const SharedArray<double> v = memory.array<double>(kPanel * stride), w = memory.array<double>(kPanel * stride);
-  const SharedArray<double> partials = memory.array<double>(2 * kThreads), dots = memory.array<double>(2 * kPanel);
-  const SharedArray<double> sums = memory.array<double>(kWarps), products = memory.array<double>(kWarps);
+  const SharedArray<double> partials = memory.array<double>(2 * Threads), dots = memory.array<double>(2 * kPanel);
+  const SharedArray<double> sums = memory.array<double>(Threads / kWarp), products = memory.array<double>(Threads / kWarp);
   const SharedArray<double> head = memory.array<double>(1);
   double* const a = copies + own.copies;
-  for (int i = threadIdx.x; i < kPanel * stride; i += kThreads) v[i] = 0, w[i] = 0;
-  const double unit = copy_scaled(numbers + own.numbers, a, rows, stride, sums);
+  for (int i = threadIdx.x; i < kPanel * stride; i += Threads) v[i] = 0, w[i] = 0;
+  const double unit = copy_scaled<Threads>(numbers + own.numbers, a, rows, stride, sums);
   if (threadIdx.x == 0) units[blockIdx.x] = unit;
   if (unit != unit) return;
   __syncthreads();  // the copy is there for all
   for (int panel = 0; panel < rows; panel += kPanel) {
     for (int j = 0; j < min(kPanel, rows - panel); ++j) {
       const int k = panel + j;
-      double column[kOwned], squares = 0;
+      double column[owned], squares = 0;
 #pragma unroll
-      for (int o = 0; o < kOwned; ++o) {
-        const int i = k + threadIdx.x + o * kThreads;
+      for (int o = 0; o < owned; ++o) {
+        const int i = k + threadIdx.x + o * Threads;
         column[o] = 0;
         if (i < rows) {
           double x = a[k * stride + i];
@@ -226,7 +231,7 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
       if (k == rows - 1) break;
-      squares = reduce_for_all<kWarps>(squares, sums, Sum{});
+      squares = reduce_for_all<Threads / kWarp>(squares, sums, Sum{});
       const double first = head[0];
       const bool reflects = squares > kNegligible;
       const double norm = reflects ? sqrt(fma(first, first, squares)) : 0;
@@ -234,8 +239,8 @@ __global__ void __launch_bounds__(kThreads)
       const double tau = reflects ? (target - first) / target : 0, scale = reflects ? 1 / (first - target) : 0;
       if (threadIdx.x == 0) off_diagonal[own.values + k] = target;
 #pragma unroll
-      for (int o = 0; o < kOwned; ++o) {
-        const int i = k + threadIdx.x + o * kThreads;
+      for (int o = 0; o < owned; ++o) {
+        const int i = k + threadIdx.x + o * Threads;
         if (k < i && i < rows) {
           column[o] = !reflects ? 0 : i == k + 1 ? 1 : column[o] * scale;
           v[j * stride + i] = column[o];
@@ -245,9 +250,9 @@ __global__ void __launch_bounds__(kThreads)
       __syncthreads();  // the reflection is there for all
       if (!reflects) continue;
 
-      const Share share(k + 1, rows, ceil_div(rows - k - 1, 4));
+      const Share<Threads> share(k + 1, rows, ceil_div(rows - k - 1, 4));
       multiply(a, stride, k + 1, rows, v + j * stride, share, partials);
-      for (int q = warp; q < 2 * j; q += kWarps) {  // W^T v, then V^T v
+      for (int q = warp; q < 2 * j; q += Threads / kWarp) {  // W^T v, then V^T v
         const SharedArray<double> other = (q < j ? w : v) + (q < j ? q : q - j) * stride;
         double dot = 0;
         for (int i = k + 1 + lane; i < rows; i += kWarp) {
@@ -257,10 +262,10 @@ __global__ void __launch_bounds__(kThreads)
         if (lane == 0) dots[q] = dot;
       }
       __syncthreads();  // the groups' sums and the dot products are there for all
-      double image[kOwned], product = 0;
+      double image[owned], product = 0;
 #pragma unroll
-      for (int o = 0; o < kOwned; ++o) {
-        const int i = k + threadIdx.x + o * kThreads;
+      for (int o = 0; o < owned; ++o) {
+        const int i = k + threadIdx.x + o * Threads;
         image[o] = 0;
         if (k < i && i < rows) {
           double x = 0;
@@ -273,23 +278,24 @@ __global__ void __launch_bounds__(kThreads)
           product = fma(image[o], column[o], product);
         }
       }
-      const double half = -0.5 * tau * reduce_for_all<kWarps>(product, products, Sum{});
+      const double half = -0.5 * tau * reduce_for_all<Threads / kWarp>(product, products, Sum{});
 #pragma unroll
-      for (int o = 0; o < kOwned; ++o) {
-        const int i = k + threadIdx.x + o * kThreads;
+      for (int o = 0; o < owned; ++o) {
+        const int i = k + threadIdx.x + o * Threads;
         if (k < i && i < rows) w[j * stride + i] = fma(half, column[o], image[o]);
       }
       __syncthreads();  // the panel's next column is there for all
     }
     const int next = panel + kPanel;
-    if (next < rows) update(a, stride, next, rows, v, w);
+    if (next < rows) update<Threads>(a, stride, next, rows, v, w);
     __syncthreads();  // the matrix is there for all
   }
 }
 
-size_t tridiagonalise_bytes(int stride) {
-  return 2 * shared_size(kPanel * stride * sizeof(double)) + shared_size(2 * kThreads * sizeof(double)) +
-         shared_size(2 * kPanel * sizeof(double)) + 2 * shared_size(kWarps * sizeof(double)) + shared_size(sizeof(double));
+size_t tridiagonalise_bytes(int threads, int stride) {
+  return 2 * shared_size(kPanel * stride * sizeof(double)) + shared_size(2 * threads * sizeof(double)) +
+         shared_size(2 * kPanel * sizeof(double)) + 2 * shared_size(threads / kWarp * sizeof(double)) +
+         shared_size(sizeof(double));
 }
 
 __host__ __device__ constexpr int padded(int rows) { return ceil_div(rows, kUnscaled) * kUnscaled; }
@@ -372,27 +378,40 @@ Tensor symmetric_eigenvalues(const Tensor& numbers, const std::vector<int64_t>& 
   const Tensor out = device_empty(numbers, {s.values}), diagonal = device_empty(numbers, {s.values}),
                off_diagonal = device_empty(numbers, {s.values}), units = device_empty(numbers, {s.matrices}),
                copies = device_empty(numbers, {copied});
-  int64_t in = 0, copy = 0, value = 0;
-  for (size_t i = 0; i < rows.size();) {
-    Sets sets;
-    int64_t matrices = 0;
-    int found = 0, most = 0;
-    for (; i < rows.size() && found < kSets; ++i) {
-      if (groups[i] == 0 || rows[i] == 0) continue;
-      const int d = static_cast<int>(rows[i]);
-      sets.set[found] = {matrices, in, copy, value, d};
-      in += groups[i] * d * d, copy += groups[i] * d * sets.set[found].stride(), value += groups[i] * d;
-      matrices += groups[i], most = std::max(most, d), ++found;
-    }
-    for (int rest = found; rest < kSets; ++rest) sets.set[rest] = {std::numeric_limits<int64_t>::max(), 0, 0, 0, 0};
-    if (matrices == 0) break;
-    launch(device, name, tridiagonalise_kernel, matrices, kThreads, tridiagonalise_bytes(most + most % 2), sets,
-           numbers.const_data_ptr<double>(), copies.mutable_data_ptr<double>(), diagonal.mutable_data_ptr<double>(),
-           off_diagonal.mutable_data_ptr<double>(), units.mutable_data_ptr<double>());
-    launch(device, name, bisect_kernel, matrices * ceil_div(most, kBisectThreads), kBisectThreads, bisect_bytes(most), sets,
-           matrices, diagonal.const_data_ptr<double>(), off_diagonal.const_data_ptr<double>(), units.const_data_ptr<double>(),
-           out.mutable_data_ptr<double>());
+  std::vector<Set> large, small;
+  Set next{};
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (groups[i] == 0 || rows[i] == 0) continue;
+    next.rows = static_cast<int>(rows[i]);
+    std::vector<Set>& chosen = next.rows <= kSmallRows ? small : large;
+    next.first = groups[i];  // until it is known which come before
+    chosen.push_back(next);
+    next.numbers += groups[i] * next.rows * next.rows;
+    next.copies += groups[i] * next.rows * next.stride(), next.values += groups[i] * next.rows;
   }
+  const auto run = [&](const std::vector<Set>& chosen, auto kernel, int threads) {
+    for (size_t begin = 0; begin < chosen.size(); begin += kSets) {
+      Sets sets;
+      int64_t matrices = 0;
+      int most = 0;
+      for (size_t i = 0; i < kSets; ++i) {
+        Set& set = sets.set[i];
+        set = {std::numeric_limits<int64_t>::max(), 0, 0, 0, 0};
+        if (begin + i >= chosen.size()) continue;
+        set = chosen[begin + i];
+        const int64_t own = set.first;
+        set.first = matrices, matrices += own, most = std::max(most, set.rows);
+      }
+      launch(device, name, kernel, matrices, threads, tridiagonalise_bytes(threads, most + most % 2), sets,
+             numbers.const_data_ptr<double>(), copies.mutable_data_ptr<double>(), diagonal.mutable_data_ptr<double>(),
+             off_diagonal.mutable_data_ptr<double>(), units.mutable_data_ptr<double>());
+      launch(device, name, bisect_kernel, matrices * ceil_div(most, kBisectThreads), kBisectThreads, bisect_bytes(most), sets,
+             matrices, diagonal.const_data_ptr<double>(), off_diagonal.const_data_ptr<double>(), units.const_data_ptr<double>(),
+             out.mutable_data_ptr<double>());
+    }
+  };
+  run(large, tridiagonalise_kernel<kThreads, kMostEigenvalueRows>, kThreads);
+  run(small, tridiagonalise_kernel<kSmallThreads, kSmallRows>, kSmallThreads);
   return out;
 }
 

@@ -227,7 +227,7 @@ def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
 
 def test_symmetric_eigenvalues(ampere: PtxDevice) -> None:
     """Several panels and a last one that is not full, odd and even rows, a matrix of zeros and one that is not finite."""
-    sets = [torch.randn(groups, d, d, dtype=torch.float64) for groups, d in ((2, 33), (1, 18), (3, 2), (2, 1))]
+    sets = [torch.randn(groups, d, d, dtype=torch.float64) for groups, d in ((1, 66), (1, 18), (3, 2), (2, 33), (2, 1))]
     sets[1].zero_()
     sets[2][1, 1, 0] = torch.nan
     numbers = torch.cat([(half + half.mT).flatten() for half in sets])

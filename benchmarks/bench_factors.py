@@ -118,6 +118,7 @@ def test_factors_of_the_convolutional_network(time, problem, device, who, fisher
         who=who,
         flops=len(x) * count(ours, x[:1]).fit(columns),
         bytes=0,
-        rounds=3 if device.type == "cpu" else 1,
+        rounds=3,
+        once=device.type == "cuda" and who != "ella_cuda",
         warmups=0,
     )

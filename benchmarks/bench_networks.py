@@ -212,7 +212,7 @@ def measure(name: str, who: str, part: str, device: torch.device) -> dict[str, A
 def in_turns(name: str, threads: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """What all candidates took on a network, one after the other; one that cannot has its error's last line."""
     runs: dict[str, list[dict[str, Any]]] = {who: [] for who in CANDIDATES}
-    for part in ["memory", *["time"] * CASES[name].rounds]:
+    for part in ["memory", *["time"] * (CASES[name].rounds if device.type == "cpu" else 1)]:
         for who in CANDIDATES:
             if not any("error" in run for run in runs[who]):
                 runs[who].append(_run(name, who, threads, part, device))

@@ -48,14 +48,7 @@ NCU = [
     "Compute (SM) Throughput",
 ]
 TESTS = ["ops", "laplace", "nn", "data", "training/test_graph.py", "test_models.py", "test_testing.py"]
-TABLES = [
-    "training_step",
-    "factored_linear",
-    "kron_accumulate",
-    "evidence_step",
-    "strided_conv",
-    "circular_pad",
-]
+TABLES = ["training_step", "predictive", "evidence_step", "strided_conv", "circular_pad"]
 
 
 def _items(call: Call, kind: str) -> list[str]:

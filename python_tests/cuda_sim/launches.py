@@ -59,9 +59,6 @@ def call_every_op(ops: Any) -> None:
         norms = 20 * precision[None]  # so large that terms do not cancel
         ops.kron_evidence(*spectra, norms, precision[None], precision)
         ops.kron_evidence_bend(*spectra, precision[None])
-        half, large = torch.randn(2, 3, 3, dtype=torch.float64), torch.randn(65, dtype=torch.float64)
-        blocks = large.diag(), half + half.mT
-        ops.symmetric_eigenvalues(torch.cat([block.reshape(-1) for block in blocks]), [1, 2], [65, 3])
         for norm in (1.0, 2.0, float("inf")):
             for side in (1, 56):  # places counted in 31 bits and in 63
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)
@@ -77,6 +74,9 @@ def call_every_op(ops: Any) -> None:
             for total in {dtype, torch.float64}:
                 factor = torch.zeros(6 * width, 6 * width, dtype=total)
                 ops.conv_kron_accumulate_(factor, images, kernel, ones, (1, width // 2), ones, True, 1.0)
+    half = torch.arange(18.0, dtype=torch.float64).view(2, 3, 3)
+    blocks = torch.arange(65.0, dtype=torch.float64).diag(), half + half.mT  # of 65 rows by other threads than of three
+    ops.symmetric_eigenvalues(torch.cat([block.reshape(-1) for block in blocks]), [1, 2], [65, 3])
 
 
 def accumulate_16_bits(ops: Any) -> None:

@@ -266,12 +266,11 @@ def sweep(item: str) -> dict[str, Any]:
 
 def eigenvalue_items() -> list[str]:
     sizes = ((2, 8),) if OPTIONS.rehearse else ((8, 1024), (2, 720), (64, 256), (512, 64))
-    who = ("our kernel", "cuSOLVER, batched", "torch", "torch, float32")
+    who = ("ella_cuda", "torch", "torch, float32")
     return [f"{count} blocks of {d}|{one}" for count, d in sizes for one in who]
 
 
 def eigenvalues(item: str) -> dict[str, Any]:
-    from ella_cuda.laplace.cusolver import batched_eigenvalues
     from ella_cuda.ops.symmetric_eigenvalues import symmetric_eigenvalues
 
     size, who = item.split("|")
@@ -279,17 +278,8 @@ def eigenvalues(item: str) -> dict[str, Any]:
     torch.manual_seed(0)
     root = torch.randn(count, d, d, device=device().device) / d**0.5
     blocks = root @ root.mT
-    batched = None if OPTIONS.rehearse else batched_eigenvalues(device().device)
-    if who == "cuSOLVER, batched" and batched is None:  # on the CPU; else torch calls it, or has none
-        return {
-            "work": f"eigenvalues, {size}",
-            "who": who,
-            "status": "skipped",
-            "message": "only where torch does not call it",
-        }
     candidates: dict[str, Callable[[], torch.Tensor]] = {
-        "our kernel": lambda: symmetric_eigenvalues([blocks])[0],
-        "cuSOLVER, batched": lambda: batched(blocks.double()),
+        "ella_cuda": lambda: symmetric_eigenvalues([blocks])[0],
         "torch": lambda: torch.linalg.eigvalsh(blocks.double()),
         "torch, float32": lambda: torch.linalg.eigvalsh(blocks),
     }

@@ -30,7 +30,7 @@ from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
-EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 5000}
+EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
 

@@ -30,13 +30,6 @@ from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on
 
 
-def _budget(device: torch.device) -> int:
-    """Bytes of a pass where the user names none: what keeps the device busy."""
-    if device.type == "cuda":
-        return max(2 << 30, torch.cuda.get_device_properties(device).total_memory // 8)
-    return 64 << 20 if device.type == "cpu" else 2 << 30
-
-
 class BaseLaplace(Predictive):
     """A Laplace approximation whose prior has one precision for each parameter tensor; see :class:`ella_cuda.laplace.KronLaplace`, whose
     arguments and attributes these are. A subclass holds the curvature: it defines :meth:`fit`, :meth:`_penalty`, :meth:`posterior_at` and
@@ -76,7 +69,7 @@ class BaseLaplace(Predictive):
             require_no_inference(parameters)
             self.parameter_names = list(parameters)
             self._describe(parameters)
-        self.memory_budget = memory_budget or _budget(self._device)
+        self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.temperature = temperature

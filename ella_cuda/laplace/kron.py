@@ -84,7 +84,7 @@ class KronLaplace(BaseLaplace):
             positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
         memory_budget: bytes that the layers' outputs of images that go through the network together may take, or half of the
             factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
-            accordingly. None chooses: 64 MiB on the CPU, where more only takes more memory, 2 GiB or an eighth of a GPU. The result does not
+            accordingly. None chooses: 64 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
             depend on it beyond rounding; the draws of ``fisher="mc"`` are those of the parts, one after the other.
         column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
             the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the

@@ -231,6 +231,7 @@ class CurvaturePass:
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
             self._attention(),
+            _in_float32(),
         ):
             self.findings = probe(self.model, self.rules, x, several)
             if self.per_example is not None:
@@ -602,12 +603,21 @@ def _multiply_attention_out(stack: ExitStack) -> None:
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
 
 
+def _leave_tf32(stack: ExitStack) -> None:
+    for backend in (torch.backends.cudnn.conv, torch.backends.cuda.matmul):
+        stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+        backend.fp32_precision = "ieee"
+
+
 run_as_written = _ProcessWide(_run_eagerly)
 """For the duration of the context, compiled modules run as they are written."""
 _without_fastpath = _ProcessWide(_leave_fastpath)
 """For the duration of the context, transformer layers call their parts, which they skip where nothing requires a gradient."""
 in_plain_products = _ProcessWide(_multiply_attention_out)
 """For the duration of the context, attention is products and a softmax, which vmap takes; it loops over the columns of a fused kernel."""
+_in_float32 = _ProcessWide(_leave_tf32)
+"""For the duration of the context, float32 products and convolutions on CUDA are of float32 numbers: what is compared with a bound of
+float32 is off by more in TF32, which cuDNN takes by default."""
 
 
 @contextmanager

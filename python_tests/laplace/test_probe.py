@@ -572,3 +572,18 @@ def test_what_was_frozen_stays_frozen_after_a_refusal():
         KronLaplace(model).fit([labelled(3)])
     assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_probe_compares_in_float32():
+    """TF32, which cuDNN's convolutions take by default, is off by more than the bound; the fit itself leaves the settings as they are."""
+
+    class Noting(nn.Module):
+        def forward(self, x):
+            seen.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
+            return x
+
+    seen = []
+    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    KronLaplace(nn.Sequential(Noting(), nn.Linear(3, 3))).fit([(torch.randn(4, 3), torch.randint(3, (4,)))])
+    assert set(seen[:-1]) == {("ieee", "ieee")} and seen[-1] == before
+    assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision) == before

@@ -29,9 +29,8 @@ def eigenvalues(blocks: Tensor) -> Tensor:
     """Of symmetric blocks ``(G, d, d)``, ascending, ``(G, d)``, float64, differentiable.
 
     On the CPU, where they are decomposed one after the other, a few at once: the copies in float64 would take several times the memory
-    of what is decomposed. On CUDA many at once by our kernel up to :func:`own_rows`. Larger ones one by one by torch: on an H200
-    cuSOLVER's routine for many takes 251 ms for three blocks of 2,304 rows, three calls take 94 ms. Those that are to be differentiated
-    are torch's.
+    of what is decomposed. On CUDA many at once by our kernel up to :func:`own_rows`. Larger ones one by one by torch, for
+    cuSOLVER's routine for many takes longer. Those that are to be differentiated are torch's.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge.

@@ -215,6 +215,8 @@ def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[], int]) -> I
         if count >= most:
             yield _concatenated(held)
             held, count = [], 0
+        else:
+            held[-1] = map_tensors(x, Tensor.clone), y.clone()  # whoever yields them may use their memory again
     if held:
         yield _concatenated(held)
 

@@ -604,7 +604,8 @@ def _multiply_attention_out(stack: ExitStack) -> None:
 
 
 def _leave_tf32(stack: ExitStack) -> None:
-    for backend in (torch.backends.cudnn.conv, torch.backends.cuda.matmul):
+    # Convolutions and recurrences alike: torch refuses to say whether cuDNN may take TF32 where they differ.
+    for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul):
         stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
         backend.fp32_precision = "ieee"
 
@@ -662,18 +663,18 @@ def at_test_time(model: nn.Module) -> Iterator[None]:
 def _differentiable_recurrence(model: nn.Module) -> Iterator[None]:
     """For the duration of the context, recurrent layers on CUDA are torch's own: cuDNN's have no gradients in evaluation mode."""
     handles: list[Any] = []
+    enabled: list[bool] = []  # before a layer's call
+
+    def enter(*_: Any) -> None:
+        enabled.append(torch.backends.cudnn.enabled)
+        torch.backends.cudnn.enabled = False
+
+    def leave(*_: Any) -> None:
+        if enabled:
+            torch.backends.cudnn.enabled = enabled.pop()
+
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters(recurse=False)):
-            inside: list[Any] = []
-
-            def enter(*_: Any, inside: list[Any] = inside) -> None:
-                inside.append(torch.backends.cudnn.flags(enabled=False))
-                inside[-1].__enter__()
-
-            def leave(*_: Any, inside: list[Any] = inside) -> None:
-                if inside:
-                    inside.pop().__exit__(None, None, None)
-
             handles += [
                 module.register_forward_pre_hook(enter),
                 module.register_forward_hook(leave, prepend=True, always_call=True),

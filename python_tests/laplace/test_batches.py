@@ -329,6 +329,20 @@ def test_small_batches_go_together_in_their_order():
         assert torch.equal(torch.cat([pair[part] for pair in found]), torch.cat([pair[part] for pair in pairs]))
 
 
+def test_a_loader_may_use_its_memory_again():
+    x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+
+    def reusing():
+        for value in range(5):
+            x.fill_(value), y.fill_(value)
+            yield x, y
+
+    for images, labels in merged(reusing(), lambda: 4):
+        assert torch.equal(images[:, 0].long(), labels)
+        if len(labels) == 4:
+            assert labels.tolist() in ([0, 0, 1, 1], [2, 2, 3, 3])
+
+
 def test_without_room_batches_stay_as_they_are():
     pairs = pairs_of(4, 0, 3)
     for found, given in zip(merged(pairs, lambda: 0), pairs, strict=True):

@@ -579,11 +579,11 @@ def test_the_probe_compares_in_float32():
 
     class Noting(nn.Module):
         def forward(self, x):
-            seen.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
+            seen.append((*(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32))
             return x
 
-    seen = []
-    before = torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision
+    seen, backends = [], (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
+    before = *(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32
     KronLaplace(nn.Sequential(Noting(), nn.Linear(3, 3))).fit([(torch.randn(4, 3), torch.randint(3, (4,)))])
-    assert set(seen[:-1]) == {("ieee", "ieee")} and seen[-1] == before
-    assert (torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision) == before
+    assert set(seen[:-1]) == {("ieee", "ieee", "ieee", False)} and seen[-1] == before
+    assert (*(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32) == before

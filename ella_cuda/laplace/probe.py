@@ -358,12 +358,12 @@ def _require_independence(
         outputs, [call.out for call in calls], of_image, retain_graph=True, allow_unused=True
     )
     parts: list[tuple[_Call, Tensor]] = []
+    rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is not None and gradient.shape == call.shape:
             axis, folded = call.place
             gradient = gradient.unflatten(axis, (3, folded))
-            rest = torch.tensor([i for i in range(3) if i != image], device=gradient.device)
-            others = gradient.index_select(axis, rest)
+            others = gradient.index_select(axis, rest.to(gradient.device))
             # What is not finite is found in the factors.
             parts.append((call, (others.isfinite() & (others != 0)).any()))
     mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device

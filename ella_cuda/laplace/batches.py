@@ -196,17 +196,17 @@ def take(x: Inputs, which: slice | Tensor) -> Inputs:
     return map_tensors(x, lambda tensor: tensor[which])
 
 
-def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[], int]) -> Iterator[tuple[Inputs, Tensor]]:
+def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[Inputs], int]) -> Iterator[tuple[Inputs, Tensor]]:
     """Consecutive pairs as one, as long as there is room for the data points of both and their tensors are of one kind.
 
     Args:
         pairs: inputs and targets, on one device.
-        room: how many data points go together; asked after each pair was taken. Zero leaves all pairs as they are.
+        room: how many data points go together with inputs; asked after each pair was taken. Zero leaves all pairs as they are.
     """
     held: list[tuple[Inputs, Tensor]] = []
     count = 0
     for x, y in pairs:
-        size, most = data_points(x), room()
+        size, most = data_points(x), room(x)
         if held and (count + size > most or _kind(*held[0]) is None or _kind(*held[0]) != _kind(x, y)):
             yield _concatenated(held)
             held, count = [], 0

@@ -21,7 +21,7 @@ from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take
+from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
@@ -38,6 +38,7 @@ from ella_cuda.ops._precision import without_autocast
 
 OfColumns = Callable[[Tensor], Tensor]
 FEW_IMAGES = 8  # which always go together
+INPUT_TIMES, MOST_MERGED = 32, 1024  # of what goes together of several batches
 
 
 class _OnColumns(torch.autograd.Function):
@@ -231,7 +232,6 @@ class CurvaturePass:
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
             self._attention(),
-            _in_float32(),
         ):
             self.findings = probe(self.model, self.rules, x, several)
             if self.per_example is not None:
@@ -247,6 +247,12 @@ class CurvaturePass:
         """How many images may go through the network together."""
         room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
         return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
+
+    def merged_images(self, x: Inputs) -> int:
+        """How many images of a loader's batches go together. Not all that a network keeps is known, such as the outputs of frozen layers: an
+        image counts as so many times its own bytes."""
+        each = sum(t[:1].numel() * t.element_size() for t in tensors_of(x))
+        return min(self.most_images(), self.memory_budget // max(INPUT_TIMES * each, 1), MOST_MERGED)
 
     def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
         """A batch in parts of :meth:`images_at_once`."""
@@ -603,22 +609,12 @@ def _multiply_attention_out(stack: ExitStack) -> None:
     stack.enter_context(sdpa_kernel(SDPBackend.MATH))
 
 
-def _leave_tf32(stack: ExitStack) -> None:
-    # Convolutions and recurrences alike: torch refuses to say whether cuDNN may take TF32 where they differ.
-    for backend in (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul):
-        stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-        backend.fp32_precision = "ieee"
-
-
 run_as_written = _ProcessWide(_run_eagerly)
 """For the duration of the context, compiled modules run as they are written."""
 _without_fastpath = _ProcessWide(_leave_fastpath)
 """For the duration of the context, transformer layers call their parts, which they skip where nothing requires a gradient."""
 in_plain_products = _ProcessWide(_multiply_attention_out)
 """For the duration of the context, attention is products and a softmax, which vmap takes; it loops over the columns of a fused kernel."""
-_in_float32 = _ProcessWide(_leave_tf32)
-"""For the duration of the context, float32 products and convolutions on CUDA are of float32 numbers: what is compared with a bound of
-float32 is off by more in TF32, which cuDNN takes by default."""
 
 
 @contextmanager

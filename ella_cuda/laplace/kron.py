@@ -273,7 +273,8 @@ class KronLaplace(BaseLaplace):
                     yield x, y
 
             # A GPU waits for Python where batches are small; on the CPU a batch costs what its images do.
-            for x, y in merged(taken(), lambda: run.most_images() if self._device.type == "cuda" else 0):
+            room = run.merged_images if self._device.type == "cuda" else lambda _: 0
+            for x, y in merged(taken(), room):
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
                         statistic = statistic + self._add(run, data_fit, *part, generator)

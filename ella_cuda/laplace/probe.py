@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.tangent import rounding_of
 
 
 class Place(NamedTuple):
@@ -220,7 +221,7 @@ def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[l
 def _differ_by_images(one: Tensor, other: Tensor) -> bool:
     """Whether outputs of the first two images differ beyond rounding."""
     one, other = one.detach()[:2], other.detach()[:2]
-    bound = torch.finfo(other.dtype).eps ** 0.5 * other.abs().amax() if other.numel() else 0
+    bound = rounding_of(other) * other.abs().amax() if other.numel() else 0
     return bool(((one - other).abs() > bound).any())  # what is not finite is found in the factors
 
 
@@ -404,7 +405,7 @@ def _differ(outputs: Tensor, tensors: Sequence[Tensor], directions: Tensor) -> l
     differ = []
     for one, other in zip(together, apart, strict=True):
         size = other.abs().amax() if other.numel() else other.new_zeros(())
-        bound = torch.finfo(other.dtype).eps ** 0.5 * size
+        bound = rounding_of(other) * size
         # What is not finite is found in the factors.
         differ.append(((one - other).abs().amax() > bound) & size.isfinite() if other.numel() else size > 0)
     return torch.stack(differ).tolist()  # one wait for the device

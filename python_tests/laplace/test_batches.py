@@ -323,7 +323,7 @@ def pairs_of(*sizes: int, width: int = 3) -> list[tuple[torch.Tensor, torch.Tens
 
 def test_small_batches_go_together_in_their_order():
     pairs = pairs_of(4, 3, 5, 0, 2, 9, 1)
-    found = list(merged(pairs, lambda: 8))
+    found = list(merged(pairs, lambda _: 8))
     assert [len(x) for x, _ in found] == [7, 7, 9, 1]
     for part in range(2):
         assert torch.equal(torch.cat([pair[part] for pair in found]), torch.cat([pair[part] for pair in pairs]))
@@ -337,7 +337,7 @@ def test_a_loader_may_use_its_memory_again():
             x.fill_(value), y.fill_(value)
             yield x, y
 
-    for images, labels in merged(reusing(), lambda: 4):
+    for images, labels in merged(reusing(), lambda _: 4):
         assert torch.equal(images[:, 0].long(), labels)
         if len(labels) == 4:
             assert labels.tolist() in ([0, 0, 1, 1], [2, 2, 3, 3])
@@ -345,7 +345,7 @@ def test_a_loader_may_use_its_memory_again():
 
 def test_without_room_batches_stay_as_they_are():
     pairs = pairs_of(4, 0, 3)
-    for found, given in zip(merged(pairs, lambda: 0), pairs, strict=True):
+    for found, given in zip(merged(pairs, lambda _: 0), pairs, strict=True):
         assert found[0] is given[0] and found[1] is given[1]
 
 
@@ -357,7 +357,7 @@ def test_batches_of_another_kind_stay_apart():
     with_number = [((x, 3), y) for x, y in pairs_of(2, 2)]
     folded = [(x, y[:1]) for x, y in pairs_of(2, 2)]
     given = [*pairs_of(2, 2), *pairs_of(2, width=4), *half, *mapping, *other, *several, *with_number, *folded]
-    sizes = [(type(x).__name__, len(y)) for x, y in merged(given, lambda: 100)]
+    sizes = [(type(x).__name__, len(y)) for x, y in merged(given, lambda _: 100)]
     assert sizes == [
         ("Tensor", 4),
         ("Tensor", 2),
@@ -379,7 +379,7 @@ def test_a_fit_does_not_depend_on_what_goes_together(monkeypatch):
     seen = []
 
     def together(given, room):
-        for pair in merged(given, lambda: max(room(), 8)):
+        for pair in merged(given, lambda x: max(room(x), 8)):
             seen.append(len(pair[1]))
             yield pair
 

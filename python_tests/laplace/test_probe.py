@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ella_cuda.laplace import FactorShape, KronLaplace, Rule, exact_log_marginal_likelihood, register
+from ella_cuda.laplace.tangent import rounding_of
 
 
 def labelled(*shape, images=4):
@@ -574,16 +575,12 @@ def test_what_was_frozen_stays_frozen_after_a_refusal():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_the_probe_compares_in_float32():
-    """TF32, which cuDNN's convolutions take by default, is off by more than the bound; the fit itself leaves the settings as they are."""
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "bound"),
+    [(torch.float32, True, 2**-6), (torch.float32, False, 2**-11.5), (torch.float64, True, 2**-26)],
+)
+def test_what_is_compared_may_be_off_by_tf32_where_that_is_taken(dtype, cuda, bound):
+    class There(torch.Tensor):
+        is_cuda = cuda
 
-    class Noting(nn.Module):
-        def forward(self, x):
-            seen.append((*(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32))
-            return x
-
-    seen, backends = [], (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
-    before = *(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32
-    KronLaplace(nn.Sequential(Noting(), nn.Linear(3, 3))).fit([(torch.randn(4, 3), torch.randint(3, (4,)))])
-    assert set(seen[:-1]) == {("ieee", "ieee", "ieee", False)} and seen[-1] == before
-    assert (*(backend.fp32_precision for backend in backends), torch.backends.cudnn.allow_tf32) == before
+    assert rounding_of(torch.zeros((), dtype=dtype).as_subclass(There)) == bound

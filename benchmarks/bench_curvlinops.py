@@ -23,7 +23,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.testing import float32_convolutions
 
 sys.path[:0] = filter(None, [os.environ.get("CURVLINOPS")])
-curvlinops = pytest.importorskip("curvlinops", reason="curvlinops is not installed")
+pytest.importorskip("curvlinops", reason="curvlinops is not installed")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.ops.symmetric_eigenvalues import symmetric_eigenvalues, symmetric_eigenvalues_torch
 
 Tensors = tuple[Tensor, ...]
 KernelCase = tuple[str, Callable[[], Tensors], Callable[..., Tensors], Callable[..., Tensors]]
@@ -125,6 +126,13 @@ def kernel_cases() -> list[KernelCase]:
     def spectrum() -> Tensors:
         positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
         return *positive, torch.tensor(0.7, dtype=torch.float64)
+
+    def matrices() -> Tensors:
+        halves = normal(1, 301, 301), normal(2, 70, 70), normal(3, 64, 64), normal(3, 17, 17), normal(2, 1, 1)
+        return tuple(half @ half.mT for half in halves)
+
+    def spectra_of(function: Callable[[Tensors], list[Tensor]]) -> Callable[..., Tensors]:
+        return lambda *sets: tuple(function(sets))
 
     def block(n: int, k: int, t: int, g: int, a: int, b: int) -> Callable[[], Tensors]:
         spectra = lambda: (normal(g, a).square() + 0.1, normal(1, b).square() + 0.1)  # noqa: E731
@@ -304,6 +312,7 @@ def kernel_cases() -> list[KernelCase]:
                 (" of a Jacobian", (5, 7, 1, 2, 33, 18), True),
             )
         ),
+        ("symmetric_eigenvalues", matrices, spectra_of(symmetric_eigenvalues), spectra_of(symmetric_eigenvalues_torch)),
         ("polyphase_pool", image, one(pool), one(pool_reference)),
         ("polyphase_pool backward", image, gradients(pool), gradients(pool_reference)),
     ]

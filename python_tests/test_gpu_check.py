@@ -1,4 +1,4 @@
-"""The calls of ``benchmarks.gpu`` without a GPU: their own scheduling, on processes that fail in every way there is, and both calls whole
+"""The calls of ``benchmarks.gpu`` without a GPU: their own scheduling, on processes that fail in every way there is, and all calls whole
 on the CPU."""
 
 from __future__ import annotations

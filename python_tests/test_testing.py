@@ -23,6 +23,7 @@ OPS = (
     "kron_variance_",
     "polyphase_pool",
 )
+PRIVATE = "symmetric_eigenvalues"  # of the package's own use
 
 
 def test_every_op_passes_in_both_precisions(device):
@@ -30,7 +31,7 @@ def test_every_op_passes_in_both_precisions(device):
     assert [(c.name, c.error, c.bound) for c in checks if not c.ok] == []
     for dtype in (torch.float32, torch.float64):
         names = {c.name.split()[0] for c in checks if c.dtype == dtype}
-        assert names == set(OPS)
+        assert names == {*OPS, PRIVATE}
     assert "FAILED" not in kernel_table(checks)
 
 
@@ -68,6 +69,13 @@ def test_a_wrong_kernel_fails(monkeypatch, name, damage):
     table = kernel_table(checks)
     assert "FAILED" in table
     assert damage != "raises" or "FAILED: no kernel" in table
+
+
+def test_wrong_eigenvalues_fail(monkeypatch):
+    right = testing.symmetric_eigenvalues
+    monkeypatch.setattr(testing, PRIVATE, lambda sets: [values * (1 + 1e-4) for values in right(sets)])
+    (case,) = (case for case in kernel_cases() if case[0] == PRIVATE)
+    assert [check.ok for check in check_kernel(case, "cpu")] == [False, False]
 
 
 def test_the_check_leaves_the_random_state_alone():

@@ -312,14 +312,6 @@ def _benchmarks(call: Call, name: str, arguments: list[str]) -> None:
     call.run([sys.executable, "-m", "benchmarks.compare", str(found)], 20, file="tables.txt")
 
 
-def paper_scale(call: Call) -> None:
-    """An epoch and an evidence update on 50,000 images."""
-    if call.rehearsal:
-        call.row(status="skipped", message="a rehearsal has no time for it")
-        return
-    _benchmarks(call, "paper_scale", [str(ROOT / "benchmarks" / "bench_paper_scale.py")])
-
-
 def tables(call: Call) -> None:
     """The benchmarks, eager calls and all."""
     if call.rehearsal:
@@ -329,21 +321,16 @@ def tables(call: Call) -> None:
     _benchmarks(call, "benchmarks", [*files, "-k", "not compile"])
 
 
-def networks(call: Call) -> None:
-    """Factors and evidence of networks in torch's own modules, and of CONV, beside laplace-torch's where that is installed."""
-    if call.rehearsal:
-        call.row(status="skipped", message="a rehearsal has no time for it")
-        return
-    files = [str(ROOT / "benchmarks" / f"bench_{name}.py") for name in ("factors", "networks")]
-    _benchmarks(call, "networks", files)
+def benchmarks_of(item: str, *names: str) -> Callable[[Call], None]:
+    """A step that runs whole files of benchmarks, for which a rehearsal has no time."""
 
+    def step(call: Call) -> None:
+        if call.rehearsal:
+            call.row(status="skipped", message="a rehearsal has no time for it")
+        else:
+            _benchmarks(call, item, [str(ROOT / "benchmarks" / f"bench_{name}.py") for name in names])
 
-def curvlinops(call: Call) -> None:
-    """Factors of the networks of curvlinops' own benchmark."""
-    if call.rehearsal:
-        call.row(status="skipped", message="a rehearsal has no time for it")
-        return
-    _benchmarks(call, "curvlinops", [str(ROOT / "benchmarks" / "bench_curvlinops.py")])
+    return step
 
 
 def experiments(call: Call) -> None:
@@ -379,16 +366,16 @@ STEPS: dict[str, tuple[float, Callable[[Call], None]]] = {
     "timing": (105, timing),
     "profile": (45, profile),
     "eigenvalues": (45, eigenvalues),
-    "networks": (90, networks),
+    "networks": (90, benchmarks_of("networks", "factors", "networks")),
     "memcheck": (75, sanitizer("memcheck", alone=True)),
     "racecheck": (75, sanitizer("racecheck", alone=False)),
     "synccheck": (45, sanitizer("synccheck", alone=False)),
     "initcheck": (60, sanitizer("initcheck", alone=True)),
-    "paper_scale": (90, paper_scale),
+    "paper_scale": (90, benchmarks_of("paper_scale", "paper_scale")),
     "tables": (80, tables),
     "ncu": (110, ncu),
     "sweep": (75, sweep),
-    "curvlinops": (150, curvlinops),
+    "curvlinops": (150, benchmarks_of("curvlinops", "curvlinops")),
     "experiments": (90, experiments),
 }
 FIRST = ("facts", "cases", "bisect", "tests", "timing", "profile", "eigenvalues", "networks")

@@ -204,12 +204,13 @@ def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[Inputs], int]
         room: how many data points go together with inputs; asked after each pair was taken. Zero leaves all pairs as they are.
     """
     held: list[tuple[Inputs, Tensor]] = []
-    count = 0
+    count, kind = 0, None
     for x, y in pairs:
-        size, most = data_points(x), room(x)
-        if held and (count + size > most or _kind(*held[0]) is None or _kind(*held[0]) != _kind(x, y)):
+        size, most, own = data_points(x), room(x), _kind(x, y)
+        if held and (count + size > most or own is None or own != kind):
             yield _concatenated(held)
             held, count = [], 0
+        kind = own
         held.append((x, y))
         count += size
         if count >= most:

@@ -249,8 +249,11 @@ class CurvaturePass:
         return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
 
     def merged_images(self, x: Inputs) -> int:
-        """How many images of a loader's batches go together. Not all that a network keeps is known, such as the outputs of frozen layers: an
-        image counts as so many times its own bytes."""
+        """How many images of several batches like x go together: none on the CPU, where a batch costs what its images do; a GPU waits for
+        Python where batches are small. Not all that a network keeps is known, such as the outputs of frozen layers: an image counts as so
+        many times its own bytes."""
+        if not any(t.is_cuda for t in tensors_of(x)):
+            return 0
         each = sum(t[:1].numel() * t.element_size() for t in tensors_of(x))
         return min(self.most_images(), self.memory_budget // max(INPUT_TIMES * each, 1), MOST_MERGED)
 

@@ -30,7 +30,8 @@ def eigenvalues(blocks: Tensor) -> Tensor:
 
     On the CPU, where they are decomposed one after the other, a few at once: the copies in float64 would take several times the memory
     of what is decomposed. On CUDA many at once by our kernel up to :func:`own_rows`. Larger ones one by one by torch, for
-    cuSOLVER's routine for many takes longer. Those that are to be differentiated are torch's.
+    cuSOLVER's routine for many takes longer. Those that are to be differentiated are torch's. Our kernel's are nan where a block has a
+    number that is not finite.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge.

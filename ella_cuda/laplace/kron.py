@@ -272,9 +272,7 @@ class KronLaplace(BaseLaplace):
                         tried = True
                     yield x, y
 
-            # A GPU waits for Python where batches are small; on the CPU a batch costs what its images do.
-            room = run.merged_images if self._device.type == "cuda" else lambda _: 0
-            for x, y in merged(taken(), room):
+            for x, y in merged(taken(), run.merged_images):
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
                         statistic = statistic + self._add(run, data_fit, *part, generator)

@@ -131,8 +131,8 @@ def telling_needs(
                 f"{factors:,} bytes for factors, and more than there is for what the network keeps of one data point"
             )
         raise kind(
-            f"fit: there is no memory left ({error}). With batches of {len(y)} a fit and its evidence take {needs}. Use smaller batches, a "
-            "smaller memory_budget, or freeze parameters."
+            f"fit: there is no memory left ({error}). With batches of {len(y)} a fit and its evidence take {needs}. Use a smaller "
+            "memory_budget, smaller batches, or freeze parameters."
         ) from error
 
 
@@ -169,6 +169,7 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
             ours = run.uses.kept_bytes() + run.passage_bytes
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
-    images, count = run.images_at_once(data_points(x)), math.prod(outputs.shape[1:])
+    together = max(data_points(x), run.merged_images(x))
+    images, count = run.images_at_once(together), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
     return images * (sum(kept.values()) + ours + ROOT * count), column, count * column

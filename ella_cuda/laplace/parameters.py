@@ -57,15 +57,15 @@ def fingerprint_of(model: nn.Module) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
     parts, kept = [], model.state_dict()
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
-    tensors = [*kept.values(), *others.values()]
+    numbered = enumerate([*kept.values(), *others.values()], start=1)
+    floating = [(index, tensor.detach().flatten()) for index, tensor in numbered if tensor.is_floating_point()]
     most: dict[torch.device, int] = {}  # elements of a device's largest tensor
-    for tensor in tensors:
-        most[tensor.device] = max(most.get(tensor.device, 0), tensor.numel())
+    for _, flat in floating:
+        most[flat.device] = max(most.get(flat.device, 0), flat.numel())
     weights = {device: _uneven(count, device) for device, count in most.items()}
-    for index, tensor in enumerate(tensors, start=1):
-        if tensor.is_floating_point():
-            # Of the whole tensor at once: saved states hold the sum, whose rounding another order would change.
-            parts.append(index * (tensor.detach().flatten().double() @ weights[tensor.device][: tensor.numel()]))
+    for index, flat in floating:
+        # Of the whole tensor at once: saved states hold the sum, whose rounding another order would change.
+        parts.append(index * (flat.double() @ weights[flat.device][: flat.numel()]))
     # Where all are on one device, none of the parts is waited for.
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()

@@ -303,9 +303,9 @@ ProductWork product_work(const ProductSizes& s, const ProductSource& a, const Pr
 constexpr int64_t kLongestSum = 4096;
 
 // How many blocks split the slabs of each of `tiles` tiles, in units of the time of a slab that waits for its predecessor. Two
-// blocks of a multiprocessor fit beside each other without waiting longer. On an H200 the workspace, its clearing and the
-// tickets take as long as seven slabs, and each split as 0.8: a layer of 64 slabs takes 38.6 us by one block, 28.4, 22.2, 20.1
-// and 20.6 us by 2, 4, 8 and 16. A larger number has to save a tenth.
+// blocks of a multiprocessor fit beside each other without waiting longer. The workspace, its clearing and the tickets take as
+// long as seven slabs, and each split as 0.8: fitted to times of layers with 64 slabs on an H200. A larger number has to save a
+// tenth.
 inline int64_t product_splits(int64_t tiles, int64_t slabs, int64_t multiprocessors) {
   const auto time = [&](int64_t splits) {
     const double all = static_cast<double>(tiles * slabs) / static_cast<double>(2 * multiprocessors);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -13,22 +13,25 @@ Values = dict[str, Tensor]
 
 
 class ReplacedParameters:
-    """A model's parameters under other values, wherever a module has them.
+    """A model's parameters under other values, wherever a module has them; and buffers, if wanted.
 
     Args:
         model: the network.
         names: of the parameters, as ``model.named_parameters()`` has them.
+        buffers: names of buffers, as ``model.named_buffers()`` has them.
     """
 
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], buffers: Sequence[str] = ()) -> None:
         self.parameters = {name: model.get_parameter(name) for name in names}
-        known = {id(p): name for name, p in self.parameters.items()}
+        self._own = {**self.parameters, **{name: model.get_buffer(name) for name in buffers}}
+        known = {id(tensor): name for name, tensor in self._own.items()}
         # Every module that has one, under whatever names the model has the module.
         self._places = [
-            (module, own, known[id(p)])
+            (held, own, known[id(tensor)])
             for module in model.modules()
-            for own, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in known
+            for held in (module._parameters, module._buffers)
+            for own, tensor in held.items()
+            if id(tensor) in known
         ]
 
     def values(self) -> Values:
@@ -37,15 +40,15 @@ class ReplacedParameters:
 
     @contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """For the duration of the context, the modules have these values as their parameters. torch.func.functional_call does not put back
-        the parameter of a module that the model has under two names."""
+        """For the duration of the context, the modules have these values as their parameters and buffers. torch.func.functional_call does
+        not put back the parameter of a module that the model has under two names."""
         try:
-            for module, own, name in self._places:
-                module._parameters[own] = values[name]
+            for held, own, name in self._places:
+                held[own] = values[name]
             yield
         finally:
-            for module, own, name in self._places:
-                module._parameters[own] = self.parameters[name]
+            for held, own, name in self._places:
+                held[own] = self._own[name]
 
     def split(self, vectors: Tensor) -> Values:
         """Vectors ``(..., P)`` of all these parameters, one after the other, by name: ``(..., *parameter.shape)``."""

@@ -116,10 +116,10 @@ def fixed_points(
         gamma = sums_by_group(torch.tensor(list(found.values()), dtype=norms.dtype, device=norms.device), group)
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
-        aim = torch.where(aim.isnan(), at[:-1], aim).clamp(*bounds)
-        # At a bound there may be no fixed point, which a part of the way would lead to.
-        share = torch.where((aim == bounds[0]) | (aim == bounds[1]), 1.0, SHARE)
-        aims = torch.cat([at[:-1] + share * (aim - at[:-1]), _noise_aim(la, gamma.sum(), at[-1:], tune_sigma)])
+        aim = torch.where(aim.isnan(), at[:-1], aim)
+        # Where there is no fixed point, as of tensors at their prior's mean, the way has no length.
+        part = torch.where(aim.isinf(), aim, at[:-1] + SHARE * (aim - at[:-1])).clamp(*bounds)
+        aims = torch.cat([part, _noise_aim(la, gamma.sum(), at[-1:], tune_sigma)])
         step = torch.minimum(torch.maximum(aims, lowest), highest) - at
         while (after := _put(la, at + step, group, tune_sigma)) < evidence - ROUNDING * abs(evidence):
             step = step / 2

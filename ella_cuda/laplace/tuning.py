@@ -117,8 +117,7 @@ def fixed_points(
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
         aim = torch.where(aim.isnan(), at[:-1], aim)
-        # Where there is no fixed point, as of tensors at their prior's mean, the way has no length.
-        part = torch.where(aim.isinf(), aim, at[:-1] + SHARE * (aim - at[:-1])).clamp(*bounds)
+        part = (at[:-1] + SHARE * (aim - at[:-1])).clamp(*bounds)
         aims = torch.cat([part, _noise_aim(la, gamma.sum(), at[-1:], tune_sigma)])
         step = torch.minimum(torch.maximum(aims, lowest), highest) - at
         while (after := _put(la, at + step, group, tune_sigma)) < evidence - ROUNDING * abs(evidence):

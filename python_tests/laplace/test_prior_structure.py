@@ -119,13 +119,12 @@ def shared(several: bool) -> nn.Module:
     return Function(forward, **layers)
 
 
-def tied(followed: bool) -> nn.Module:
+def tied(*followed: bool) -> nn.Module:
     """Two layers with one weight and biases of their own."""
+    norms = [nn.LayerNorm(4) if one else nn.Identity() for one in followed]
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
-    return nn.Sequential(
-        first, nn.LayerNorm(4), nn.ReLU(), second, nn.LayerNorm(4) if followed else nn.Identity(), nn.ReLU(), nn.Linear(4, 3)
-    )  # fmt: skip
+    return nn.Sequential(first, norms[0], nn.ReLU(), second, norms[1], nn.ReLU(), nn.Linear(4, 3))
 
 
 def sliced(value: float) -> nn.Module:
@@ -238,8 +237,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     "residual": (linear(residual), rows, {}),
     "shared layer": (lambda: shared(True), rows, {"layer": ["layer.weight", "layer.bias"]}),
     "shared layer, once without": (lambda: shared(False), rows, {}),
-    "tied weights": (lambda: tied(True), rows, {"0": ["0.weight", "0.bias", "3.bias"]}),
-    "tied weights, once without": (lambda: tied(False), rows, {}),
+    "tied weights": (lambda: tied(True, True), rows, {"0": ["0.weight", "0.bias", "3.bias"]}),
+    "tied weights, the second without": (lambda: tied(True, False), rows, {}),
+    "tied weights, the first without": (lambda: tied(False, True), rows, {}),
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(16, 3)),
         tokens,
@@ -416,8 +416,19 @@ class Tests(Asks):
         return self.norm(self.layer(x)) if x.shape[1] == 4 else x
 
 
-def test_arguments_with_defaults_have_these() -> None:
-    assert prior_groups(Asks())[0] == ("layer", ["layer.weight", "layer.bias"], True)
+class Auxiliary(Asks):
+    """Another use of the layer in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return self.norm(y) + y if self.training else self.norm(y)
+
+
+@pytest.mark.parametrize("kind", [Asks, Auxiliary])
+def test_arguments_have_their_defaults_and_modules_are_in_evaluation_mode(kind: type[nn.Module]) -> None:
+    model = kind()
+    assert prior_groups(model)[0] == ("layer", ["layer.weight", "layer.bias"], True)
+    assert model.training and model.norm.training
 
 
 def test_what_cannot_be_traced_is_refused() -> None:

@@ -99,6 +99,16 @@ def test_what_the_data_say_nothing_about_is_held() -> None:
     assert torch.equal(la.prior_precision, torch.full((4,), 1e10, dtype=torch.float64))
 
 
+def test_of_what_is_at_its_mean_and_without_data_nothing_is_learned() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    la = KronLaplace(model, "regression").fit([(torch.zeros_like(x), y) for x, y in data(50, 0)])
+    la.prior_mean = la.mean
+    la.optimize_prior_precision(method="mackay", init_prior_prec=3.0)
+    assert la.effective_parameters()["0.weight"] == 0
+    assert la.prior_precision[0] == pytest.approx(3.0, abs=1e-14)
+    assert torch.equal(la.prior_precision[1:], torch.full((3,), 1e10, dtype=torch.float64))
+
+
 def normalised() -> KronLaplace:
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -68,7 +68,7 @@ class Schedule:
     @property
     def name(self) -> str:
         """Of its folder."""
-        return f"{self.family.replace(', ', '-').replace(' ', '')}-{self.epochs}"
+        return f"{self.family.replace(', ', '-').replace(' ', '-')}-{self.epochs}"
 
     @property
     def passes(self) -> int:
@@ -155,7 +155,12 @@ def picture(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Every measure over passes: a column of panels for each kind of network."""
     kinds, shown = grouped(rows, "task", "layer"), list(MEASURES)[:3]
     figure, axes = plt.subplots(
-        len(shown), len(kinds), figsize=(3.4 * len(kinds), 6.5), sharex=True, squeeze=False, layout="constrained"
+        len(shown),
+        len(kinds),
+        figsize=(max(3.4 * len(kinds), 6), 6.5),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
     )
     families = list(dict.fromkeys(row["schedule"] for row in rows))
     markers = {family: marker for family, marker in zip(families, itertools.cycle("os^vDPX*<>"), strict=False)}
@@ -175,7 +180,9 @@ def picture(rows: Sequence[dict[str, Any]], file: Path) -> None:
         axes[0, column].set_title(f"{task}: {layer_title(layer)}", fontsize=9)
         axes[-1, column].set_xlabel("passes over the data", fontsize=8)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), fontsize=7, loc="outside lower center", ncols=5)
+    figure.legend(
+        handles.values(), handles.keys(), fontsize=7, loc="outside lower center", ncols=min(4 * len(kinds), 7)
+    )
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

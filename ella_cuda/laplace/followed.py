@@ -144,7 +144,8 @@ class Trace:
             if parameter.default is not parameter.empty
         }
         # A model may draw random numbers as it is traced.
-        with evaluation_mode(model), torch.random.fork_rng([]), torch.inference_mode(False), torch.enable_grad():
+        devices = list({p.device for p in model.parameters() if p.is_cuda})
+        with evaluation_mode(model), torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             graph = tracer.trace(root, optional)
         self._root = root
         self._calls: dict[nn.Module, list[fx.Node]] = {}

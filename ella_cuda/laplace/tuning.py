@@ -32,7 +32,8 @@ Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 def groups_of(la: KronLaplace, structure: str) -> Tensor:
     """Of each parameter tensor, the number of the group that it shares a precision with; see :func:`group_indices`."""
     device = la.prior_precision.device
-    return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
+    with torch.inference_mode(False):  # autograd saves it
+        return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
 
 
 def sums_by_group(values: Tensor, group: Tensor) -> Tensor:

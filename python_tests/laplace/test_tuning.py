@@ -151,6 +151,31 @@ def test_every_groups_slope_is_zero(method: str, structure: str, tune_sigma: boo
     assert of_sigma.abs() < (1e-5 if method == "mackay" else 1e-4) if tune_sigma else la.sigma_noise == 0.5
 
 
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
+def test_the_scale_of_what_a_norm_follows_does_not_matter_to_groups(kind: Any) -> None:
+    """Precisions are in proportion to 1/k², evidence and predictions as they were; with one precision for all they are not."""
+    x, loader = data(50, 0)[0][0], [(x, y.argmax(1)) for x, y in data(50, 0)]
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"normalised": [], "layerwise": [], "scalar": []}
+    for k, l in ((1.0, 1.0), (3.0, 3.0**1.5)):
+        model = normalised().model.double()
+        model[1].eps = model[4].eps = 1e-30
+        with torch.no_grad():
+            for factor, layer in ((k, model[0]), (l, model[3])):
+                layer.weight *= factor
+                layer.bias *= factor
+        la = kind(model).fit(loader)
+        for structure, results in found.items():
+            la.optimize_prior_precision(method="mackay", prior_structure=structure, n_steps=500, init_prior_prec=1.0)
+            results.append((la.prior_precision, la.log_marginal_likelihood(), la.functional_variance(x)))
+    factors = torch.tensor([9.0, 9.0, 1, 1, 27.0, 27.0, 1, 1, 1, 1], dtype=torch.float64)
+    for structure in ("normalised", "layerwise"):
+        (precision, evidence, variance), after = found[structure]
+        torch.testing.assert_close(after[0] * factors, precision, rtol=1e-6, atol=0)
+        torch.testing.assert_close(after[1:], (evidence, variance), rtol=1e-7, atol=1e-9)
+    (_, evidence, variance), after = found["scalar"]
+    assert (after[1] - evidence).abs() > 0.01 * evidence.abs() and (after[2] / variance - 1).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("structure", MEMBERS)
 def test_fixed_points_are_where_another_optimizer_ends(structure: str) -> None:
     la, group = normalised(), torch.zeros(10, dtype=torch.long)

@@ -22,7 +22,7 @@ from ella_cuda.ops.factored_linear import factored_linear_torch
 from python_tests.benchmark_files import FOLDER, load
 
 compare, counting, dense = load("compare"), load("counting"), load("dense_formulation")
-machine = load("machine")
+machine, schedules = load("machine"), load("evidence_schedules")
 
 
 def network() -> nn.Sequential:
@@ -329,3 +329,23 @@ def test_errors_of_large_outputs(tmp_path, monkeypatch):
         assert columns[0] == 19 and columns[:4] == sorted(columns[:4], reverse=True) and columns[4] == 1
         assert log_q[0] == log_det[0] == 0 and log_det[:4] == sorted(log_det[:4]) and log_det[3] > 0
         assert log_q[4] > 0 and log_det[4] > 0
+
+
+@pytest.mark.parametrize("data", ["digits", "fashion-mnist"])
+def test_a_schedule_has_as_many_evidence_steps_as_it_says(data):
+    found = list(schedules.schedules(schedules.EPOCHS[data]))
+    assert len({schedule.name for schedule in found}) == len(found) > 30
+    for schedule in found:
+        for config in schedules.configs_of(schedule, {"data": data, "seed": [0, 1], "width": 2}, "cpu"):
+            epochs = [e for e in range(1, config.epochs + 1) if e % config.frequency == 0 or e == config.epochs]
+            steps = [e for e in epochs if e > config.burn_in] if config.objective == "evidence" else []
+            assert schedule.passes == config.epochs + len(steps) and config.width == 2
+            assert config.objective == ("evidence" if steps else "map") and config.holdout == schedules.HELD_OUT[data]
+    (today,) = (s for s in found if s.name == f"adam-{schedules.EPOCHS[data]}")
+    assert today.passes == schedules.EPOCHS[data] + 3
+
+
+def test_means_over_seeds_have_their_standard_error():
+    rows = [{"nll": 1.0}, {"nll": 2.0}, {"nll": 3.0}, {"nll": None}]
+    assert schedules.mean(rows, "nll") == (2.0, pytest.approx(1 / math.sqrt(3)))
+    assert schedules.mean(rows[3:], "nll") is None

@@ -454,6 +454,7 @@ def test_numbers_given_reach_the_run(asked):
         "device": "cpu",
     }
     given |= {"prior_structure": "module", "width": 6, "train_size": 99, "init": "published", "cooldown": 0.5}
+    given |= {"hyper_optimizer": "mackay", "hyper_step_limit": 1.5}
     given["restarts"] = "evidence"
     given["fan_in_limit"] = 77
     given["augment"] = "flips-shifts"

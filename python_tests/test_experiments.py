@@ -352,6 +352,27 @@ def test_a_run_starts_and_learns_as_its_config_says(tmp_path, monkeypatch):
     assert max(g["initial_lr"] for g in groups) == 0.01
 
 
+def test_evidence_steps_of_a_run_are_those_that_its_config_says(tmp_path):
+    """One at the only epoch: from the first precision, MacKay's update within its limit, whatever Adam's rate is."""
+    common = {"epochs": 1, "prior_prec_init": 0.5, "hypersteps": 30}
+
+    def ways(folder: str, **changes) -> torch.Tensor:
+        run_one(small(**common, **changes), tmp_path / folder, progress=False)
+        history = json.loads((tmp_path / folder / "history.json").read_text())
+        return (
+            (torch.tensor([*history["evaluations"][-1]["prior_precision"].values()], dtype=torch.float64) / 0.5)
+            .log()
+            .abs()
+        )
+
+    limited = ways("limited", hyper_optimizer="mackay", hyper_step_limit=0.25)
+    assert limited.max() == pytest.approx(0.25)
+    assert ways("default", hyper_optimizer="mackay", lr_hyp=7.0).max() == pytest.approx(2.3)
+    assert ways("adam", hyper_step_limit=0.25).max() > 1
+    alike = ways("normalised", hyper_optimizer="mackay", prior_structure="normalised")
+    assert len(set(alike.tolist())) == 1
+
+
 def test_weights_learn_from_augmented_images_and_the_evidence_from_the_images_as_they_are(tmp_path, monkeypatch):
     config = dataclasses.replace(small(epochs=1), task="digit", augment="flips-shifts")
     real, seen = experiments.run.marglik_training, []

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments.declaring import SINGLE, setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
+from ella_cuda.laplace.prior_structure import STRUCTURES
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.models import GROUP_PATH, INITS, PATHS, SPARSE_PATHS
 from ella_cuda.nn.group_conv import VARIANTS
 from ella_cuda.nn.group_layers import FRAMES
 from ella_cuda.ops.basis import BASIS_KINDS, LARGEST_INVERSE_LENGTHSCALE
 from ella_cuda.reports.text import OBJECTIVE_TITLES
-from ella_cuda.training import PriorStructure
+from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
 RESTARTS = ("none", "evidence")  # of the learning rate
@@ -221,19 +222,28 @@ class CurvatureConfig:
 class EvidenceConfig(CurvatureConfig):
     """Evidence steps, and the curvature that they need."""
 
+    hyper_optimizer: str = setting(
+        "adam",
+        choices=HYPER_OPTIMIZERS,
+        help="steps on the prior precisions: Adam's, or MacKay's fixed-point updates until they rest",
+    )
+    hyper_step_limit: float = setting(
+        STEP_LIMIT, help="how far MacKay's updates move the logarithm of a precision in an evidence step, at most"
+    )
     lr_hyp: float = setting(recipe=0.1, by_data={"digits": 0.3}, help="Adam's learning rate on log prior precisions")
     burn_in: int = setting(recipe=10, by_data={MNIST: 2}, minimum=0, help="epochs before the first evidence step")
     frequency: int = setting(recipe=5, by_data={"digits": 20, MNIST: 2}, help="epochs between evidence steps")
     hypersteps: int = setting(
-        recipe=20, by_data={"digits": 40}, maximum=10**6, help="steps on the prior precisions in each"
+        recipe=20,
+        by_data={"digits": 40},
+        maximum=10**6,
+        help="steps on the prior precisions in each, of MacKay's at most",
     )
     # It decides which columns column_tolerance leaves out and what mc draws; other numbers depend on it by rounding alone.
     evidence_batch_size: int | None = setting(
         None, option=False, help="images in a minibatch of the curvature pass; None leaves it to the device"
     )
-    prior_structure: str = setting(
-        "layerwise", choices=get_args(PriorStructure), help="which parameter tensors share a precision"
-    )
+    prior_structure: str = setting("layerwise", choices=STRUCTURES, help="which parameter tensors share a precision")
     lr_lengthscales: float = setting(
         0.03, help="Adam's learning rate on the logarithms of lengthscales that --learn names"
     )

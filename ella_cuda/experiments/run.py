@@ -198,6 +198,8 @@ def _run(
         optimizer_kwargs={"lr": config.lr, "fused": True},
         **learning_rate_schedule(config.cooldown, [epoch * len(train_loader) for epoch in config.cycle_ends]),
         n_epochs=config.epochs,
+        hyper_optimizer=config.hyper_optimizer,
+        hyper_step_limit=config.hyper_step_limit,
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,
         learn=[name for name in config.learn.split("+") if name],

@@ -13,6 +13,7 @@ from ella_cuda.laplace.masks import (
     RandomSubnetMask,
     SubnetMask,
 )
+from ella_cuda.laplace.prior_structure import prior_groups
 from ella_cuda.laplace.rules import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.unfactored import DiagLaplace, FullLaplace, SubnetLaplace
@@ -36,6 +37,7 @@ __all__ = [
     "SubnetLaplace",
     "SubnetMask",
     "exact_log_marginal_likelihood",
+    "prior_groups",
     "register",
     "register_likelihood",
 ]

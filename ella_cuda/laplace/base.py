@@ -22,7 +22,15 @@ from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
 from ella_cuda.laplace.state import checked_count, checked_tensor
-from ella_cuda.laplace.tuning import Loss, check_arguments, fixed_points, grid_search, raise_evidence
+from ella_cuda.laplace.tuning import (
+    Loss,
+    check_arguments,
+    fixed_points,
+    grid_search,
+    groups_of,
+    raise_evidence,
+    warn_of_motion,
+)
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import RelaxedEquivariance
@@ -407,7 +415,8 @@ class BaseLaplace(Predictive):
             n_steps: how many steps, at most.
             lr: of Adam, in units of the logarithm.
             init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``.
-            prior_structure: "layerwise", one for each parameter tensor, or "scalar", one for all; "gridsearch" takes "scalar" alone.
+            prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
+                "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone.
             val_loader: yields ``(x, y)``, as for :meth:`fit`.
             loss: ``(predictions, targets) -> number``, of all data of the loader: probabilities, or of likelihoods without classes mean and
                 variance of the outputs, both ``(N, K)``; None is the mean negative log density of the targets, noise included.
@@ -428,7 +437,8 @@ class BaseLaplace(Predictive):
         self._fitted()
         self._bases.check()
         before = self.prior_precision, self.sigma_noise
-        scalar, sigma = prior_structure == "scalar", tune_sigma and self.likelihood_function.has_noise
+        sigma = tune_sigma and self.likelihood_function.has_noise
+        group = groups_of(self, prior_structure)
         try:
             if method == "gridsearch":
                 grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64)
@@ -439,9 +449,9 @@ class BaseLaplace(Predictive):
             if init_prior_prec is not None:
                 self.prior_precision = init_prior_prec
             if method == "marglik":
-                raise_evidence(self, n_steps, lr, scalar, sigma, progress_bar)
-            else:
-                fixed_points(self, n_steps, scalar, sigma, progress_bar)
+                raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
+            elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:
+                warn_of_motion(n_steps)
         except BaseException:
             self.prior_precision, self.sigma_noise = before
             raise

@@ -13,70 +13,151 @@ from tqdm import tqdm
 
 from ella_cuda.laplace.batches import dict_keys, pair_on
 from ella_cuda.laplace.links import LINKS
+from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.laplace.values import check_choice
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.kron import KronLaplace
 
 METHODS = ("marglik", "mackay", "gridsearch")
-STRUCTURES = ("layerwise", "scalar")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
-STILL = 1e-6  # the largest change of a logarithm at which fixed points have come to rest
+STILL = 1e-8  # the largest change of a logarithm at which fixed points have come to rest
+SHARE = 2 / 3  # of the way to a fixed point's right side that an update goes
+NOTHING = 1e-3  # elements of a group that are none
+ROUNDING = 1e-14  # of the evidence, relative
 
 Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
+def groups_of(la: KronLaplace, structure: str) -> Tensor:
+    """Of each parameter tensor, the number of the group that it shares a precision with; see :func:`group_indices`."""
+    device = la.prior_precision.device
+    with torch.inference_mode(False):  # autograd saves it
+        return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
+
+
+def sums_by_group(values: Tensor, group: Tensor) -> Tensor:
+    """Sums of the values of each group's tensors, in one order on every device."""
+    member = group == torch.arange(int(group.max()) + 1, device=group.device)[:, None]
+    return torch.where(member, values, values.new_zeros(())).sum(1)
+
+
+def mean_log_precisions(la: KronLaplace, group: Tensor) -> Tensor:
+    """One for each group."""
+    logs = la.prior_precision.detach().log()
+    return sums_by_group(logs, group) / sums_by_group(torch.ones_like(logs), group)
+
+
 def raise_evidence(
-    la: KronLaplace, n_steps: int, lr: float, scalar: bool, tune_sigma: bool, progress_bar: bool
+    la: KronLaplace, n_steps: int, lr: float, group: Tensor, tune_sigma: bool, progress_bar: bool
 ) -> None:
-    """Adam on the logarithms of the precisions, one for all if ``scalar``, and of sigma."""
+    """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma."""
     with torch.inference_mode(False), torch.enable_grad():
-        start = la.prior_precision.detach().log()
-        log_precision = (start.mean() if scalar else start).clone().requires_grad_()
+        log_precision = mean_log_precisions(la, group).requires_grad_()
         log_sigma = la.sigma_noise.detach().log().requires_grad_() if tune_sigma else None
         learnt = [log_precision] if log_sigma is None else [log_precision, log_sigma]
         optimizer = torch.optim.Adam(learnt, lr=lr, maximize=True)
         for _ in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
-            evidence = la.evidence_at(log_precision.expand(len(start)) if scalar else log_precision, log_sigma)
+            evidence = la.evidence_at(log_precision[group], log_sigma)
             for tensor, gradient in zip(learnt, torch.autograd.grad(evidence, learnt), strict=True):
                 tensor.grad = gradient
             optimizer.step()
-    la.prior_precision = log_precision.detach().exp()
+    la.prior_precision = log_precision.detach().exp()[group]
     if log_sigma is not None:
         la.sigma_noise = log_sigma.detach().exp()
 
 
-def fixed_points(la: KronLaplace, n_steps: int, scalar: bool, tune_sigma: bool, progress_bar: bool) -> None:
-    r"""MacKay's updates :math:`\delta_l \leftarrow \gamma_l / \|\theta_l - \mu_l\|^2` until they rest, of all tensors together if ``scalar``;
-    of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (T (N K - \gamma))`, T the temperature. Where the data determine more than half of
-    their own number, sigma takes the slower step :math:`\sigma^2 \leftarrow (\|y - f\|^2 / T + \gamma \sigma^2) / (N K)` to the same point:
-    the diagonal's :math:`\gamma` may be above N K.
+@torch.no_grad()
+def fixed_points(
+    la: KronLaplace,
+    n_steps: int,
+    group: Tensor,
+    tune_sigma: bool,
+    progress_bar: bool = False,
+    limit: float | None = None,
+) -> tuple[Tensor, Tensor, bool]:
+    r"""MacKay's updates :math:`\delta_g \leftarrow \gamma_g / \|\theta_g - \mu_g\|^2` of the groups of tensors until they rest, la's values
+    included; of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (T (N K - \gamma))`, T the temperature. Where the data determine more than
+    half of their own number, sigma takes the slower step :math:`\sigma^2 \leftarrow (\|y - f\|^2 / T + \gamma \sigma^2) / (N K)` to the same
+    point: the diagonal's :math:`\gamma` may be above N K.
 
-    Warns:
-        UserWarning: they do not rest after ``n_steps``.
+    An update goes :data:`SHARE` of the way in the logarithm: there the right side's slope,
+    :math:`-\sum_j \gamma_j (1 - \gamma_j) / \sum_j \gamma_j` with :math:`\gamma_j` the share of direction j that the data determine, is
+    between -1 and 0, so that the distance from the fixed point falls to a third or less, from wherever it starts; whole updates of what
+    the data hardly determine swing for ever. Where the evidence would fall, as noise and precisions together may make it, the update is
+    halved until it does not: each part of it is uphill.
+
+    A group rests where its logarithm does; one of which the data determine less than :data:`NOTHING` elements also where these and the
+    evidence stand still, for its precision may be anything.
+
+    Args:
+        la: where the updates start, at the mean of a group's logarithms.
+        n_steps: how many, at most.
+        group: of each parameter tensor, the number of its group.
+        tune_sigma: whether sigma is updated.
+        progress_bar: show one.
+        limit: how far the logarithms of the precisions, and of the noise's :math:`1 / \sigma^2`, may go from where they start; None is as far
+            as they like.
+
+    Returns:
+        The logarithms of the groups' precisions and of sigma, and whether they rest.
 
     Source: MacKay, "Bayesian interpolation", 1992, section 4.
     """
-    norms = la.square_norms
+    norms, count = sums_by_group(la.square_norms, group), int(group.max()) + 1
+    # Of the precisions and of the noise's, in a row.
+    at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
+    lowest, highest = (at - limit, at + limit) if limit is not None else (at - math.inf, at + math.inf)
+    bounds = math.log(SMALLEST), math.log(LARGEST)
+    evidence = _put(la, at, group, tune_sigma)
+    before: Tensor | None = None  # the determined elements before the last update
+    rested = False
     for _ in tqdm(range(n_steps), desc="fixed points", disable=not progress_bar, leave=False):
-        before = torch.cat([la.prior_precision.detach(), la.sigma_noise.detach()[None]])
-        gamma = torch.tensor(list(la.effective_parameters().values()), dtype=norms.dtype, device=norms.device)
-        precision = (gamma.sum() / norms.sum()).expand(len(norms)) if scalar else gamma / norms
-        # Of a tensor at its prior's mean that the data say nothing about, nothing is learned.
-        precision = torch.where(precision.isnan(), before[:-1], precision)
-        la.prior_precision = precision.clamp(SMALLEST, LARGEST)
-        if tune_sigma:
-            error, determined = la.square_error / la.temperature, gamma.sum()
-            few = 2 * determined < la.n_targets
-            square = (
-                error / (la.n_targets - determined)
-                if few
-                else (error + determined * la.sigma_noise.detach().square()) / la.n_targets
-            )
-            la.sigma_noise = square.sqrt()
-        after = torch.cat([la.prior_precision.detach(), la.sigma_noise.detach()[None]])
-        if (after.log() - before.log()).abs().max() < STILL:
-            return
+        found = la.effective_parameters()
+        gamma = sums_by_group(torch.tensor(list(found.values()), dtype=norms.dtype, device=norms.device), group)
+        aim = (gamma / norms).log()
+        # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
+        aim = torch.where(aim.isnan(), at[:-1], aim)
+        part = (at[:-1] + SHARE * (aim - at[:-1])).clamp(*bounds)
+        aims = torch.cat([part, _noise_aim(la, gamma.sum(), at[-1:], tune_sigma)])
+        step = torch.minimum(torch.maximum(aims, lowest), highest) - at
+        while (after := _put(la, at + step, group, tune_sigma)) < evidence - ROUNDING * abs(evidence):
+            step = step / 2
+            if step.abs().max() < STILL:
+                step = torch.zeros_like(step)
+        at = at + step
+        moves = step.abs() >= STILL
+        if before is not None and abs(after - evidence) < STILL:
+            moves[:count] &= ~((gamma < NOTHING) & ((gamma - before).abs() < STILL))
+        evidence, before = after, gamma
+        if not moves.any():
+            rested = True
+            break
+    return at[:-1], -at[-1] / 2, rested
+
+
+def _noise_aim(la: KronLaplace, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
+    """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
+    if not tune_sigma:
+        return log_noise
+    error = la.square_error / la.temperature
+    if 2 * determined < la.n_targets:
+        return -(error / (la.n_targets - determined)).log()[None]
+    return -((error + determined * (-log_noise).exp()) / la.n_targets).log()
+
+
+def _put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool) -> float:
+    """Give la these logarithms, of the groups' precisions and last the noise's; returns the evidence there."""
+    precision = at[:-1].exp()
+    held = precision.clamp(SMALLEST, LARGEST)  # at a bound without what the exponential of its logarithm is off
+    la.prior_precision = torch.where((precision - held).abs() < 1e-13 * held, held, precision)[group]
+    if tune_sigma:
+        la.sigma_noise = (-at[-1] / 2).exp()
+    return la.evidence_at(at[:-1][group], -at[-1] / 2 if tune_sigma else None).item()
+
+
+def warn_of_motion(n_steps: int) -> None:
+    """That fixed points do not rest, at the line that called optimize_prior_precision."""
     warnings.warn(
         f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more, or method='marglik'.",
         UserWarning,
@@ -170,5 +251,5 @@ def check_arguments(
         raise ValueError(f"optimize_prior_precision: n_steps and lr must be positive, got {n_steps!r} and {lr!r}.")
     if method == "gridsearch" and val_loader is None:
         raise ValueError("optimize_prior_precision: method='gridsearch' needs val_loader, which yields (x, y).")
-    if method == "gridsearch" and prior_structure == "layerwise":
+    if method == "gridsearch" and prior_structure != "scalar":
         raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")

@@ -1,11 +1,13 @@
 """Training of weights and hyperparameters together: MAP steps on the weights, evidence steps on what learners learn."""
 
-from ella_cuda.training.learners import BufferLearner, Learner, PriorStructure
+from ella_cuda.laplace.prior_structure import PriorStructure
+from ella_cuda.training.learners import BufferLearner, HyperOptimizer, Learner
 from ella_cuda.training.trainer import Evaluation, MarglikTrainer, Objective, marglik_training
 
 __all__ = [
     "BufferLearner",
     "Evaluation",
+    "HyperOptimizer",
     "Learner",
     "MarglikTrainer",
     "Objective",

@@ -39,6 +39,7 @@ ENTRIES = {
     "learners": dict,
     "optimizer": dict,
 }
+BEFORE = {"hyper_optimizer": "adam"}  # settings that older states do not name, and what they were
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative
 OTHER_THREADS = "the same run up to rounding, not bit for bit"  # what the warning of other threads says
@@ -238,13 +239,14 @@ def _check_run(source: str, state: Mapping[str, Any], settings: Mapping[str, Any
     for key in ("settings", "model"):
         if not isinstance(state.get(key), dict):
             raise _does_not_fit(source, f"has no {key}")
+    present = BEFORE | state["settings"]
     for key, expected in settings.items():
-        if key not in state["settings"]:
+        if key not in present:
             raise ValueError(
                 f"{source} does not say with which {key} it was written, as other versions' do; go on with the version that wrote it, or use "
                 "another file."
             )
-        found, rounding = state["settings"][key], ROUNDING if key == ROUNDED else 0.0
+        found, rounding = present[key], ROUNDING if key == ROUNDED else 0.0
         if key == "data":
             _check_data(source, found, expected)
         elif not _agree(found, expected, rounding):

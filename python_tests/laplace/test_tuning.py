@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace
+from ella_cuda.laplace.tuning import NOTHING, fixed_points
 from python_tests.laplace.checks import randomised
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -94,6 +97,171 @@ def test_what_the_data_say_nothing_about_is_held() -> None:
     la.prior_mean = la.mean  # then there is no distance from it
     la.optimize_prior_precision(method="mackay", n_steps=5)
     assert torch.equal(la.prior_precision, torch.full((4,), 1e10, dtype=torch.float64))
+
+
+def test_of_what_is_at_its_mean_and_without_data_nothing_is_learned() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    la = KronLaplace(model, "regression").fit([(torch.zeros_like(x), y) for x, y in data(50, 0)])
+    la.prior_mean = la.mean
+    la.optimize_prior_precision(method="mackay", init_prior_prec=3.0)
+    assert la.effective_parameters()["0.weight"] == 0
+    assert la.prior_precision[0] == pytest.approx(3.0, abs=1e-14)
+    assert torch.equal(la.prior_precision[1:], torch.full((3,), 1e10, dtype=torch.float64))
+
+
+def normalised() -> KronLaplace:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    )
+    return KronLaplace(randomised(model), "regression").fit(data(50, 0))
+
+
+# By hand: the tensors of each group, of weight and bias of the modules 0, 1, 3, 4 and 5.
+MEMBERS = {
+    "layerwise": [[i] for i in range(10)],
+    "module": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]],
+    "normalised": [[0, 1], [4, 5], [2, 3, 6, 7, 8, 9]],
+    "scalar": [list(range(10))],
+}
+
+
+@pytest.mark.parametrize("method", ["marglik", "mackay"])
+@pytest.mark.parametrize("structure", MEMBERS)
+@pytest.mark.parametrize("tune_sigma", [False, True])
+def test_every_groups_slope_is_zero(method: str, structure: str, tune_sigma: bool) -> None:
+    la = normalised()
+    la.sigma_noise = 0.5
+    la.prior_precision = torch.linspace(0.01, 30, 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.optimize_prior_precision(
+            method=method, prior_structure=structure, n_steps=3000, lr=0.03, tune_sigma=tune_sigma
+        )
+    of_precision, of_sigma = slopes(la)
+    gammas = torch.tensor(list(la.effective_parameters().values()), dtype=torch.float64)
+    for members in MEMBERS[structure]:
+        assert len(set(la.prior_precision[members].tolist())) == 1
+        assert of_precision[members].sum().abs() < (1e-6 if method == "mackay" else 1e-4)
+        fixed = gammas[members].sum() / la.square_norms[members].sum()
+        torch.testing.assert_close(
+            la.prior_precision[members[0]], fixed, rtol=1e-6 if method == "mackay" else 1e-3, atol=0
+        )
+    assert len(set(la.prior_precision.tolist())) == len(MEMBERS[structure])
+    assert of_sigma.abs() < (1e-5 if method == "mackay" else 1e-4) if tune_sigma else la.sigma_noise == 0.5
+
+
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
+def test_the_scale_of_what_a_norm_follows_does_not_matter_to_groups(kind: Any) -> None:
+    """Precisions are in proportion to 1/k², evidence and predictions as they were; with one precision for all they are not."""
+    x, loader = data(50, 0)[0][0], [(x, y.argmax(1)) for x, y in data(50, 0)]
+    found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {"normalised": [], "layerwise": [], "scalar": []}
+    for k, l in ((1.0, 1.0), (3.0, 3.0**1.5)):
+        model = normalised().model.double()
+        model[1].eps = model[4].eps = 1e-30
+        with torch.no_grad():
+            for factor, layer in ((k, model[0]), (l, model[3])):
+                layer.weight *= factor
+                layer.bias *= factor
+        la = kind(model).fit(loader)
+        for structure, results in found.items():
+            la.optimize_prior_precision(method="mackay", prior_structure=structure, n_steps=500, init_prior_prec=1.0)
+            results.append((la.prior_precision, la.log_marginal_likelihood(), la.functional_variance(x)))
+    factors = torch.tensor([9.0, 9.0, 1, 1, 27.0, 27.0, 1, 1, 1, 1], dtype=torch.float64)
+    for structure in ("normalised", "layerwise"):
+        (precision, evidence, variance), after = found[structure]
+        torch.testing.assert_close(after[0] * factors, precision, rtol=1e-6, atol=0)
+        torch.testing.assert_close(after[1:], (evidence, variance), rtol=1e-7, atol=1e-9)
+    (_, evidence, variance), after = found["scalar"]
+    assert (after[1] - evidence).abs() > 0.01 * evidence.abs() and (after[2] / variance - 1).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("structure", MEMBERS)
+def test_fixed_points_are_where_another_optimizer_ends(structure: str) -> None:
+    la, group = normalised(), torch.zeros(10, dtype=torch.long)
+    for number, members in enumerate(MEMBERS[structure]):
+        group[members] = number
+    logs = torch.zeros(len(MEMBERS[structure]), dtype=torch.float64, requires_grad=True)
+    log_sigma = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    other = torch.optim.LBFGS(
+        [logs, log_sigma], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def loss() -> Tensor:
+        other.zero_grad()
+        value = -la.log_marginal_likelihood(logs.exp()[group], log_sigma.exp())
+        value.backward()
+        return value
+
+    other.step(loss)
+    found, sigma, rested = fixed_points(la, 300, group, tune_sigma=True)
+    assert rested
+    torch.testing.assert_close(found, logs.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(sigma, log_sigma.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(la.prior_precision, found.exp()[group])
+    torch.testing.assert_close(la.sigma_noise, sigma.exp())
+    assert la.log_marginal_likelihood().item() == pytest.approx(-loss().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("start", [1e-5, 1.0, 1e8])
+@pytest.mark.parametrize("kind", [KronLaplace, DiagLaplace])
+def test_the_evidence_climbs_fast_from_anywhere(start: float, kind: Any) -> None:
+    """The distance from the fixed points falls to a third in every update, also where the data determine next to nothing."""
+    la = kind(randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), "regression").fit(data(50, 0))
+    la.sigma_noise, group = 300.0, torch.arange(4)
+    la.prior_precision = 1e3
+    end, *_ = fixed_points(la, 1000, group, tune_sigma=False)
+    assert min(la.effective_parameters().values()) < 0.05  # where whole updates would swing
+    la.prior_precision = start
+    evidence, distance = la.log_marginal_likelihood().item(), (la.prior_precision.log() - end).abs()
+    for _ in range(12):
+        at, _, _ = fixed_points(la, 1, group, tune_sigma=False)
+        after = la.log_marginal_likelihood().item()
+        assert after >= evidence - 1e-12 * abs(evidence)
+        assert ((at - end).abs() <= distance * 0.334 + 1e-6).all()
+        evidence, distance = after, (at - end).abs()
+    assert distance.max() < 1e-4
+
+
+def test_updates_under_which_the_evidence_would_fall_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, group = regression(), torch.arange(4)
+    monkeypatch.setattr("ella_cuda.laplace.tuning.SHARE", 40.0)  # far too long a way
+    fallen, evidence = [], la.log_marginal_likelihood().item()
+    for _ in range(30):
+        fixed_points(la, 1, group, tune_sigma=True)
+        after = la.log_marginal_likelihood().item()
+        fallen.append(after - evidence)
+        evidence = after
+    assert min(fallen) >= -1e-10 and max(fallen) > 1
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 5.0])
+def test_no_logarithm_goes_further_than_the_limit(limit: float) -> None:
+    la, group = regression(), torch.arange(4)
+    la.prior_precision, la.sigma_noise = 1e-3, 20.0
+    free, free_sigma, _ = fixed_points(copy.copy(la), 300, group, tune_sigma=True)
+    assert (free - math.log(1e-3)).abs().max() > 5 and 2 * (free_sigma - math.log(20)).abs() > 5
+    at, sigma, rested = fixed_points(la, 300, group, tune_sigma=True, limit=limit)
+    ways = torch.cat([at - math.log(1e-3), -2 * (sigma - math.log(20))[None]])
+    assert rested and ways.abs().max() == pytest.approx(limit)
+    assert ways[-1].abs() == pytest.approx(limit)
+    torch.testing.assert_close(la.prior_precision, at.exp())
+    torch.testing.assert_close(la.sigma_noise, sigma.exp())
+
+
+def test_a_group_of_which_the_data_determine_nothing_rests() -> None:
+    """Its logarithm still moves, but the evidence and what is determined do not."""
+    la, group = classifier(), torch.arange(4)
+    end, _, rested = fixed_points(la, 300, group, tune_sigma=False)
+    assert rested
+    la.prior_precision = torch.cat([torch.tensor([1e9], dtype=torch.float64), la.prior_precision[1:]])
+    trace = la.effective_parameters()["0.weight"] * 1e9
+    la._square_norms[0] = trace / 9e9**2  # which puts the fixed point there
+    at, _, rested = fixed_points(la, 5, group, tune_sigma=False)
+    assert rested and (at[0] - math.log(9e9)).abs() > 1e-4
+    assert la.effective_parameters()["0.weight"] < NOTHING
+    la.prior_precision = torch.cat([torch.tensor([1e9], dtype=torch.float64), end[1:].exp() * 2])
+    assert not fixed_points(la, 5, group, tune_sigma=False)[2]  # others still move
 
 
 @pytest.mark.parametrize("link", ["probit", "probit_full", "bridge"])
@@ -227,6 +395,8 @@ def test_the_grid_samples_where_asked(how: dict[str, Any]) -> None:
         ({"prior_structure": "diag"}, "prior_structure='diag' has a precision for every parameter"),
         ({"method": "gridsearch", "prior_structure": "scalar"}, "needs val_loader"),
         ({"method": "gridsearch", "val_loader": [1]}, "prior_structure='scalar'"),
+        ({"method": "gridsearch", "val_loader": [1], "prior_structure": "module"}, "prior_structure='scalar'"),
+        ({"prior_structure": "groups"}, "prior_structure must be one of 'layerwise', 'module', 'normalised', 'scalar'"),
         ({"method": "gridsearch", "prior_structure": "scalar", "val_loader": []}, "val_loader gave no data"),
         ({"n_steps": 0}, "n_steps and lr must be positive"),
     ],

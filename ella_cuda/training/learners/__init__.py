@@ -9,10 +9,20 @@ from torch import nn
 
 from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import BufferLearner, Learner
-from ella_cuda.training.learners.prior import Prior, PriorStructure
+from ella_cuda.training.learners.prior import HYPER_OPTIMIZERS, STEP_LIMIT, HyperOptimizer, Prior
 from ella_cuda.training.learners.spatial_basis import Anchors, Lengthscales
 
-__all__ = ["WORDS", "BufferLearner", "Learner", "Prior", "PriorStructure", "add_settings", "learners_of"]
+__all__ = [
+    "HYPER_OPTIMIZERS",
+    "STEP_LIMIT",
+    "WORDS",
+    "BufferLearner",
+    "HyperOptimizer",
+    "Learner",
+    "Prior",
+    "add_settings",
+    "learners_of",
+]
 
 WORDS = {"anchors": Anchors, "lengthscales": Lengthscales}
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Likelihood
+from ella_cuda.laplace.prior_structure import group_indices
+from ella_cuda.laplace.tuning import fixed_points
 from ella_cuda.training.checks import in_words
 from ella_cuda.training.learners.learner import Learner
 
-PriorStructure = Literal["layerwise", "module", "scalar"]
+HyperOptimizer = Literal["adam", "mackay"]
+HYPER_OPTIMIZERS: tuple[str, ...] = get_args(HyperOptimizer)
+STEP_LIMIT = 2.3  # of a logarithm: a factor of ten
 
 
 class Prior(Learner):
@@ -23,7 +27,7 @@ class Prior(Learner):
         model: of the parameters.
         likelihood: whether there is a noise scale to learn.
         served: names of the trainable parameters that have a precision; others are trained without a prior.
-        prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, lr_hyp, n_hypersteps: see
+        prior_structure, prior_prec_init, sigma_noise_init, fix_sigma_noise, hyper_optimizer, hyper_step_limit, lr_hyp, n_hypersteps: see
             :func:`ella_cuda.marglik_training`.
     """
 
@@ -35,21 +39,19 @@ class Prior(Learner):
         self.names = list(served)
         self._all_names = [*self.names, *(name for name in named if name not in set(served))]
         self.parameters = [named[name] for name in self._all_names]  # those without a precision come last
-        key = {"layerwise": lambda n: n, "module": lambda n: n.rpartition(".")[0], "scalar": lambda n: ""}[
-            settings["prior_structure"]
-        ]
-        groups = list(dict.fromkeys(key(n) for n in self.names))
         device = self.parameters[0].device
-        self.group = torch.tensor([groups.index(key(n)) for n in self.names], device=device)
+        self.group = torch.tensor(group_indices(settings["prior_structure"], self.names, model), device=device)
+        count = int(self.group.max()) + 1
         self.log_precision = torch.full(
-            (len(groups),), math.log(settings["prior_prec_init"]), dtype=torch.float64, device=device
+            (count,), math.log(settings["prior_prec_init"]), dtype=torch.float64, device=device
         ).requires_grad_()
         self.log_sigma = torch.tensor(
             math.log(settings["sigma_noise_init"]), dtype=torch.float64, device=device
         ).requires_grad_()
         self._learns_sigma = likelihood.has_noise and not settings["fix_sigma_noise"]
-        learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
-        self.optimizer = torch.optim.Adam(learned, lr=settings["lr_hyp"], fused=True)
+        if settings["hyper_optimizer"] == "adam":
+            learned = [self.log_precision, *([self.log_sigma] if self._learns_sigma else [])]
+            self.optimizer = torch.optim.Adam(learned, lr=settings["lr_hyp"], fused=True)
 
     def log_precisions(self) -> Tensor:
         """log δ, one per parameter tensor, differentiable in the log precisions."""
@@ -95,18 +97,28 @@ class Prior(Learner):
             )
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
-        """Adam steps with the curvature held; la has the last ones' values."""
-        upward = self.log_precision.new_tensor(-1 / la.n_data)
-        for _ in range(self._settings["n_hypersteps"]):
-            self.optimizer.zero_grad()
-            la.evidence_at(self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
-            self.optimizer.step()
+        """Steps with the curvature held; la has the last ones' values."""
+        if self.optimizer is None:
+            limit = self._settings["hyper_step_limit"]
+            steps = self._settings["n_hypersteps"]
+            log_precision, log_sigma, _ = fixed_points(la, steps, self.group, self._learns_sigma, limit=limit)
+            with torch.no_grad():
+                self.log_precision.copy_(log_precision)
+                if self._learns_sigma:
+                    self.log_sigma.copy_(log_sigma)
+        else:
+            upward = self.log_precision.new_tensor(-1 / la.n_data)
+            for _ in range(self._settings["n_hypersteps"]):
+                self.optimizer.zero_grad()
+                la.evidence_at(self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
+                self.optimizer.step()
         with torch.no_grad():
             la.prior_precision = self.precision()
             la.sigma_noise = self.sigma()
 
     def settings(self) -> dict[str, Any]:
-        return dict(self._settings)
+        unused = {"mackay": (), "adam": ("hyper_step_limit",)}[self._settings["hyper_optimizer"]]
+        return {key: value for key, value in self._settings.items() if key not in unused}
 
     def state_dict(self) -> dict[str, Any]:
         values = {"log_precision": self.log_precision.detach().clone(), "log_sigma": self.log_sigma.detach().clone()}

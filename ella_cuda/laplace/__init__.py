@@ -16,6 +16,7 @@ from ella_cuda.laplace.masks import (
 from ella_cuda.laplace.prior_structure import prior_groups
 from ella_cuda.laplace.rules import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.unfactored import DiagLaplace, FullLaplace, SubnetLaplace
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "SecondMoment",
     "SubnetLaplace",
     "SubnetMask",
+    "TangentModel",
     "exact_log_marginal_likelihood",
     "prior_groups",
     "register",

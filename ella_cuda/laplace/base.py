@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from os import PathLike
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, run_model, take
+from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, require_loader, run_model, take
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
+from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable, uneven_sum
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
 from ella_cuda.laplace.state import checked_count, checked_tensor
+from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.tuning import (
     Loss,
     check_arguments,
@@ -32,10 +36,35 @@ from ella_cuda.laplace.tuning import (
     warn_of_motion,
 )
 from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
-from ella_cuda.modes import exclusively
+from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on
+
+MODES = ("network", "linear")
+
+
+class Mean(NamedTuple):
+    """What the evidence takes from the parameters that stand for the posterior's mean.
+
+    Attributes:
+        statistic: what the log likelihood is a function of, 0-dim float64.
+        square_norms: of each parameter tensor, the squared distance from the prior's mean, float64.
+    """
+
+    statistic: Tensor
+    square_norms: Tensor
+
+
+class _Joined:
+    """Several loaders, one after the other."""
+
+    def __init__(self, loaders: Sequence[Iterable[Any]]) -> None:
+        self._loaders = loaders
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self._loaders:
+            yield from loader
 
 
 class BaseLaplace(Predictive):
@@ -107,6 +136,8 @@ class BaseLaplace(Predictive):
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
         self._inputs_shape: torch.Size | None = None  # of a data point of the fit
+        self._linear: LinearMode | None = None
+        self._loaders: list[Iterable[Any]] = []  # of the fit's data
 
     def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
         """What is looked at before the first batch.
@@ -130,6 +161,15 @@ class BaseLaplace(Predictive):
     @abstractmethod
     def posterior_at(self, prior_precision: Value) -> Posterior:
         """:attr:`posterior_precision` at another prior precision."""
+
+    @abstractmethod
+    def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
+        """With the curvature at sigma = 1 times a scale."""
+
+    def prior_covariance(self, x: Inputs) -> Tensor:
+        r""":math:`J \Lambda^{-1} J^T` of all data points' outputs, ``(N K, N K)``, float64."""
+        prior = self._posterior(self.prior_precision.detach(), self._no_scale)
+        return self._moments_under(x, [prior], joint=True)[1][0].double()
 
     @abstractmethod
     def effective_parameters(self) -> dict[str, float]:
@@ -188,9 +228,10 @@ class BaseLaplace(Predictive):
         self.n_params = sum(self._numels)
         self._device = next(iter(parameters.values())).device
 
-    def _taken(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """A batch on the model's device, which autograd may save; under autocast the reduced inputs of a full network in full."""
-        x, y = pair_on(batch, self._device, "fit", dict_keys(self.dict_key_x, self.dict_key_y))
+    def batch_of(self, batch: Any, where: str) -> tuple[Inputs, Tensor]:
+        """What a loader yielded, on the model's device, as tensors that autograd may save; under autocast the reduced inputs of a full
+        network in full. ``where`` begins messages."""
+        x, y = pair_on(batch, self._device, where, dict_keys(self.dict_key_x, self.dict_key_y))
         self._inputs_shape = x.shape[1:] if isinstance(x, Tensor) else None
         return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x, y
 
@@ -232,6 +273,7 @@ class BaseLaplace(Predictive):
         if self.n_data:
             self.require_unchanged()
             self._square_norms = self.norms({n: self.model.get_parameter(n) for n in self.parameter_names}, mean)
+            self._linear = None
         self._prior_mean = mean
 
     def _mean_of_prior(self, value: Value) -> Tensor:
@@ -300,12 +342,31 @@ class BaseLaplace(Predictive):
         precision = self.prior_precision if prior_precision is None else self._precisions(prior_precision)
         return precision, self.sigma_noise if sigma_noise is None else self._sigma(sigma_noise)
 
-    def _log_likelihood(self, sigma: Tensor) -> Tensor:
+    def mean_at(self, at: str) -> Mean:
+        """At the network's parameters, "network", or at the mode of the linearised network, "linear".
+
+        Raises:
+            RuntimeError: not fitted, or the linear mode was not found.
+        """
         self._fitted()
-        statistic = self._statistic
+        if check_choice("at", at, MODES) == "network":
+            return Mean(self._statistic, self._square_norms)
+        if self._linear is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: at='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
+            )
+        return Mean(self._linear.statistic, self._linear.square_norms)
+
+    def _log_likelihood(self, sigma: Tensor, at: str = "network") -> Tensor:
+        statistic = self.mean_at(at).statistic
         if torch.is_grad_enabled() and any(
             b.requires_grad for m in self._modules for b in m._buffers.values() if b is not None
         ):
+            if at == "linear":
+                raise RuntimeError(
+                    f"{type(self).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad(), or "
+                    "with buffers that do not require a gradient."
+                )
             for name, b in hyperparameters(self.model).items():
                 if name not in self._statistic_gradients:
                     raise RuntimeError(
@@ -355,37 +416,180 @@ class BaseLaplace(Predictive):
             return scale
         return scale - 2 * (self.sigma_noise.log() if log_sigma is None else log_sigma)
 
-    def log_marginal_likelihood(self, prior_precision: Value | None = None, sigma_noise: Value | None = None) -> Tensor:
-        """The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
+    def log_marginal_likelihood(
+        self, prior_precision: Value | None = None, sigma_noise: Value | None = None, at: str = "network"
+    ) -> Tensor:
+        r"""The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
         arguments, and in the buffers that required a gradient at the fit.
 
         Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
 
+        With ``at="linear"`` it is that of the linearised network at its mode :math:`\theta_\star`, which is held:
+        :math:`\log p(D | h(\theta_\star)) - \frac12 (\|\theta_\star\|^2_\Lambda + \log|H \Lambda^{-1} + I|)`. Where :math:`\theta_\star` is
+        the mode at these precisions, this is the linear model's exact evidence, of a regression and the full matrix H.
+
         Args:
             prior_precision: a number, or one value per parameter tensor; None is ``self.prior_precision``.
             sigma_noise: None is ``self.sigma_noise``.
+            at: "network", the parameters of the fit, or "linear", what :meth:`fit_linear_mode` found.
 
         Raises:
             ValueError: a value is not positive and finite, or of a wrong shape.
-            RuntimeError: not fitted, or fitted before a buffer required a gradient or a basis changed.
+            RuntimeError: not fitted, or fitted before a buffer required a gradient or a basis changed; ``at="linear"`` before
+                :meth:`fit_linear_mode`, or with buffers to differentiate in.
             FloatingPointError, ArithmeticError: a factor is not finite, or has an eigenvalue negative beyond rounding.
 
-        Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7.
+        Source: Immer et al., ICML 2021, eq. 5; van der Ouderaa et al., NeurIPS 2023, eq. 7; Antoran et al., "Adapting the linearised
+        Laplace model evidence for modern deep learning", ICML 2022, section 4 (at="linear").
         """
         precision, sigma = self.resolve(prior_precision, sigma_noise)
-        return self.evidence_at(precision.log(), None if sigma_noise is None else sigma.log())
+        return self.evidence_at(precision.log(), None if sigma_noise is None else sigma.log(), at)
 
-    def evidence_at(self, log_precision: Tensor, log_sigma: Tensor | None = None) -> Tensor:
+    def evidence_at(self, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:
         """:meth:`log_marginal_likelihood` as a function of the logarithms, where an optimizer of both works: nothing is
         checked, and the derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value.
 
         Args:
             log_precision: one value per parameter tensor, float64, on the model's device.
             log_sigma: 0-dim float64; None is that of ``self.sigma_noise``.
+            at: see there.
         """
         sigma = self.sigma_noise if log_sigma is None else log_sigma.exp()
-        penalty = self._penalty(log_precision, self._log_scale(log_sigma), self._square_norms)
-        return torch.add(self._log_likelihood(sigma), penalty, alpha=-0.5)
+        penalty = self._penalty(log_precision, self._log_scale(log_sigma), self.mean_at(at).square_norms)
+        return torch.add(self._log_likelihood(sigma, at), penalty, alpha=-0.5)
+
+    # the linearised network's mode -----------------------------------------------------------------------------------
+
+    @property
+    def linear_mode(self) -> Tensor | None:
+        """The mode of the linearised network's posterior, ``(P,)`` in ``parameter_names`` order, of the parameters' dtype; None before
+        :meth:`fit_linear_mode` and after another fit."""
+        if self._linear is None:
+            return None
+        return self._linear.theta.to(self.model.get_parameter(self.parameter_names[0]).dtype)
+
+    @property
+    def linear_fit(self) -> LinearMode | None:
+        """How :attr:`linear_mode` was found: its loss, the residual, the passes over the data."""
+        return self._linear
+
+    @running_the_model
+    def fit_linear_mode(
+        self,
+        loader: Iterable[Any],
+        tol: float = 1e-6,
+        solver: str = "auto",
+        *,
+        form: str = "full",
+        hessian_at: str = "network",
+        start: Tensor | None = None,
+        precondition: bool = True,
+        max_passes: int = 500,
+        checkpoint: str | PathLike[str] | None = None,
+        progress_bar: bool = False,
+    ) -> Tensor:
+        r"""Find the mode of the linearised network's posterior at the present precisions and noise:
+
+        .. math::
+            \theta_\star = \arg\min_\theta\, -\tfrac1T \log p(D | h(\theta)) + \tfrac12 \|\theta - \mu\|^2_\Lambda
+
+        with h of :class:`ella_cuda.laplace.TangentModel`. Weights that were stopped early, or that normalisation layers follow, are not a
+        mode, and the evidence at them chooses precisions that are too small, whose error bars are too wide; :math:`\theta_\star` is one. The
+        network goes on being linearised at its own parameters, and predictions have the mean of its outputs unless asked for another.
+
+        The loss is convex. Newton's method finds its minimum, each step by conjugate gradients, whose products with the curvature are a
+        derivative along a direction and a gradient, one pass over the data each, and which the posterior's covariance preconditions.
+
+        Args:
+            loader: of the fit's data, as for :meth:`fit`; augmentation must be off. Batches that are the same in every pass save a run of the
+                network in each.
+            tol: of the residual: the norm of the loss' gradient over that of the larger of its two terms, in the metric of the posterior's
+                covariance. float32 networks come to some 1e-5.
+            solver: "newton_cg"; of a regression, whose loss is quadratic, "cg" or "dual", which factorises the kernel of all ``N K`` outputs;
+                "sgd" takes steps along preconditioned gradients of batches, for ``max_passes``, and comes near alone; "auto" is "dual" with
+                few outputs, "cg", or "newton_cg".
+            form: "full", or "simple": ``h = J theta``.
+            hessian_at: "network", or "linear": the curvature is accumulated once more with the likelihood's Hessian at the linearised
+                network's outputs, and is the approximation's from then on.
+            start: where to start, ``(P,)``; None is the last mode of this fit and form if there is one, else the network's parameters, or
+                with "simple" the prior's mean.
+            precondition: False leaves the preconditioner out.
+            max_passes: over the data, at most.
+            checkpoint: a file, which is written every half a minute and removed at the end; if it exists, the solver starts from it.
+            progress_bar: show one.
+
+        Returns:
+            :attr:`linear_mode`; :attr:`linear_fit` says more.
+
+        Raises:
+            ValueError: an argument does not fit; the loader's data are not as many as the fit's.
+            RuntimeError: not fitted, or the model's parameters or buffers changed since.
+            NotImplementedError: a function of the network has no derivatives along directions.
+            FloatingPointError: the log likelihood is not finite.
+
+        Warns:
+            UserWarning: the residual stays above ``tol``. What was found is kept.
+
+        Source: Antoran et al., "Adapting the linearised Laplace model evidence for modern deep learning", ICML 2022, section 4.
+        """
+        require_loader(loader, "fit_linear_mode: loader")
+        check_choice("hessian_at", hessian_at, HESSIANS)
+        self.require_unchanged()
+        self._find_linear_mode(
+            loader, tol, solver, form, hessian_at, start, precondition, max_passes, checkpoint, progress_bar
+        )
+        if self._linear.why:
+            warnings.warn(
+                f"fit_linear_mode: the residual is {self._linear.residual:.2g} after {self._linear.passes} passes over the data, above "
+                f"tol={tol:g}; {self._linear.why}.",
+                UserWarning,
+                stacklevel=3,
+            )
+        return self.linear_mode
+
+    def _find_linear_mode(
+        self,
+        loader: Iterable[Any],
+        tol: float,
+        solver: str,
+        form: str,
+        hessian_at: str,
+        start: Tensor | None = None,
+        precondition: bool = True,
+        max_passes: int = 500,
+        checkpoint: str | PathLike[str] | None = None,
+        progress_bar: bool = False,
+    ) -> None:
+        if start is None and self._linear is not None and self._linear.form == form:
+            start = self._linear.theta
+        elif start is not None:
+            start = self._checked_vector(start)
+            if start.dim() != 1:
+                raise ValueError(
+                    f"start: expected one vector of all parameters, ({self.n_params},), got {tuple(start.shape)}."
+                )
+        stopping = Stopping(tol, max_passes).checked()
+        found = solve(self, loader, stopping, solver, form, start, precondition, checkpoint, progress_bar)
+        if hessian_at == "linear":
+            tangent = TangentModel(self.model, form, self.parameter_names)
+            self._refit(loader, lambda x: tangent(found.theta, x).detach())
+        self._linear = found
+
+    @abstractmethod
+    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
+        """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
+
+    def data_weight(self) -> Tensor:
+        """By which likelihood and curvature at sigma = 1 are multiplied, ``1 / (sigma^2 T)``, 0-dim float64."""
+        return self._log_scale(None).exp().detach()
+
+    def free_elements(self) -> Tensor | None:
+        """Of all parameters, one where an element has a posterior and zero elsewhere, ``(P,)``; None where all have one."""
+        return None
+
+    @abstractmethod
+    def effective_by_tensor(self) -> Tensor:
+        """:meth:`effective_parameters` in ``parameter_names`` order, float64."""
 
     def optimize_prior_precision(
         self,
@@ -405,6 +609,12 @@ class BaseLaplace(Predictive):
         progress_bar: bool = False,
         *,
         tune_sigma: bool = True,
+        at: str = "network",
+        train_loader: Iterable[Any] | None = None,
+        tol: float = 1e-3,
+        form: str = "full",
+        hessian_at: str = "network",
+        solver: str = "auto",
     ) -> Tensor:
         """Choose the prior precisions, and a regression's noise, for the curvature as it was fitted.
 
@@ -423,6 +633,12 @@ class BaseLaplace(Predictive):
             log_prior_prec_min, log_prior_prec_max, grid_size: of the grid, powers of ten.
             progress_bar: show one.
             tune_sigma: whether "marglik" and "mackay" choose ``sigma_noise`` too, of a likelihood that has one.
+            at: "network", where the evidence is that at the network's parameters; or "linear": :meth:`fit_linear_mode` and MacKay's fixed
+                points at what it finds take turns until both stand still, whichever of "marglik" and "mackay" is given, since the evidence at
+                the mode has its maximum there. ``n_steps`` are rounds of both.
+            train_loader: of the fit's data, for ``at="linear"``; None is what :meth:`fit` got.
+            tol: with ``at="linear"``, the largest change of a precision's logarithm in a round that is none.
+            form, hessian_at, solver: of :meth:`fit_linear_mode`.
 
         Returns:
             ``self.prior_precision``: one value per parameter tensor.
@@ -434,9 +650,13 @@ class BaseLaplace(Predictive):
         Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
         """
         check_arguments(method, prior_structure, link_approx, n_steps, lr, val_loader)
+        check_choice("at", at, MODES)
+        check_choice("hessian_at", hessian_at, HESSIANS)
         self._fitted()
         self._bases.check()
-        before = self.prior_precision, self.sigma_noise
+        if at == "linear":
+            loader = self._training_loader(method, train_loader)
+        before = self.prior_precision, self.sigma_noise, self._linear
         sigma = tune_sigma and self.likelihood_function.has_noise
         group = groups_of(self, prior_structure)
         try:
@@ -448,14 +668,52 @@ class BaseLaplace(Predictive):
                 return self.prior_precision
             if init_prior_prec is not None:
                 self.prior_precision = init_prior_prec
-            if method == "marglik":
+            if at == "linear":
+                self._alternate(loader, solver, form, hessian_at, n_steps, group, sigma, tol, progress_bar)
+            elif method == "marglik":
                 raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
             elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:
                 warn_of_motion(n_steps)
         except BaseException:
-            self.prior_precision, self.sigma_noise = before
+            self.prior_precision, self.sigma_noise, self._linear = before
             raise
         return self.prior_precision
+
+    def _training_loader(self, method: str, given: Iterable[Any] | None) -> Iterable[Any]:
+        if method == "gridsearch":
+            raise ValueError("optimize_prior_precision: method='gridsearch' has no at='linear'; use 'marglik'.")
+        self.require_unchanged()
+        if given is not None:
+            require_loader(given, "optimize_prior_precision: train_loader")
+            return given
+        if not self._loaders:
+            raise ValueError(
+                "optimize_prior_precision: at='linear' passes over the training data, whose loader a copied or loaded approximation does not "
+                "have; pass train_loader."
+            )
+        return self._loaders[0] if len(self._loaders) == 1 else _Joined(self._loaders)
+
+    @running_the_model
+    def _alternate(
+        self,
+        loader: Iterable[Any],
+        solver: str,
+        form: str,
+        hessian_at: str,
+        n_steps: int,
+        group: Tensor,
+        tune_sigma: bool,
+        tol: float,
+        progress_bar: bool,
+    ) -> None:
+        check_positive("tol", as_float64("tol", tol, torch.device("cpu")))
+
+        def find(inner: float) -> None:
+            self._find_linear_mode(loader, inner, solver, form, hessian_at)
+
+        # With the Hessian at moving outputs the evidence need not rise, which is what an accelerated round is judged by.
+        if not alternate(self, find, n_steps, group, tune_sigma, tol, hessian_at == "network", progress_bar):
+            warn_of_motion(n_steps)
 
     @property
     def square_norms(self) -> Tensor:
@@ -549,7 +807,13 @@ class BaseLaplace(Predictive):
             "statistic": self._statistic.clone(),
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
+            "linear_mode": self._saved_linear_mode(),
         }
+
+    def _saved_linear_mode(self) -> dict[str, Any] | None:
+        if self._linear is None:
+            return None
+        return {key: v.clone() if isinstance(v, Tensor) else v for key, v in self._linear._asdict().items()}
 
     def _checked_state(
         self, state: Mapping[str, Any], settings: Sequence[str], defaults: Mapping[str, Any] | None = None
@@ -568,7 +832,7 @@ class BaseLaplace(Predictive):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
         own = self.state_dict().keys()
         none = torch.zeros((), dtype=torch.float64)
-        state = {"prior_mean": none, "temperature": 1.0, **(defaults or {}), **state}
+        state = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, **(defaults or {}), **state}
         if missing := sorted(own - state.keys()):
             raise ValueError(
                 f"load_state_dict: entries missing from the state: {', '.join(missing)}; a {type(self).__name__} takes the states of its own "
@@ -593,6 +857,7 @@ class BaseLaplace(Predictive):
         if (square_norms < 0).any():
             raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
         statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
+        linear = LinearMode.of_state(state["linear_mode"], self.n_params, count)
 
         def restore() -> None:
             self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
@@ -602,6 +867,8 @@ class BaseLaplace(Predictive):
             self._statistic, self._square_norms, self._fingerprint = (
                 tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
             )
+            self._linear = None if linear is None else linear.on(self._device)
+            self._loaders = []
 
         return state, n_data, restore
 
@@ -609,7 +876,7 @@ class BaseLaplace(Predictive):
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
         values = {name: value if value.is_leaf else value.detach() for name, value in given.items()}
-        return self.__dict__ | values | {"_predicting": None}
+        return self.__dict__ | values | {"_predicting": None, "_loaders": []}
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:

@@ -208,18 +208,18 @@ def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[Inputs], int]
     for x, y in pairs:
         size, most, own = data_points(x), room(x), _kind(x, y)
         if held and (count + size > most or own is None or own != kind):
-            yield _concatenated(held)
+            yield joined(held)
             held, count = [], 0
         kind = own
         held.append((x, y))
         count += size
         if count >= most:
-            yield _concatenated(held)
+            yield joined(held)
             held, count = [], 0
         else:
             held[-1] = map_tensors(x, Tensor.clone), y.clone()  # whoever yields them may use their memory again
     if held:
-        yield _concatenated(held)
+        yield joined(held)
 
 
 def _kind(x: Inputs, y: Tensor) -> Any:
@@ -231,7 +231,8 @@ def _kind(x: Inputs, y: Tensor) -> Any:
     return names, [(part.shape[1:], part.dtype) for part in (*parts, y)]
 
 
-def _concatenated(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
+def joined(pairs: Sequence[tuple[Inputs, Tensor]]) -> tuple[Inputs, Tensor]:
+    """All data points as one pair."""
     if len(pairs) == 1:
         return pairs[0]
     columns = iter([torch.cat(parts) for parts in zip(*(tensors_of(x) for x, _ in pairs), strict=True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,12 +219,31 @@ class KronLaplace(BaseLaplace):
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
             torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.
         """
-        require_loader(loader, "fit: loader")
         if not isinstance(override, bool):
             raise TypeError(
                 f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
+        before = [] if override else self._loaders
+        self._accumulate(loader, override, progress_bar, generator)
+        self._loaders = [*before, loader]
+        return self
+
+    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
+        loaders = self._loaders
+        self._accumulate(loader, True, False, None, outputs_of)
+        self._loaders = loaders
+
+    def _accumulate(
+        self,
+        loader: Iterable[Any],
+        override: bool,
+        progress_bar: bool,
+        generator: torch.Generator | None,
+        outputs_of: Callable[[Inputs], Tensor] | None = None,
+    ) -> None:
+        """:meth:`fit`, with the likelihood's Hessian at other outputs of inputs than the network's, if wanted."""
+        require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
         if anew:
@@ -265,7 +284,7 @@ class KronLaplace(BaseLaplace):
             def taken() -> Iterator[tuple[Inputs, Tensor]]:
                 nonlocal x, y, tried
                 for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                    x, y = self._taken(batch)
+                    x, y = self.batch_of(batch, "fit")
                     if data_points(x) and not tried:
                         with without_autocast(self._device.type):
                             self._try_out(run, x, several=self.fisher == "exact")
@@ -275,7 +294,7 @@ class KronLaplace(BaseLaplace):
             for x, y in merged(taken(), run.merged_images):
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
-                        statistic = statistic + self._add(run, data_fit, *part, generator)
+                        statistic = statistic + self._add(run, data_fit, *part, generator, outputs_of)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:
             raise ValueError(
@@ -297,23 +316,30 @@ class KronLaplace(BaseLaplace):
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
-        self._fingerprint, self._verified = fingerprint, None
-        return self
+        self._fingerprint, self._verified, self._linear = fingerprint, None, None
 
     def _add(
-        self, run: CurvaturePass, data_fit: DataFitGradient, x: Inputs, y: Tensor, generator: torch.Generator | None
+        self,
+        run: CurvaturePass,
+        data_fit: DataFitGradient,
+        x: Inputs,
+        y: Tensor,
+        generator: torch.Generator | None,
+        outputs_of: Callable[[Inputs], Tensor] | None,
     ) -> Tensor:
         """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
+        others = None if outputs_of is None else outputs_of(x)
         with run.nodes():
             outputs = run.forward(x)
             f = outputs.detach()
             with torch.no_grad():
                 self.likelihood_function.check(f, y)
                 statistic = self.likelihood_function.statistic(f, y)
+                at = f if others is None else others.to(f.dtype)
                 columns = (
-                    self.likelihood_function.columns(f, y, self.column_tolerance)
+                    self.likelihood_function.columns(at, y, self.column_tolerance)
                     if self.fisher == "exact"
-                    else self.likelihood_function.sampled_column(f, y, generator)
+                    else self.likelihood_function.sampled_column(at, y, generator)
                 )
             if data_points(x):
                 run.backward(outputs, columns)
@@ -395,24 +421,28 @@ class KronLaplace(BaseLaplace):
     def posterior_at(self, prior_precision: Value) -> KronPosterior:
         """:attr:`posterior_precision` at another prior precision. The eigenvectors of the factors, as many numbers as these have, are
         computed once for a fit."""
+        return self._posterior(self._precisions(prior_precision).detach(), self.data_weight())
+
+    def _posterior(self, precision: Tensor, scale: Tensor) -> KronPosterior:
         if self._eigenbases is None:
             shapes = {name: self.model.get_parameter(name).shape for name in self.parameter_names}
             self._eigenbases = eigenbases(self._factors, shapes)
         dtype = self.model.get_parameter(self.parameter_names[0]).dtype
-        scale = self._log_scale(None).exp().detach()
-        return KronPosterior(self._eigenbases, self._precisions(prior_precision).detach(), scale, dtype)
+        return KronPosterior(self._eigenbases, precision, scale, dtype)
 
     def effective_parameters(self) -> dict[str, float]:
         r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.
 
         Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
         """
+        return dict(zip(self.parameter_names, self.effective_by_tensor().tolist(), strict=True))
+
+    @torch.no_grad()
+    def effective_by_tensor(self) -> Tensor:
         self._fitted()
         self._bases.check()
-        with torch.no_grad():
-            log_precision, log_scale = self.prior_precision.log(), self._log_scale(None)
-            found = ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale)
-        return dict(zip(self.parameter_names, found.effective.tolist(), strict=True))
+        log_precision, log_scale = self.prior_precision.log(), self._log_scale(None)
+        return ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale).effective
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 METHODS = ("marglik", "mackay", "gridsearch")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
+BOUNDS = math.log(SMALLEST), math.log(LARGEST)
 STILL = 1e-8  # the largest change of a logarithm at which fixed points have come to rest
 SHARE = 2 / 3  # of the way to a fixed point's right side that an update goes
 NOTHING = 1e-3  # elements of a group that are none
@@ -75,6 +76,7 @@ def fixed_points(
     tune_sigma: bool,
     progress_bar: bool = False,
     limit: float | None = None,
+    at_mode: str = "network",
 ) -> tuple[Tensor, Tensor, bool]:
     r"""MacKay's updates :math:`\delta_g \leftarrow \gamma_g / \|\theta_g - \mu_g\|^2` of the groups of tensors until they rest, la's values
     included; of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (T (N K - \gamma))`, T the temperature. Where the data determine more than
@@ -98,18 +100,19 @@ def fixed_points(
         progress_bar: show one.
         limit: how far the logarithms of the precisions, and of the noise's :math:`1 / \sigma^2`, may go from where they start; None is as far
             as they like.
+        at_mode: "network", or "linear": whose distances from the prior's mean and squared errors these are.
 
     Returns:
         The logarithms of the groups' precisions and of sigma, and whether they rest.
 
     Source: MacKay, "Bayesian interpolation", 1992, section 4.
     """
-    norms, count = sums_by_group(la.square_norms, group), int(group.max()) + 1
+    mean = la.mean_at(at_mode)
+    norms, count = sums_by_group(mean.square_norms, group), int(group.max()) + 1
     # Of the precisions and of the noise's, in a row.
     at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
     lowest, highest = (at - limit, at + limit) if limit is not None else (at - math.inf, at + math.inf)
-    bounds = math.log(SMALLEST), math.log(LARGEST)
-    evidence = _put(la, at, group, tune_sigma)
+    evidence = put(la, at, group, tune_sigma, at_mode)
     before: Tensor | None = None  # the determined elements before the last update
     rested = False
     for _ in tqdm(range(n_steps), desc="fixed points", disable=not progress_bar, leave=False):
@@ -118,10 +121,10 @@ def fixed_points(
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
         aim = torch.where(aim.isnan(), at[:-1], aim)
-        part = (at[:-1] + SHARE * (aim - at[:-1])).clamp(*bounds)
-        aims = torch.cat([part, _noise_aim(la, gamma.sum(), at[-1:], tune_sigma)])
+        part = (at[:-1] + SHARE * (aim - at[:-1])).clamp(*BOUNDS)
+        aims = torch.cat([part, _noise_aim(la, -2 * mean.statistic, gamma.sum(), at[-1:], tune_sigma)])
         step = torch.minimum(torch.maximum(aims, lowest), highest) - at
-        while (after := _put(la, at + step, group, tune_sigma)) < evidence - ROUNDING * abs(evidence):
+        while (after := put(la, at + step, group, tune_sigma, at_mode)) < evidence - ROUNDING * abs(evidence):
             step = step / 2
             if step.abs().max() < STILL:
                 step = torch.zeros_like(step)
@@ -136,24 +139,26 @@ def fixed_points(
     return at[:-1], -at[-1] / 2, rested
 
 
-def _noise_aim(la: KronLaplace, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
+def _noise_aim(
+    la: KronLaplace, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool
+) -> Tensor:
     """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
     if not tune_sigma:
         return log_noise
-    error = la.square_error / la.temperature
+    error = square_error / la.temperature
     if 2 * determined < la.n_targets:
         return -(error / (la.n_targets - determined)).log()[None]
     return -((error + determined * (-log_noise).exp()) / la.n_targets).log()
 
 
-def _put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool) -> float:
+def put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str) -> float:
     """Give la these logarithms, of the groups' precisions and last the noise's; returns the evidence there."""
     precision = at[:-1].exp()
     held = precision.clamp(SMALLEST, LARGEST)  # at a bound without what the exponential of its logarithm is off
     la.prior_precision = torch.where((precision - held).abs() < 1e-13 * held, held, precision)[group]
     if tune_sigma:
         la.sigma_noise = (-at[-1] / 2).exp()
-    return la.evidence_at(at[:-1][group], -at[-1] / 2 if tune_sigma else None).item()
+    return la.evidence_at(at[:-1][group], -at[-1] / 2 if tune_sigma else None, at_mode).item()
 
 
 def warn_of_motion(n_steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -211,6 +211,24 @@ class UnfactoredLaplace(BaseLaplace):
     @running_the_model
     def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> UnfactoredLaplace:
         """One streaming pass over the data at the model's present parameters; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
+        before = [] if override else self._loaders
+        self._accumulate(loader, override, progress_bar)
+        self._loaders = [*before, loader]
+        return self
+
+    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
+        loaders = self._loaders
+        self._accumulate(loader, True, False, outputs_of)
+        self._loaders = loaders
+
+    def _accumulate(
+        self,
+        loader: Iterable[Any],
+        override: bool,
+        progress_bar: bool,
+        outputs_of: Callable[[Inputs], Tensor] | None = None,
+    ) -> None:
+        """:meth:`fit`, with the likelihood's Hessian at other outputs of inputs than the network's, if wanted."""
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
@@ -232,11 +250,11 @@ class UnfactoredLaplace(BaseLaplace):
         seen = 0
         with running(JacobianPass(self.model, rules, self._layout.shapes, self.memory_budget)) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = self._taken(batch)
+                x, y = self.batch_of(batch, "fit")
                 with without_autocast(self._device.type):
                     if data_points(x) and not seen:
                         self._try_out(run, x, several=True)
-                    statistic = statistic + self._add(run, x, y)
+                    statistic = statistic + self._add(run, x, y, outputs_of)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:
             raise ValueError(
@@ -249,15 +267,16 @@ class UnfactoredLaplace(BaseLaplace):
         self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
         self._square_norms = self.norms(parameters)
         self._bases = FittedBases(self.model)
-        self._fingerprint, self._verified = fingerprint.to(self._device), None
-        return self
+        self._fingerprint, self._verified, self._linear = fingerprint.to(self._device), None, None
 
-    def _add(self, run: JacobianPass, x: Inputs, y: Tensor) -> Tensor:
+    def _add(self, run: JacobianPass, x: Inputs, y: Tensor, outputs_of: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function
+        others = None if outputs_of is None else outputs_of(x)
 
         def columns(outputs: Tensor, which: slice) -> Columns | Tensor:
             likelihood.check(outputs, y[which])
-            return likelihood.columns(outputs, y[which])
+            at = outputs if others is None else others[which].to(outputs.dtype)
+            return likelihood.columns(at, y[which])
 
         outputs = run.run(x, columns, self._curvature, each_alone=True)
         self.n_outputs = outputs[0].numel() if len(outputs) else self.n_outputs
@@ -288,20 +307,29 @@ class UnfactoredLaplace(BaseLaplace):
 
     def posterior_at(self, prior_precision: Value) -> Posterior:
         self._fitted()
+        return self._posterior(self._precisions(prior_precision).detach(), self.data_weight())
+
+    def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
         dtype = self.model.get_parameter(self.parameter_names[0]).dtype
-        prior = self._elementwise(self._precisions(prior_precision).detach())
-        return self._curvature.posterior(prior, self._log_scale(None).exp().detach(), dtype)
+        return self._curvature.posterior(self._elementwise(precision), scale, dtype)
+
+    def free_elements(self) -> Tensor | None:
+        if self._layout.indices is None:
+            return None
+        return self._layout.spread(torch.ones(self._layout.count, dtype=torch.float64, device=self._device))
 
     def effective_parameters(self) -> dict[str, float]:
         """Parameter name -> how many of its elements the data determine.
 
         Source: MacKay, "Bayesian interpolation", 1992.
         """
+        return dict(zip(self.parameter_names, self.effective_by_tensor().tolist(), strict=True))
+
+    @torch.no_grad()
+    def effective_by_tensor(self) -> Tensor:
         self._fitted()
-        with torch.no_grad():
-            shares = self._curvature.shares(self._elementwise(self.prior_precision), self._log_scale(None).exp())
-        sums = [part.sum().item() for part in shares.split(self._layout.counts)]
-        return dict(zip(self.parameter_names, sums, strict=True))
+        shares = self._curvature.shares(self._elementwise(self.prior_precision), self._log_scale(None).exp())
+        return torch.stack([part.sum() for part in shares.split(self._layout.counts)])
 
     # saving ----------------------------------------------------------------------------------------------------------
 

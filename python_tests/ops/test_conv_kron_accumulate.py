@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -217,11 +221,42 @@ def test_more_pairs_of_pixels_than_are_packed_at_once(shape, kernel, wide, devic
     assert torch.equal(found.double(), exact)
 
 
-@pytest.mark.parametrize("shape, kernel", [((1, 16, 400, 400), 5), ((3000, 16, 4, 4), 5), ((150, 16, 7, 7), (7, 7))])
-def test_scratch_does_not_grow_with_images(shape, kernel):
-    x, d = torch.ones(shape), shape[1] * pair(kernel)[0] * pair(kernel)[1]
+@pytest.mark.parametrize(
+    "shape, kernel, padding",
+    [
+        ((1, 16, 400, 400), 5, None),
+        ((3000, 16, 4, 4), 5, None),
+        ((150, 16, 7, 7), 7, None),
+        ((20, 64, 28, 28), 5, 0),  # pairs of pixels fall apart into many classes
+        ((150, 32, 3, 3), 9, None),
+    ],
+)
+def test_scratch_does_not_grow_with_images_or_kernels(shape, kernel, padding):
+    x, d = torch.ones(shape), shape[1] * kernel**2
     factor = torch.zeros(d, d)
-    assert checks.peak_bytes(lambda: ops.conv_kron_accumulate_(factor, x, kernel, "zeros")) <= 24e6
+    call = functools.partial(ops.conv_kron_accumulate_, factor, x, kernel, "zeros", padding=padding)
+    assert checks.peak_bytes(call) <= 24e6
+
+
+CAPABILITIES = """
+import torch
+from ella_cuda import ops
+torch.manual_seed(0)
+shapes = [(150, 16, 4, 4), (70, 70, 4, 4), (150, 35, 8, 8), (40, 17, 8, 6), (9, 24, 6, 7)]
+for shape, kernel, stride in zip(shapes, (3, 3, 3, 3, 5), (1, 1, 1, 2, 1), strict=True):
+    x = torch.randint(199, 256, shape).float()
+    factor = torch.full((shape[1] * kernel**2,) * 2, 2.0**40, dtype=torch.float64)
+    settings = {"padding_mode": "zeros", "alpha": 0.5, "stride": stride}
+    exact = ops.conv_kron_accumulate_torch_(factor.clone(), x.double(), kernel, **settings)
+    assert torch.equal(ops.conv_kron_accumulate_(factor, x, kernel, **settings), exact), (shape, kernel, stride)
+"""
+
+
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
+def test_pairs_of_pixels_in_every_instruction_set(capability, beside_the_tests):
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", CAPABILITIES]
+    subprocess.run(command, check=True, env=environment, cwd=beside_the_tests, timeout=300)
 
 
 @pytest.mark.parametrize("mode", ["circular", "zeros"])

@@ -227,7 +227,7 @@ def test_more_pairs_of_pixels_than_are_packed_at_once(shape, kernel, wide, devic
         ((1, 16, 400, 400), 5, None),
         ((8000, 16, 4, 4), 3, None),
         ((20, 64, 28, 28), 5, 0),  # pairs of pixels fall apart into many classes
-        ((40, 32, 3, 3), 11, None),
+        ((40, 32, 3, 3), 13, None),
     ],
 )
 def test_scratch_does_not_grow_with_images_or_kernels(shape, kernel, padding):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -157,8 +161,105 @@ def test_zeros_around_images_where_that_way_is_none(geometry, device):
     checks.assert_same(found, explicit(x, *geometry, "zeros"))
 
 
+PAIRS = [  # x, kernel, stride, padding, dilation: patches read the same pairs of pixels again and again
+    ((9, 37, 4, 4), 3, 1, 1, 1),
+    ((9, 70, 4, 4), 3, 1, 1, 1),
+    ((9, 131, 3, 5), 3, 1, 1, 1),
+    ((34, 16, 2, 2), 3, 1, 1, 1),
+    ((35, 17, 1, 4), 3, 1, 1, 1),
+    ((130, 19, 1, 1), 3, 1, 1, 1),
+    ((3, 41, 8, 7), 3, 1, 1, 1),
+    ((9, 20, 5, 8), 3, 1, 0, 1),
+    ((9, 18, 5, 4), 3, 1, 2, 1),
+    ((5, 17, 7, 5), (3, 5), 1, (1, 2), 1),
+    ((6, 21, 6, 5), (2, 3), 1, (0, 1), 1),
+    ((5, 16, 6, 5), 5, 1, 2, 1),
+    ((17, 33, 8, 8), 3, 2, 1, 1),
+    ((9, 20, 7, 6), 3, (2, 1), 1, 1),
+    ((33, 20, 4, 7), 3, (1, 2), (1, 0), 1),
+    ((5, 17, 7, 8), 3, 1, (1, 2), (1, 2)),
+    ((5, 22, 8, 5), 3, 1, (2, 1), (2, 1)),
+]
+
+
+@pytest.mark.parametrize("geometry", PAIRS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_pairs_of_pixels(geometry, dtype, device):
+    """Images and kernels for which there is a way of their own with zeros around."""
+    shape, kernel, stride, padding, dilation = geometry
+    x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+    options = {"stride": stride, "padding": padding, "dilation": dilation}
+    for _, view in checks.layouts(x):
+        exact = explicit(view, kernel, stride, padding, dilation, "zeros")
+        if dtype in (torch.bfloat16, torch.float16):
+            accurate_in_both(view, kernel, exact, "zeros", **options)
+            continue
+        start = torch.randn(*exact.shape, dtype=torch.float64).to(device, dtype)
+        start = start + start.T
+        ours, reference = start.clone(), start.clone()
+        ops.conv_kron_accumulate_(ours, view, kernel, "zeros", 0.3, **options)
+        ops.conv_kron_accumulate_torch_(reference, view, kernel, "zeros", 0.3, **options)
+        checks.error_at_most_twice(ours, reference, start.double() + 0.3 * exact)
+        assert torch.equal(ours, ours.T)
+        wide = torch.zeros(exact.shape, dtype=torch.float64, device=device)
+        ops.conv_kron_accumulate_(wide, view, kernel, "zeros", 0.3, **options)
+        torch.testing.assert_close(wide, 0.3 * exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+        assert torch.equal(wide, wide.T)
+
+
+@pytest.mark.parametrize("shape, kernel", [((200, 130, 8, 8), 3), ((2100, 16, 4, 4), 3), ((40, 16, 24, 24), 5)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_more_pairs_of_pixels_than_are_packed_at_once(shape, kernel, wide, device):
+    """Integers, of which all sums are exact."""
+    x = torch.randint(-3, 4, shape).to(device, torch.float32)
+    d = shape[1] * kernel**2
+    found = torch.zeros(d, d, dtype=torch.float64 if wide else torch.float32, device=device)
+    ops.conv_kron_accumulate_(found, x, kernel, "zeros")
+    exact = torch.zeros(d, d, dtype=torch.float64, device=device)
+    for some in x.split(100):
+        ops.conv_kron_accumulate_torch_(exact, some, kernel, "zeros")
+    assert torch.equal(found.double(), exact)
+
+
+@pytest.mark.parametrize(
+    "shape, kernel, padding",
+    [
+        ((1, 16, 400, 400), 5, None),
+        ((8000, 16, 4, 4), 3, None),
+        ((20, 64, 28, 28), 5, 0),  # pairs of pixels fall apart into many classes
+        ((40, 32, 3, 3), 13, None),
+    ],
+)
+def test_scratch_does_not_grow_with_images_or_kernels(shape, kernel, padding):
+    x, d = torch.ones(shape), shape[1] * kernel**2
+    factor = torch.zeros(d, d)
+    call = functools.partial(ops.conv_kron_accumulate_, factor, x, kernel, "zeros", padding=padding)
+    assert checks.peak_bytes(call) <= 24e6
+
+
+CAPABILITIES = """
+import torch
+from ella_cuda import ops
+torch.manual_seed(0)
+shapes = [(150, 16, 4, 4), (70, 70, 4, 4), (150, 35, 8, 8), (40, 17, 8, 6), (9, 24, 6, 7)]
+for shape, kernel, stride in zip(shapes, (3, 3, 3, 3, 5), (1, 1, 1, 2, 1), strict=True):
+    x = torch.randint(199, 256, shape).float()
+    factor = torch.full((shape[1] * kernel**2,) * 2, 2.0**40, dtype=torch.float64)
+    settings = {"padding_mode": "zeros", "alpha": 0.5, "stride": stride}
+    exact = ops.conv_kron_accumulate_torch_(factor.clone(), x.double(), kernel, **settings)
+    assert torch.equal(ops.conv_kron_accumulate_(factor, x, kernel, **settings), exact), (shape, kernel, stride)
+"""
+
+
+@pytest.mark.parametrize("capability", checks.OTHER_KERNEL_SETS)
+def test_pairs_of_pixels_in_every_instruction_set(capability, beside_the_tests):
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-c", CAPABILITIES]
+    subprocess.run(command, check=True, env=environment, cwd=beside_the_tests, timeout=300)
+
+
 @pytest.mark.parametrize("mode", ["circular", "zeros"])
-@pytest.mark.parametrize("shape", [(30, 80, 4, 4), (30, 80, 2, 2), (40, 20, 8, 8), (5, 30, 3, 5)])
+@pytest.mark.parametrize("shape", [(30, 80, 4, 4), (30, 80, 2, 2), (40, 20, 8, 8), (200, 33, 8, 8), (9, 30, 3, 5)])
 def test_same_numbers_for_any_number_of_threads(shape, mode):
     x, d = torch.randn(shape), 9 * shape[1]
     results = []
@@ -242,10 +343,11 @@ def test_no_images(device):
 
 
 @pytest.mark.parametrize("size", [(0, 5), (4, 0), (0, 0)])
-def test_images_without_pixels(size, device):
+@pytest.mark.parametrize("images, channels", [(3, 2), (40, 16)])
+def test_images_without_pixels(size, images, channels, device):
     """Patches of their border alone are zero."""
-    factor = torch.ones(18, 18, dtype=torch.float64, device=device)
-    x = torch.zeros(3, 2, *size, dtype=torch.float64, device=device)
+    factor = torch.ones(9 * channels, 9 * channels, dtype=torch.float64, device=device)
+    x = torch.zeros(images, channels, *size, dtype=torch.float64, device=device)
     assert torch.equal(ops.conv_kron_accumulate_(factor.clone(), x, 3, "zeros", padding=2), factor)
 
 
@@ -301,6 +403,9 @@ def test_vmap_opcheck_compile(device):
         ((2, 1, 150, 150), 5, "circular", {}),
         ((1, 2, 130, 130), 1, "zeros", {}),
         ((1000, 3, 3, 3), 1, "circular", {}),
+        ((150, 16, 4, 4), 3, "zeros", {}),
+        ((150, 32, 8, 8), 3, "zeros", {}),
+        ((150, 16, 8, 8), 3, "zeros", {"stride": 2}),
     ],
 )
 def test_a_float64_factor_loses_nothing_of_short_float32_sums(shape, kernel, mode, geometry):

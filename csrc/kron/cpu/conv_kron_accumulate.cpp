@@ -1,6 +1,7 @@
 #include "conv/cpu/circular_conv2d.h"
 #include "cpu/gram.h"
 #include "kron/checks.h"
+#include "kron/cpu/pixel_pairs.h"
 #include "kron/cpu/widen.h"
 
 namespace ella {
@@ -300,7 +301,15 @@ void conv_kron_accumulate_(Tensor factor, const Tensor& x, std::vector<int64_t> 
       add_lags(g, lags_of<S>(x, g), alpha, target);
       return;
     }
-    if (same_with_zeros(g)) {
+    const bool has_lags = same_with_zeros(g);
+    if (PixelPairs<S>::suits(g, has_lags)) {
+      const PixelPairs<S> pairs(x, g);
+      if (pairs.pays()) {
+        pairs.accumulate(alpha, target);
+        return;
+      }
+    }
+    if (has_lags) {
       add_with_zeros<S>(x, g, alpha, target);
       return;
     }

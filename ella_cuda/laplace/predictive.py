@@ -16,16 +16,18 @@ from ella_cuda.laplace.curvature import at_test_time, in_plain_products, requiri
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
+from ella_cuda.laplace.linear_mode import LinearMode
 from ella_cuda.laplace.links import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters, jvp
+from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
-PREDICTIONS = ("glm", "nn")
+PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
 ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
@@ -45,6 +47,7 @@ class Predictive:
     require_unchanged: Callable[[], None]
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
     posterior_precision: Posterior
+    linear_fit: LinearMode | None
 
     def __call__(
         self,
@@ -55,6 +58,8 @@ class Predictive:
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
+        *,
+        mean: str = "network",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The posterior predictive at x, whose names and shapes are laplace-torch's.
 
@@ -72,6 +77,7 @@ class Predictive:
             n_samples: of "mc" and "nn".
             diagonal_output: leave covariances between a data point's outputs out, where there are no classes, or of samples ("mc").
             generator: of the samples, on any device; None is torch's global one.
+            mean: "network", its output; or "linear", that of the linearised network at the mode that :meth:`fit_linear_mode` found.
 
         Returns:
             classification, binary: probabilities ``(N, ..., K)``. Others: mean ``(N, K)`` and covariance ``(N, K, K)`` of the outputs, or
@@ -79,7 +85,7 @@ class Predictive:
             them: add ``sigma_noise**2``. With "nn" the samples' mean and variance.
 
         Raises:
-            RuntimeError: not fitted, or the model's parameters or buffers are not those of the fit.
+            RuntimeError: not fitted, the model's parameters or buffers are not those of the fit, or the linear mode was not found.
             ValueError: an argument is none of its choices, or x does not fit.
 
         Source: Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger
@@ -93,16 +99,35 @@ class Predictive:
                 raise ValueError(
                     f"link_approx must be 'mc' with pred_type='nn', which averages over samples of the parameters; got {link_approx!r}."
                 )
-            samples = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
+            if pred_type == "nn" and mean == "linear":
+                raise ValueError("mean='linear' is of the linearised network, pred_type='glm'; got pred_type='nn'.")
+            samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+            samples = likelihood.response(samples + self._shift(x, mean))
             return samples.mean(0) if likelihood.has_classes else (samples.mean(0), samples.var(0))
+        shift = self._shift(x, mean)
         if likelihood.has_classes:
-            mean, covariance = self.moments(x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
-            return likelihood.probabilities(link_approx, mean, _by_position(mean, covariance))
+            outputs, covariance = self.moments(x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
+            return likelihood.probabilities(link_approx, outputs + shift, _by_position(outputs, covariance))
+        outputs, covariance = self.moments(x, joint=joint, diagonal=diagonal_output and not joint)
+        outputs = outputs + shift
         if joint:
-            mean, covariance = self.moments(x, joint=True)
-            return mean.flatten(), covariance
-        mean, covariance = self.moments(x, diagonal=diagonal_output)
-        return mean, covariance.view_as(mean) if diagonal_output else covariance
+            return outputs.flatten(), covariance
+        return outputs, covariance.view_as(outputs) if diagonal_output else covariance
+
+    def _shift(self, x: Any, mean: str) -> Tensor | float:
+        """How far the outputs' mean is from the network's."""
+        if check_choice("mean", mean, MEANS) == "network":
+            return 0.0
+        self.require_unchanged()
+        if self.linear_fit is None:
+            raise RuntimeError(
+                "mean='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
+            )
+        x = self._inputs(x)
+        tangent = TangentModel(self.model, self.linear_fit.form, self.parameter_names)
+        if self.linear_fit.form == "simple":
+            return tangent.jvp(x, self.linear_fit.theta) - tangent.outputs(x)
+        return tangent.jvp(x, self.linear_fit.theta - tangent.point)
 
     def functional_variance(self, x: Any) -> Tensor:
         """Covariances ``J P^-1 J^T`` of each data point's outputs, ``(N, K, K)``, K the entries of a data point's outputs.

@@ -13,17 +13,18 @@ Values = dict[str, Tensor]
 
 
 class ReplacedParameters:
-    """A model's parameters under other values, wherever a module has them; and buffers, if wanted.
+    """A model's parameters under other values, wherever a module has them; and other tensors of it, if wanted.
 
     Args:
         model: the network.
         names: of the parameters, as ``model.named_parameters()`` has them.
-        buffers: names of buffers, as ``model.named_buffers()`` has them.
+        others: names of more parameters and of buffers, which :meth:`split` does not have.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], buffers: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], others: Sequence[str] = ()) -> None:
         self.parameters = {name: model.get_parameter(name) for name in names}
-        self._own = {**self.parameters, **{name: model.get_buffer(name) for name in buffers}}
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if others else {}
+        self._own = {**self.parameters, **{name: held[name] for name in others}}
         known = {id(tensor): name for name, tensor in self._own.items()}
         # Every module that has one, under whatever names the model has the module.
         self._places = [

@@ -63,18 +63,10 @@ class TangentModel:
         with exclusively(model):
             parameters = trainable(model) if names is None else {name: model.get_parameter(name) for name in names}
             require_no_inference(parameters)
-            buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-            self._replaced = ReplacedParameters(model, list(parameters), list(buffers))
+            others = {n: p for n, p in model.named_parameters() if n not in parameters} | dict(model.named_buffers())
+            self._replaced = ReplacedParameters(model, list(parameters), list(others))
             self._values = {name: p.detach().clone() for name, p in parameters.items()}
-            # Rows whose gradient torch.nn leaves out, of which its forward mode does not know.
-            self._padding = {
-                name: module.padding_idx
-                for module in model.modules()
-                if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
-                for name, p in parameters.items()
-                if p is module.weight
-            }
-        self._buffers = buffers
+            self._constants = {name: tensor.detach().clone() for name, tensor in others.items()}
         self.parameter_names = list(parameters)
         self.n_params = sum(p.numel() for p in self._values.values())
         self.device = next(iter(self._values.values())).device
@@ -193,7 +185,11 @@ class TangentModel:
             return self._points.get(key, 1)
         first = take(x, slice(1))
         if self._forward_mode is None:
-            self._forward_mode = self._has_forward_mode(first)
+            try:
+                self._forward_mode = self._has_forward_mode(first)
+            except BaseException:
+                self._forward_mode = None
+                raise
         # Two data points keep more than one by what one keeps; parameters are kept once.
         more = self._kept_bytes(take(x, slice(2))) - self._kept_bytes(first) if data_points(x) > 1 else 1
         room = ON_CPU if self.device.type == "cpu" else ELSEWHERE
@@ -205,7 +201,7 @@ class TangentModel:
         sizes: list[int] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            sizes.append(tensor.nbytes)
+            sizes.append(tensor.numel() * tensor.element_size())  # a sparse one's as if it were dense
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -248,7 +244,7 @@ class TangentModel:
             yield
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
-        with self._replaced.replaced({**self._buffers, **values}):
+        with self._replaced.replaced({**self._constants, **values}), _padding_is_constant(self.model):
             return checked_outputs(run_model(self.model, x), data_points(x))
 
     def _leaves(self) -> Values:
@@ -268,10 +264,33 @@ class TangentModel:
         return value.to(self.device)
 
     def _split(self, vectors: Tensor) -> Values:
-        """By parameter name, without what the padding's rows have."""
-        values = self._replaced.split(vectors)
-        for name, row in self._padding.items():
-            kept = torch.ones(len(self._values[name]), 1, dtype=values[name].dtype, device=self.device)
-            kept[row] = 0
-            values[name] = values[name] * kept
-        return values
+        """By parameter name."""
+        return self._replaced.split(vectors)
+
+
+@contextmanager
+def _padding_is_constant(model: nn.Module) -> Iterator[None]:
+    """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
+    them. What else uses the weight has all of its derivatives."""
+    whole: list[Tensor] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        weight = module._parameters["weight"]
+        whole.append(weight)
+        value, along = forward_ad.unpack_dual(weight)
+        if along is not None:
+            kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
+            kept[module.padding_idx] = 0
+            module._parameters["weight"] = forward_ad.make_dual(value, along * kept)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        module._parameters["weight"] = whole.pop()
+
+    padded = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.padding_idx is not None]
+    handles = [m.register_forward_pre_hook(before) for m in padded]
+    handles += [m.register_forward_hook(after, always_call=True) for m in padded]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,338 @@
+"""The linearised network, against dense Jacobians by torch.func."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+from torch.nn import functional
+
+from ella_cuda.laplace import TangentModel, tangent_model
+from python_tests.laplace.checks import randomised
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dense(model: nn.Module, x: Any) -> Tensor:
+    """J in evaluation mode, ``(*outputs, P)``."""
+    model = copy.deepcopy(model).eval()
+    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    args, kwargs = ((), x) if isinstance(x, dict) else (x, {}) if isinstance(x, tuple) else ((x,), {})
+    found = jacrev(lambda values: functional_call(model, values, args, kwargs))(parameters)
+    dims = functional_call(model, parameters, args, kwargs).dim()
+    return torch.cat([j.flatten(dims) for j in found.values()], -1)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+class Tied(nn.Module):
+    """A linear layer under two names, and a weight of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again, self.other = self.first, nn.Linear(3, 3, bias=False)
+        self.other.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.again(self.first(x).tanh()).tanh())
+
+
+class Words(nn.Module):
+    """An embedding with a padding's row that the head uses too, as a layer's weight or by a function."""
+
+    def __init__(self, module: bool = True, sparse: bool = False, share: bool = True) -> None:
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(5, 4, padding_idx=1, sparse=sparse), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False) if module else None
+        if module and share:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.embed(x).tanh()).mean(1).tanh()
+        return functional.linear(h, self.embed.weight) if self.head is None else self.head(h)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.5)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.attention(x, x, x)[0])[:, 0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+class Sine(torch.autograd.Function):
+    """Without a jvp; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class OnceSine(Sine):
+    """Without a jvp, and a backward whose dependence on the incoming gradient autograd does not know."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.detach() * ctx.saved_tensors[0].cos()
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(3, 4), nn.Linear(4, 2), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function.apply(self.first(x)))
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return (self.first(a) * self.second(b)).tanh()
+
+
+def normed(dropout: float = 0.5) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(), nn.Linear(12, 2)
+    )
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    return model
+
+
+def scalars() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+WORDS = torch.tensor([[0, 1, 2], [3, 1, 4], [2, 2, 0]])
+NETWORKS = {
+    "convolutions": (normed, drawn(3, 2, 4, 4)),
+    "tied": (Tied, drawn(3, 3)),
+    "frozen": (frozen, drawn(3, 3)),
+    "one output": (scalars, drawn(3, 3)),
+    "words": (lambda: Words(share=False), WORDS),
+    "tied words": (Words, WORDS),
+    "tied words by a function": (lambda: Words(False), WORDS),
+    "attention": (Attending, drawn(2, 3, 4)),
+    "LSTM": (lambda: Recurrent(nn.LSTM), drawn(3, 3, 4)),
+    "GRU": (lambda: Recurrent(nn.GRU), drawn(3, 3, 4)),
+    "tuple": (Several, (drawn(3, 3), drawn(3, 2, seed=1))),
+    "mapping": (Several, {"b": drawn(3, 2), "a": drawn(3, 3, seed=1)}),
+}
+
+
+@pytest.fixture(params=NETWORKS.values(), ids=NETWORKS)
+def network(request: Any) -> tuple[nn.Module, Any, Tensor]:
+    make, x = request.param
+    torch.manual_seed(0)
+    model = randomised(make())
+    return model, x, dense(model, x)
+
+
+def test_products_are_the_dense_jacobians(network) -> None:
+    model, x, jacobian = network
+    model.train()
+    tangent = TangentModel(model)
+    outputs, count = jacobian.dim() - 1, jacobian.shape[-1]
+    assert tangent.n_params == count and torch.equal(tangent.point, flat(model))
+    u, r = drawn(count, seed=2), drawn(*jacobian.shape[:-1], seed=3)
+    close = dict(rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u, **close)
+    torch.testing.assert_close(tangent.vjp(x, r), torch.tensordot(r, jacobian, outputs), **close)
+    torch.testing.assert_close((tangent.jvp(x, u) * r).sum(), tangent.vjp(x, r) @ u, **close)
+    us, rs = drawn(3, count, seed=4), drawn(2, *r.shape, seed=5)
+    torch.testing.assert_close(tangent.jvp(x, us), torch.stack([jacobian @ one for one in us]), **close)
+    torch.testing.assert_close(tangent.vjp(x, rs), torch.tensordot(rs, jacobian, outputs), **close)
+
+
+def test_outputs_are_affine_in_the_parameters(network) -> None:
+    model, x, jacobian = network
+    f = TangentModel(model).outputs(x)
+    thetas, point = drawn(2, jacobian.shape[-1], seed=2), flat(model)
+    close = dict(rtol=1e-10, atol=1e-11)
+    full, simple = TangentModel(model), TangentModel(model, "simple")
+    along = torch.stack([jacobian @ theta for theta in thetas])
+    torch.testing.assert_close(full(thetas[0], x), f + jacobian @ (thetas[0] - point), **close)
+    torch.testing.assert_close(full(thetas, x), f + along - jacobian @ point, **close)
+    torch.testing.assert_close(full(point, x), f, **close)
+    torch.testing.assert_close(full.offset(x), f - jacobian @ point, **close)
+    torch.testing.assert_close(simple(thetas[0], x), along[0], **close)
+    torch.testing.assert_close(simple(thetas, x), along, **close)
+    assert torch.equal(simple.offset(x), torch.zeros_like(f))
+
+
+@pytest.mark.parametrize("room", [None, 1, 3000])
+def test_push_pull_is_both_products(network, room: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, jacobian = network
+    if room is not None:
+        monkeypatch.setattr(tangent_model, "ON_CPU", room)
+    tangent, u = TangentModel(model), drawn(jacobian.shape[-1], seed=2)
+    seen = []
+
+    def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
+        seen.append(which)
+        torch.testing.assert_close(f, tangent.outputs(x)[which])
+        torch.testing.assert_close(along, (jacobian @ u)[which], rtol=1e-10, atol=1e-12)
+        return along.exp() * f
+
+    found = tangent.push_pull(x, u, cotangent)
+    expected = torch.tensordot((jacobian @ u).exp() * tangent.outputs(x), jacobian, jacobian.dim() - 1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    assert sum(which.stop - which.start for which in seen) == len(jacobian)
+    assert len(seen) == {None: 1, 1: len(jacobian)}.get(room, len(seen))
+
+
+def test_the_model_is_as_before_and_runs_as_at_test_time() -> None:
+    model = randomised(normed())
+    model.train()
+    model[3].eval()
+    before = copy.deepcopy(model.state_dict())
+    x, tangent = drawn(3, 2, 4, 4), TangentModel(model)
+    grads = torch.is_grad_enabled()
+    ones = tangent(drawn(tangent.n_params), x), tangent.offset(x), tangent.vjp(x, torch.ones(3, 2).double())
+    others = tangent(drawn(tangent.n_params), x), tangent.offset(x), tangent.vjp(x, torch.ones(3, 2).double())
+    tangent.push_pull(x, tangent.point, lambda f, along, _: along)
+    for one, other in zip(ones, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)  # nothing was dropped
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [m.training for m in model] == [True, True, True, False, True, True] and model.training
+    assert all(p.requires_grad and p.grad is None and isinstance(p, nn.Parameter) for p in model.parameters())
+    assert torch.is_grad_enabled() == grads
+
+
+@pytest.mark.parametrize("names", [None, ["0.weight"]])
+def test_later_values_do_not_matter(names: list[str] | None) -> None:
+    model = randomised(normed())
+    model[5].bias.requires_grad_(False)
+    x, tangent = drawn(3, 2, 4, 4), TangentModel(model, names=names)
+    u, r = drawn(tangent.n_params), torch.ones(3, 2, dtype=torch.float64)
+
+    def all_of_it() -> list[Tensor]:
+        return [
+            tangent.jvp(x, u),
+            tangent.vjp(x, r),
+            tangent.offset(x),
+            tangent.push_pull(x, u, lambda f, along, _: f),
+        ]
+
+    before = all_of_it()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model[1].buffers()):
+            tensor.mul_(2)
+    for one, other in zip(before, all_of_it(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_some_parameters_are_constants() -> None:
+    model, x = randomised(scalars()), drawn(3, 3)
+    tangent = TangentModel(model, names=["2.weight"])
+    assert tangent.parameter_names == ["2.weight"] and tangent.n_params == 4
+    u = drawn(4)
+    torch.testing.assert_close(tangent.jvp(x, u), dense(model, x)[..., 16:20] @ u)
+
+
+def test_a_function_without_a_forward_mode_is_differentiated_by_gradients() -> None:
+    model, x = randomised(Calls(Sine)), drawn(5, 3)
+    tangent, jacobian = TangentModel(model), dense(_with(model, torch.sin), x)
+    u = drawn(2, tangent.n_params)
+    torch.testing.assert_close(tangent.jvp(x, u), torch.stack([jacobian @ one for one in u]))
+    expected = torch.tensordot(jacobian @ u[0], jacobian, 2)
+    torch.testing.assert_close(tangent.push_pull(x, u[0], lambda f, along, _: along), expected)
+    assert tangent._forward_mode is False
+
+
+def _with(model: nn.Module, function: Any) -> nn.Module:
+    class Applied:
+        apply = staticmethod(function)
+
+    other = copy.deepcopy(model)
+    other.function = Applied
+    return other
+
+
+def test_a_function_that_is_differentiable_once_is_refused_every_time() -> None:
+    tangent, x = TangentModel(randomised(Calls(OnceSine))), drawn(5, 3)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="differentiable once"):
+            tangent.jvp(x, tangent.point)
+        with pytest.raises(NotImplementedError, match="no forward mode and is differentiable once"):
+            tangent.push_pull(x, tangent.point, lambda f, along, _: along)
+
+
+def test_an_embedding_with_sparse_gradients() -> None:
+    model = randomised(Words(share=False, sparse=True))
+    like = Words(share=False)
+    like.double().load_state_dict(model.state_dict())
+    jacobian, tangent = dense(like, WORDS), TangentModel(model)
+    u = drawn(tangent.n_params)
+    torch.testing.assert_close(tangent.jvp(WORDS, u), jacobian @ u)
+    torch.testing.assert_close(
+        tangent.push_pull(WORDS, u, lambda f, along, _: along), torch.tensordot(jacobian @ u, jacobian, 2)
+    )
+
+
+def test_no_data_points() -> None:
+    tangent = TangentModel(randomised(scalars()))
+    found = tangent.push_pull(torch.zeros(0, 3).double(), tangent.point, lambda f, along, _: along)
+    assert torch.equal(found, torch.zeros(tangent.n_params).double())
+
+
+def test_the_offset_of_a_normalised_network_is_zero() -> None:
+    """Its hidden layers' factors do not matter, and its head is linear: J theta = 0 + f, by Euler."""
+    parts = [nn.Linear(3, 6, bias=False), nn.LayerNorm(6, eps=0, elementwise_affine=False), nn.Tanh()]
+    parts += [nn.Linear(6, 6, bias=False), nn.LayerNorm(6, eps=0, elementwise_affine=False), nn.Tanh()]
+    model, x = randomised(nn.Sequential(*parts, nn.Linear(6, 2, bias=False))), drawn(8, 3)
+    full, simple = TangentModel(model), TangentModel(model, "simple")
+    assert full.offset(x).abs().max() < 5e-15 and full.outputs(x).abs().max() > 0.1
+    theta = drawn(full.n_params)
+    torch.testing.assert_close(full(theta, x), simple(theta, x))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, x = randomised(frozen()), drawn(3, 3)
+    tangent = TangentModel(model)
+    for wrong in (drawn(tangent.n_params + 1), drawn(1, 1, tangent.n_params), 1.0):
+        with pytest.raises(ValueError, match="expected all parameters"):
+            tangent.jvp(x, wrong)
+        with pytest.raises(ValueError, match="theta: expected all parameters"):
+            tangent(wrong, x)
+    for wrong in (drawn(3), drawn(2, 3), drawn(2, 2, 3), drawn(1, 1, 3, 2), None):
+        with pytest.raises(ValueError, match=r"outputs' shape \(3, 2\)"):
+            tangent.vjp(x, wrong)
+    with pytest.raises(ValueError, match="form"):
+        TangentModel(model, "half")
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        TangentModel(lambda x: x)
+    with pytest.raises(ValueError, match="trainable"):
+        TangentModel(model.requires_grad_(False))

@@ -31,6 +31,7 @@ FEW_OUTPUTS = 1000  # of all data, whose kernel is factorised where the solver i
 SUFFICIENT = 1e-4  # the share of a step's promised descent that it must give
 OVERSHOOT = 0.3  # of the tolerance that products with the curvature aim at
 SHORTEST = 1e-8  # part of a Newton step that is tried
+GOLDEN = 20  # sections of a step whose best part is looked for
 EVERY = 30.0  # seconds between checkpoints
 INNER = 200  # fixed-point updates in a round
 DEPTH = 5  # rounds that Anderson's method looks back
@@ -122,7 +123,12 @@ class _Loss:
         self.prior = precision.repeat_interleave(sizes)
         self.mean = la.prior_mean.expand(self.point.shape)
         self.passes = 0
-        self._outputs: dict[int, Tensor] = {}  # of the linearised network where a gradient was last taken, by batch
+        # Of the linearised network where a gradient was last taken, by batch; their derivatives along the last direction, and along all that
+        # was walked since.
+        self._outputs: dict[int, Tensor] = {}
+        self._along: dict[int, Tensor] = {}
+        self._walked: dict[int, Tensor] = {}
+        self._targets: dict[int, Tensor] = {}
         self._theta: Tensor | None = None
 
     def push(self, theta: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class _Loss:
 
     def gradient(self, theta: Tensor) -> tuple[float, Tensor, Tensor]:
         """The statistic, the data term's gradient and the prior's, ``(P,)`` each: a pass."""
-        likelihood, self._outputs, self._theta = self.la.likelihood_function, {}, theta
+        likelihood, self._outputs, self._walked, self._theta = self.la.likelihood_function, {}, {}, theta
         direction, statistic = self.push(theta), torch.zeros((), dtype=torch.float64, device=theta.device)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
@@ -152,7 +158,8 @@ class _Loss:
                 return self._slope(h, y[which])
 
             found = self.tangent.push_pull(x, direction, cotangent)
-            self._outputs[_digest(x, y)] = torch.cat(kept)
+            batch = _digest(x, y)
+            self._outputs[batch], self._targets[batch] = torch.cat(kept), y
             return found
 
         slope = self.weight * self._sum(of)
@@ -160,19 +167,53 @@ class _Loss:
 
     def product(self, direction: Tensor) -> Tensor:
         """The loss' Hessian where the gradient was last taken, times a direction ``(P,)``: a pass."""
-        there = self.push(self._theta)
+        there, self._along = self.push(self._theta), {}
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            h = self._outputs.get(_digest(x, y))
+            batch, kept = _digest(x, y), []
+            h = self._outputs.get(batch)
             if h is None:  # another batch than in the gradient's pass
                 h = self.outputs(self.tangent.outputs(x), self.tangent.jvp(x, there))
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
+                kept.append(along)
                 return self._curved(h[which], y[which], along)
 
-            return self.tangent.push_pull(x, direction, cotangent)
+            found = self.tangent.push_pull(x, direction, cotangent)
+            self._along[batch] = torch.cat(kept)
+            return found
 
         return self.weight * self._sum(of) + self._masked(self.prior * direction)
+
+    def walk(self, length: float) -> None:
+        """Go so far along the last direction that a product was taken with."""
+        for batch, along in self._along.items():
+            self._walked[batch] = self._walked.get(batch, 0) + length * along
+
+    def length_of(self, step: Tensor, value: float, descent: float) -> float:
+        """How much of a step, which was walked, to take: all of it where the loss falls by half of what its parabola says, else as much as is
+        best. The loss along a step is one of outputs, which takes no pass, where these are known: 1 where they are not.
+
+        Args:
+            step: ``(P,)``. value: the loss where it begins. descent: the loss' slope along it.
+        """
+        if self._walked.keys() != self._outputs.keys():
+            return 1.0
+
+        def at(length: float) -> float:
+            statistic = sum(
+                self.la.likelihood_function.statistic(h + length * self._walked[batch], self._targets[batch]).item()
+                for batch, h in self._outputs.items()
+            )
+            return self.value(statistic, self._theta + length * step)
+
+        if at(1.0) <= value + descent / 4:
+            return 1.0
+        golden, low, high = (math.sqrt(5) - 1) / 2, 0.0, 1.0
+        for _ in range(GOLDEN):
+            left, right = high - golden * (high - low), low + golden * (high - low)
+            low, high = (low, right) if at(left) <= at(right) else (left, high)
+        return (low + high) / 2
 
     def batches(self) -> Iterable[tuple[Inputs, Tensor]]:
         """Those of a pass, on the model's device."""
@@ -323,7 +364,8 @@ def _newton(
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
         aim = max(OVERSHOOT * stopping.tol * largest, share * norm)
         step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes, file)
-        descent, length = torch.dot(gradient, step).item(), 1.0
+        descent = torch.dot(gradient, step).item()
+        length = 1.0 if quadratic else loss.length_of(step, value, descent)
         rounding = torch.finfo(loss.tangent.point.dtype).eps * abs(value)
         while True:
             there = theta + length * step
@@ -401,6 +443,7 @@ def _conjugate(
             )
         length, before = power / curvature, power
         step += length * direction
+        loss.walk(length)
         left = left - length * product
         loss.bar.set_postfix(left=f"{math.sqrt(square) / aim:.1e}")
         file.write(theta + step)

@@ -40,7 +40,7 @@ def test_a_regression_has_the_linear_networks_mean_and_the_same_variances(kind, 
         mean, covariance = la(x, mean="linear", **how)
         torch.testing.assert_close(mean.view(12, 3), expected.detach())
         torch.testing.assert_close(covariance, la(x, **how)[1])
-    mean, variance = la(x, link_approx="mc", mean="linear", n_samples=5)  # of a regression no link
+    mean, _ = la(x, link_approx="mc", mean="linear", n_samples=5)  # of a regression no link
     torch.testing.assert_close(mean, expected.detach())
 
 

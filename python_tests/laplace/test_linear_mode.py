@@ -398,7 +398,10 @@ def test_a_linear_network_is_bayesian_linear_regression() -> None:
     inverse = torch.linalg.inv(x.T @ x / s2 + d * torch.eye(3).double())
     w = inverse @ x.T @ y / s2
     gamma = 3 - d * inverse.trace()
-    close(torch.tensor([d, s2]).double(), torch.stack([gamma / (w**2).sum(), ((y - x @ w) ** 2).sum() / (25 - gamma)]))
+    close(
+        torch.tensor([d, s2], dtype=torch.float64),
+        torch.stack([gamma / (w**2).sum(), ((y - x @ w) ** 2).sum() / (25 - gamma)]),
+    )
 
 
 def test_the_mode_is_held_where_precisions_move() -> None:

@@ -130,6 +130,23 @@ def with_a_graph() -> KronLaplace:
     return la
 
 
+def with_a_mode() -> KronLaplace:
+    la = fitted()
+    la.fit_linear_mode([(X, Y)], 1e-3)
+    return la
+
+
+def products(tangent: laplace.TangentModel) -> tuple[Any, ...]:
+    u = torch.linspace(-1, 1, tangent.n_params)
+    pulled = tangent.push_pull(X, u, lambda f, along, _: along)
+    return tangent.form, tangent.parameter_names, tangent(u, X), tangent.vjp(X, torch.ones(9, 3)), pulled
+
+
+def pushed(tangent: laplace.TangentModel) -> laplace.TangentModel:
+    products(tangent)
+    return tangent
+
+
 def results(la: KronLaplace) -> tuple[Any, ...]:
     evidence = la.log_marginal_likelihood()
     wanted = [b for b in la.model.buffers() if b.requires_grad]
@@ -248,6 +265,7 @@ ADDED = {
         "to be fitted on": Case(fitted, fitted_on),
         "of a compiled model": Case(lambda: fitted(torch.compile(network(), backend="eager")), results),
         "differentiable in a basis": Case(learning, results),
+        "with a linear mode": Case(with_a_mode, lambda la: (la.linear_mode, la.log_marginal_likelihood(at="linear"))),
         "with a graph": Case(with_a_graph, results),
         "of a basis that changed": Case(stale, refusal),
     },
@@ -258,6 +276,10 @@ ADDED = {
     **{
         kind: {"chosen": Case(lambda kind=kind, args=args: mask(kind, args), lambda chosen: (chosen.indices, chosen.n_params_subnet))}
         for kind, args in MASKS.items()
+    },
+    "TangentModel": {
+        "new": Case(lambda: laplace.TangentModel(network(), "simple"), products),
+        "used": Case(lambda: pushed(laplace.TangentModel(network())), products),
     },
     "KroneckerFactor": {name: Case(lambda name=name: factor_of(name), read_factor) for name in FACTORS},
     "SecondMoment": {name: Case(lambda name=name: factor_of(name).output_moment, read_moment) for name in FACTORS},

@@ -669,7 +669,8 @@ class BaseLaplace(Predictive):
             if init_prior_prec is not None:
                 self.prior_precision = init_prior_prec
             if at == "linear":
-                self._alternate(loader, solver, form, hessian_at, n_steps, group, sigma, tol, progress_bar)
+                if not self._alternate(loader, solver, form, hessian_at, n_steps, group, sigma, tol, progress_bar):
+                    warn_of_motion(n_steps)
             elif method == "marglik":
                 raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
             elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:
@@ -705,15 +706,14 @@ class BaseLaplace(Predictive):
         tune_sigma: bool,
         tol: float,
         progress_bar: bool,
-    ) -> None:
+    ) -> bool:
         check_positive("tol", as_float64("tol", tol, torch.device("cpu")))
 
         def find(inner: float) -> None:
             self._find_linear_mode(loader, inner, solver, form, hessian_at)
 
         # With the Hessian at moving outputs the evidence need not rise, which is what an accelerated round is judged by.
-        if not alternate(self, find, n_steps, group, tune_sigma, tol, hessian_at == "network", progress_bar):
-            warn_of_motion(n_steps)
+        return alternate(self, find, n_steps, group, tune_sigma, tol, hessian_at == "network", progress_bar)
 
     @property
     def square_norms(self) -> Tensor:

@@ -17,7 +17,7 @@ from ella_cuda.files import write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, tensors_of
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
-from ella_cuda.laplace.state import checked_tensor
+from ella_cuda.laplace.state import checked_count, checked_tensor
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.laplace.values import check_choice
@@ -78,9 +78,14 @@ class LinearMode(NamedTuple):
             raise ValueError(f"load_state_dict: linear_mode must be None or have the entries {', '.join(cls._fields)}.")
         shapes = {"theta": (n_params,), "statistic": (), "square_norms": (n_tensors,)}
         tensors = {key: checked_tensor(f"linear_mode: {key}", state[key], shape) for key, shape in shapes.items()}
+        if (tensors["square_norms"] < 0).any():
+            raise ValueError("load_state_dict: linear_mode: square_norms must not be negative.")
         check_choice("load_state_dict: linear_mode: form", state["form"], FORMS)
-        numbers = {key: float(state[key]) for key in ("loss", "residual")}
-        return cls(**{**state, **tensors, **numbers, "passes": int(state["passes"]), "why": str(state["why"])})
+        for key in ("loss", "residual"):
+            if not isinstance(state[key], float) or not math.isfinite(state[key]):
+                raise ValueError(f"load_state_dict: linear_mode: {key} must be a finite float, got {state[key]!r}.")
+        checked_count("linear_mode: passes", state["passes"])
+        return cls(**{**state, **tensors, "why": str(state["why"])})
 
 
 class Stopping(NamedTuple):
@@ -298,7 +303,9 @@ def solve(
     with tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False) as bar, torch.no_grad():
         loss = _Loss(la, loader, form, bar)
         file = _Checkpoint(la, form, checkpoint)
-        theta = file.read() if start is None else start.to(loss.point)
+        theta = file.read()
+        theta = start if theta is None else theta
+        theta = theta if theta is None else theta.to(loss.point)
         theta = (loss.mean if form == "simple" else loss.point).clone() if theta is None else theta
         if loss.free is not None:
             theta = torch.where(loss.free > 0, theta, loss.point)
@@ -359,11 +366,12 @@ def _newton(
         loss.bar.set_postfix(residual=f"{residual:.1e}")
         file.write(theta, force=True)
         done = residual <= stopping.tol
-        if done or stalled > 1 or loss.passes >= stopping.passes or solver == "sgd":
+        # A step is a product and a gradient at least.
+        if done or stalled > 1 or loss.passes + 2 > stopping.passes or solver == "sgd":
             break
         share = 0.0 if quadratic else min(0.5, math.sqrt(residual))
         aim = max(OVERSHOOT * stopping.tol * largest, share * norm)
-        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes, file)
+        step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes - 1, file)
         descent = torch.dot(gradient, step).item()
         length = 1.0 if quadratic else loss.length_of(step, value, descent)
         rounding = torch.finfo(loss.tangent.point.dtype).eps * abs(value)
@@ -507,6 +515,7 @@ class _Checkpoint:
 
     def __init__(self, la: BaseLaplace, form: str, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
+        self._count = la.n_params
         self._is_of = {
             "parameter_names": list(la.parameter_names),
             "form": form,
@@ -524,16 +533,16 @@ class _Checkpoint:
             return None
         try:
             state = torch.load(self.path, weights_only=True, map_location="cpu")
-            theta = state.pop("theta")
+            theta = checked_tensor("theta", state.pop("theta"), (self._count,)) if state.keys() > {"theta"} else None
         except Exception as error:
             raise ValueError(
                 f"fit_linear_mode: checkpoint {self.path} cannot be read ({error}); remove it or name another file."
             ) from error
-        if state != self._is_of:
+        if theta is None or state != self._is_of:
             raise ValueError(
                 f"fit_linear_mode: checkpoint {self.path} is of another network, form or fit; remove it or name another file."
             )
-        return checked_tensor("theta", theta, theta.shape)
+        return theta
 
     def write(self, theta: Tensor, force: bool = False) -> None:
         """Replace the file, if it is time to."""
@@ -604,7 +613,8 @@ def alternate(
         trail = [*trail[-DEPTH:], (at, step)]
         plain, at = None, aim
         if accelerated and len(trail) > 1:
-            plain, at = aim, torch.where(moving, _extrapolated(trail, moving), aim).clamp(*BOUNDS)
+            plain, at = aim, torch.where(moving, _extrapolated(trail, moving), aim)
+            at[:-1].clamp_(*BOUNDS)  # where updates of the precisions are held; the noise's are free
         inner = min(max(change * INEXACT, tol * INEXACT, least), LOOSEST)
     put(la, at, group, tune_sigma, "network")
     find(inner)

@@ -195,12 +195,12 @@ class _Loss:
         for batch, along in self._along.items():
             self._walked[batch] = self._walked.get(batch, 0) + length * along
 
-    def length_of(self, step: Tensor, value: float, descent: float) -> float:
+    def length_of(self, step: Tensor, value: float, descent: float, rounding: float) -> float:
         """How much of a step, which was walked, to take: all of it where the loss falls by half of what its parabola says, else as much as is
         best. The loss along a step is one of outputs, which takes no pass, where these are known: 1 where they are not.
 
         Args:
-            step: ``(P,)``. value: the loss where it begins. descent: the loss' slope along it.
+            step: ``(P,)``. value: the loss where it begins. descent: the loss' slope along it. rounding: of the loss.
         """
         if self._walked.keys() != self._outputs.keys():
             return 1.0
@@ -212,7 +212,7 @@ class _Loss:
             )
             return self.value(statistic, self._theta + length * step)
 
-        if at(1.0) <= value + descent / 4:
+        if at(1.0) <= value + descent / 4 + rounding:
             return 1.0
         golden, low, high = (math.sqrt(5) - 1) / 2, 0.0, 1.0
         for _ in range(GOLDEN):
@@ -373,8 +373,8 @@ def _newton(
         aim = max(OVERSHOOT * stopping.tol * largest, share * norm)
         step = _conjugate(loss, theta, gradient, covariance, precondition, aim, stopping.passes - 1, file)
         descent = torch.dot(gradient, step).item()
-        length = 1.0 if quadratic else loss.length_of(step, value, descent)
         rounding = torch.finfo(loss.tangent.point.dtype).eps * abs(value)
+        length = 1.0 if quadratic else loss.length_of(step, value, descent, 8 * rounding)
         while True:
             there = theta + length * step
             statistic, slope, prior = loss.gradient(there)

@@ -757,3 +757,31 @@ def test_nothing_else_changes(solver: str) -> None:
     assert [p.requires_grad for p in model.parameters()] == needs and all(p.grad is None for p in model.parameters())
     assert torch.get_num_threads() == threads and torch.get_default_dtype() == default
     assert torch.equal(torch.get_rng_state(), random) and torch.equal(la.prior_precision, precision)
+
+
+class OtherBatchesEveryTime:
+    """The same data in the same order, cut into other batches in every pass."""
+
+    def __init__(self, x, y):
+        self.x, self.y, self.passes = x, y, 0
+
+    def __iter__(self):
+        self.passes += 1
+        cut = 5 + self.passes % 17
+        yield self.x[:cut], self.y[:cut]
+        yield self.x[cut:], self.y[cut:]
+
+
+def test_steps_that_overshoot_are_cut_without_passes_where_batches_are_known_again():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.weight.mul_(40)  # of wrong, saturated probabilities, whose parabola ends far off
+    x = torch.randn(40, 2, dtype=torch.float64)
+    y = torch.randint(3, (40,))
+    la = KronLaplace(model, prior_precision=0.1).fit([(x, y)])
+    found = la.fit_linear_mode([(x, y)], 1e-9).clone()
+    passes = la.linear_fit.passes
+    again = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean)
+    torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-8)
+    assert la.linear_fit.passes > passes

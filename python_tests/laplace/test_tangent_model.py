@@ -213,6 +213,13 @@ def test_push_pull_is_both_products(network, room: int | None, monkeypatch: pyte
     assert len(seen) == {None: 1, 1: len(jacobian)}.get(room, len(seen))
 
 
+@pytest.mark.parametrize("module", [True, False])
+def test_padding_leaves_the_forward_mode(module: bool) -> None:
+    tangent = TangentModel(randomised(Words(module)))
+    tangent.push_pull(WORDS, tangent.point, lambda f, along, _: along)
+    assert tangent._forward_mode is True
+
+
 def test_one_data_point_says_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tangent_model, "ON_CPU", 1)
     tangent, seen = TangentModel(randomised(scalars())), []

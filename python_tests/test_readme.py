@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, others, tagged, outputs, loading = blocks(USE)
+    own, predicting, at_mode, others, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -39,6 +39,11 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert names["la"].prior_precision.ne(1).all() and set(names["la"].layer_types()) == {"0"}
     exec(compile(predicting, "use.md", "exec"), names)
     assert names["covariance"].shape == (20, 10, 10) and names["functions"].shape == (5, 20, 10)
+    assert at_mode.count("tol=0.01") == 1  # fewer rounds here
+    exec(compile(at_mode.replace("tol=0.01", "tol=1.0"), "use.md", "exec"), names)
+    apart = names["apart"]
+    assert names["theta"].shape == (apart.n_params,) and apart.linear_fit.passes > 0
+    assert apart.log_marginal_likelihood(at="linear") > apart.log_marginal_likelihood()
     exec(compile(others, "use.md", "exec"), names)
     assert names["last"].parameter_names == ["4.weight", "4.bias"] and len(names["chosen"]) == 50
     exec(compile(tagged, "use.md", "exec"), names)

@@ -181,8 +181,8 @@ class TangentModel:
     def _together(self, x: Inputs) -> int:
         """How many data points go through the network together; and, once, whether in forward mode."""
         key = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_of(x))
-        if key in self._points or not data_points(x):
-            return self._points.get(key, 1)
+        if not data_points(x):
+            return 1
         first = take(x, slice(1))
         if self._forward_mode is None:
             try:
@@ -190,8 +190,12 @@ class TangentModel:
             except BaseException:
                 self._forward_mode = None
                 raise
+        if key in self._points:
+            return self._points[key]
+        if data_points(x) == 1:
+            return 1
         # Two data points keep more than one by what one keeps; parameters are kept once.
-        more = self._kept_bytes(take(x, slice(2))) - self._kept_bytes(first) if data_points(x) > 1 else 1
+        more = self._kept_bytes(take(x, slice(2))) - self._kept_bytes(first)
         room = ON_CPU if self.device.type == "cpu" else ELSEWHERE
         self._points[key] = max(room // max(more, 1), 1)
         return self._points[key]

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn import functional
+from tqdm import tqdm
 
 from ella_cuda.data import TensorLoader
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from python_tests.laplace.checks import randomised
 
 KINDS = [FullLaplace, DiagLaplace, KronLaplace]
@@ -194,6 +195,7 @@ def test_solvers_of_a_regression_agree_with_the_dense_solution(solver: str, prec
         found = la.fit_linear_mode(loader, 1e-11, solver, form=form, precondition=precondition)
         close(found, torch.linalg.solve(curvature, right), 1e-8)
         assert la.linear_fit.form == form
+        assert solver != "dual" or la.linear_fit.passes == 5  # nothing is left to Newton's method
 
 
 @pytest.mark.parametrize("form", ["full", "simple"])
@@ -269,6 +271,26 @@ def test_outputs_of_a_batch_are_those_of_the_same_batch() -> None:
     la = fitted(KronLaplace, (perceptron(3), "classification", loader))
     found = la.fit_linear_mode(loader, 1e-10)
     close(found, Dense(la, loader).minimum(found), 1e-7)
+
+
+@pytest.mark.parametrize("form", ["full", "simple"])
+def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
+    """Of batches that the gradient's pass had, and of others."""
+    loader = batches(X[:20], LABELS[:20], 5)
+    la = fitted(KronLaplace, (perceptron(3), "classification", loader), temperature=2.0)
+    dense, theta, v = Dense(la, loader, form), drawn(la.n_params), drawn(la.n_params, seed=1)
+    expected, gradient = torch.autograd.functional.hessian(dense.loss, theta) @ v, dense.gradient(theta)
+    with tqdm(disable=True) as bar, torch.no_grad():
+        loss = linear_mode._Loss(la, loader, form, bar)
+        statistic, slope, prior = loss.gradient(theta)
+        close(slope + prior, gradient)
+        close(torch.tensor(loss.value(statistic, theta), dtype=torch.float64), dense.loss(theta))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loss.tangent, "outputs", None)  # the network does not run for them again
+            close(loss.product(v), expected)
+        for other in (loader, batches(X[:20].flip(0), LABELS[:20].flip(0), 5), batches(X[:20], LABELS[:20], 7)):
+            loss.loader = other
+            close(loss.product(v), expected)
 
 
 # kinds of posteriors and outputs ------------------------------------------------------------------------------------

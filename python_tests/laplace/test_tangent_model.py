@@ -213,6 +213,30 @@ def test_push_pull_is_both_products(network, room: int | None, monkeypatch: pyte
     assert len(seen) == {None: 1, 1: len(jacobian)}.get(room, len(seen))
 
 
+@pytest.mark.parametrize("module", [True, False])
+def test_padding_leaves_the_forward_mode(module: bool) -> None:
+    tangent = TangentModel(randomised(Words(module)))
+    tangent.push_pull(WORDS, tangent.point, lambda f, along, _: along)
+    assert tangent._forward_mode is True
+
+
+def test_one_data_point_says_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tangent_model, "ON_CPU", 1)
+    tangent, seen = TangentModel(randomised(scalars())), []
+    for count in (1, 4):
+        tangent.push_pull(drawn(count, 3), tangent.point, lambda f, along, which: (seen.append(which), along)[1])
+    assert len(seen) == 5
+
+
+def test_a_copy_knows_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether there is a forward mode, also of a copy that is older than the first product."""
+    tangent = TangentModel(randomised(scalars()))
+    copied = copy.copy(tangent)
+    for one in (tangent, copied):
+        one.push_pull(drawn(3, 3), tangent.point, lambda f, along, _: along)
+        assert one._forward_mode is True
+
+
 def test_the_model_is_as_before_and_runs_as_at_test_time() -> None:
     model = randomised(normed())
     model.train()

@@ -47,7 +47,7 @@ def fitted(device: torch.device) -> tuple[KronLaplace, list[tuple[torch.Tensor, 
         optimizer.zero_grad()
         F.cross_entropy(model(x[some]), y[some]).backward()
         optimizer.step()
-    loader = batches(x, y, BATCH)
+    loader = list(batches(x, y, BATCH))
     la = KronLaplace(model.eval()).fit(loader)
     _ = la.posterior_precision  # its eigenvectors
     return la, loader

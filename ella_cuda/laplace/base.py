@@ -505,7 +505,7 @@ class BaseLaplace(Predictive):
             loader: of the fit's data, as for :meth:`fit`; augmentation must be off. Batches that are the same in every pass save a run of the
                 network in each.
             tol: of the residual: the norm of the loss' gradient over that of the larger of its two terms, in the metric of the posterior's
-                covariance. None is 1e-6, and 1e-4 of float32 networks, which come to some 1e-5.
+                covariance. None is 1e-6, and 1e-4 of float32 networks, whose rounding comes first.
             solver: "newton_cg"; of a regression, whose loss is quadratic, "cg" or "dual", which factorises the kernel of all ``N K`` outputs;
                 "sgd" takes steps along preconditioned gradients of batches, for ``max_passes``, and comes near alone; "auto" is "dual" with
                 few outputs, "cg", or "newton_cg".
@@ -578,9 +578,21 @@ class BaseLaplace(Predictive):
             self._refit(loader, lambda x: tangent(found.theta, x).detach())
         self._linear = found
 
-    @abstractmethod
+    def _fit(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
+        """:meth:`fit`; the loader is kept for what passes over the same data later."""
+        before = [] if override else self._loaders
+        self._accumulate(loader, override, progress_bar, **how)
+        self._loaders = [*before, loader]
+
     def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
+        loaders = self._loaders
+        self._accumulate(loader, override=True, progress_bar=False, outputs_of=outputs_of)
+        self._loaders = loaders
+
+    @abstractmethod
+    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
+        """The pass over the data of a fit, with ``outputs_of`` as in :meth:`_refit`, if it is among ``how``."""
 
     def data_weight(self) -> Tensor:
         """By which likelihood and curvature at sigma = 1 are multiplied, ``1 / (sigma^2 T)``, 0-dim float64."""

@@ -264,7 +264,7 @@ def _is_leaf(module: nn.Module) -> bool:
     forward = _forward(module)
     if forward in TRACEABLE or forward is nn.Sequential.forward:
         return False
-    if type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "ella_cuda.")):
+    if type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.", "ella_cuda.nn.")):
         return True
     if isinstance(module, NORMS) and forward not in NORM_FORWARDS:  # such as one that moves the channels' axis and back
         return False

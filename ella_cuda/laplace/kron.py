@@ -224,25 +224,17 @@ class KronLaplace(BaseLaplace):
                 f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        before = [] if override else self._loaders
-        self._accumulate(loader, override, progress_bar, generator)
-        self._loaders = [*before, loader]
+        self._fit(loader, override, progress_bar, generator=generator)
         return self
-
-    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
-        loaders = self._loaders
-        self._accumulate(loader, True, False, None, outputs_of)
-        self._loaders = loaders
 
     def _accumulate(
         self,
         loader: Iterable[Any],
         override: bool,
         progress_bar: bool,
-        generator: torch.Generator | None,
+        generator: torch.Generator | None = None,
         outputs_of: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
-        """:meth:`fit`, with the likelihood's Hessian at other outputs of inputs than the network's, if wanted."""
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)

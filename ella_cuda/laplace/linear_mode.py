@@ -134,6 +134,7 @@ class _Loss:
         self._along: dict[int, Tensor] = {}
         self._walked: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
+        self._times: dict[int, int] = {}  # that a pass has the batch
         self._theta: Tensor | None = None
 
     def push(self, theta: Tensor) -> Tensor:
@@ -146,7 +147,8 @@ class _Loss:
 
     def gradient(self, theta: Tensor) -> tuple[float, Tensor, Tensor]:
         """The statistic, the data term's gradient and the prior's, ``(P,)`` each: a pass."""
-        likelihood, self._outputs, self._walked, self._theta = self.la.likelihood_function, {}, {}, theta
+        likelihood, self._theta = self.la.likelihood_function, theta
+        self._outputs, self._walked, self._targets, self._times = {}, {}, {}, {}
         direction, statistic = self.push(theta), torch.zeros((), dtype=torch.float64, device=theta.device)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
@@ -165,6 +167,7 @@ class _Loss:
             found = self.tangent.push_pull(x, direction, cotangent)
             batch = _digest(x, y)
             self._outputs[batch], self._targets[batch] = torch.cat(kept), y
+            self._times[batch] = self._times.get(batch, 0) + 1
             return found
 
         slope = self.weight * self._sum(of)
@@ -204,11 +207,12 @@ class _Loss:
         """
         if self._walked.keys() != self._outputs.keys():
             return 1.0
+        likelihood = self.la.likelihood_function
 
         def at(length: float) -> float:
             statistic = sum(
-                self.la.likelihood_function.statistic(h + length * self._walked[batch], self._targets[batch]).item()
-                for batch, h in self._outputs.items()
+                times * likelihood.statistic(h + length * self._walked[batch], self._targets[batch]).item()
+                for (batch, h), times in zip(self._outputs.items(), self._times.values(), strict=True)
             )
             return self.value(statistic, self._theta + length * step)
 
@@ -602,8 +606,7 @@ def alternate(
         best = evidence
         found = fixed_points(la, INNER, group, tune_sigma, at_mode="linear")
         aim = torch.cat([found[0], -2 * found[1][None]])
-        with torch.no_grad():
-            gamma = sums_by_group(la.effective_by_tensor(), group)
+        gamma = sums_by_group(la.effective_by_tensor(), group)
         moving = torch.cat([gamma >= NOTHING, gamma.new_ones(1, dtype=torch.bool)])
         step = aim - at
         change = step[moving].abs().max().item()

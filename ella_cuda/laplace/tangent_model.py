@@ -166,8 +166,9 @@ class TangentModel:
         else:
             outputs = self._run(x, leaves)
             seed = torch.zeros_like(outputs).requires_grad_()
-            wanted = [leaf for leaf in leaves.values()]
-            pulled = torch.autograd.grad(outputs, wanted, seed, create_graph=True, materialize_grads=True)
+            pulled = torch.autograd.grad(
+                outputs, list(leaves.values()), seed, create_graph=True, materialize_grads=True
+            )
             product = sum((g * u[name]).sum() for name, g in zip(leaves, pulled, strict=True))
             along = torch.autograd.grad(product, seed, retain_graph=True)[0]
         return self._pulled(outputs, leaves, cotangent(outputs.detach(), along), last=True).double()

@@ -116,8 +116,7 @@ def fixed_points(
     before: Tensor | None = None  # the determined elements before the last update
     rested = False
     for _ in tqdm(range(n_steps), desc="fixed points", disable=not progress_bar, leave=False):
-        found = la.effective_parameters()
-        gamma = sums_by_group(torch.tensor(list(found.values()), dtype=norms.dtype, device=norms.device), group)
+        gamma = sums_by_group(la.effective_by_tensor(), group)
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
         aim = torch.where(aim.isnan(), at[:-1], aim)

@@ -211,15 +211,8 @@ class UnfactoredLaplace(BaseLaplace):
     @running_the_model
     def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> UnfactoredLaplace:
         """One streaming pass over the data at the model's present parameters; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
-        before = [] if override else self._loaders
-        self._accumulate(loader, override, progress_bar)
-        self._loaders = [*before, loader]
+        self._fit(loader, override, progress_bar)
         return self
-
-    def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
-        loaders = self._loaders
-        self._accumulate(loader, True, False, outputs_of)
-        self._loaders = loaders
 
     def _accumulate(
         self,
@@ -228,7 +221,6 @@ class UnfactoredLaplace(BaseLaplace):
         progress_bar: bool,
         outputs_of: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
-        """:meth:`fit`, with the likelihood's Hessian at other outputs of inputs than the network's, if wanted."""
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)

@@ -807,3 +807,19 @@ def test_steps_that_overshoot_are_cut_without_passes_where_batches_are_known_aga
     again = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean)
     torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-8)
     assert la.linear_fit.passes > passes
+
+
+def test_a_batch_that_a_loader_has_twice_counts_twice_along_a_step():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.weight.mul_(40)
+    x = torch.randn(20, 2, dtype=torch.float64)
+    y = torch.randint(3, (20,))
+    ways = [(x, y), (x, y)], [(torch.cat([x, x]), torch.cat([y, y]))]
+    passes = []
+    for loader in ways:
+        la = KronLaplace(model, prior_precision=0.1).fit(loader)
+        la.fit_linear_mode(loader, 1e-9)
+        passes.append(la.linear_fit.passes)
+    assert passes[0] == passes[1]

@@ -487,3 +487,16 @@ def test_structures_by_name() -> None:
         "scalar": [0] * 9,
     }
     assert group_indices("normalised", names[2:5], model) == [0, 0, 1]
+
+
+def test_networks_of_the_package_itself_are_traced_into(monkeypatch):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
+
+        def forward(self, x):
+            return self.norm(self.conv(x))
+
+    monkeypatch.setattr(Block, "__module__", "ella_cuda.experiments.networks")
+    assert ("0.conv", ["0.conv.weight", "0.conv.bias"], True) in prior_groups(nn.Sequential(Block(), nn.Flatten()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ella_cuda.experiments.linearised import stopping, sweep, toy
+from ella_cuda.experiments.linearised import networks, stopping, sweep, toy
 from ella_cuda.experiments.linearised.study import Part, Study
 
-PARTS: dict[str, Part] = {part.name: part for part in (toy.PART, sweep.PART, stopping.PART)}
+PARTS: dict[str, Part] = {part.name: part for part in (toy.PART, sweep.PART, stopping.PART, networks.PART)}
 
 
 def plan_studies(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,11 +13,41 @@ from ella_cuda.laplace import prior_groups
 from ella_cuda.laplace.base import BaseLaplace
 
 LOWEST, HIGHEST = 1e-4, 1e4  # where searches may start
-ROUNDS = {"network": 1000, "linear": 100}
+ROUNDS, UPDATES = 100, 1000  # at the linear mode, and at the network's weights, at most
+RESTLESS = ".*the fixed points do not rest"
 
 
-def chosen(fitted: BaseLaplace, loader: Iterable[Any], at: str, structure: str, progress: bool = False) -> BaseLaplace:
-    """A copy of a fitted approximation with the precisions that the evidence chooses; the noise stays.
+class Chosen(NamedTuple):
+    """An approximation with the precisions that the evidence chooses, and whether these rest."""
+
+    la: BaseLaplace
+    at: str
+    structure: str
+    rest: bool
+
+    def described(self) -> dict[str, Any]:
+        """Where and in how many groups the precisions were chosen, these by tensor, and the evidence per data point."""
+        la = self.la
+        return {
+            "at": self.at,
+            "structure": self.structure,
+            "rest": self.rest,
+            "precision": dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)),
+            "neg_log_marginal_likelihood": -la.log_marginal_likelihood(at=self.at).item() / la.n_data,
+            "effective_parameters": sum(la.effective_parameters().values()),
+        }
+
+
+def chosen(
+    fitted: BaseLaplace,
+    loader: Iterable[Any],
+    at: str,
+    structure: str,
+    progress: bool = False,
+    rounds: int = ROUNDS,
+    tol: float = 1e-3,
+) -> Chosen:
+    """Precisions for a copy of a fitted approximation; the noise stays.
 
     The search starts where a tensor's precision is its entries over its squared norm, which follows a change of the tensor's scale.
 
@@ -27,34 +57,27 @@ def chosen(fitted: BaseLaplace, loader: Iterable[Any], at: str, structure: str, 
         at: a key of :data:`ella_cuda.reports.text.EVIDENCE_AT`.
         structure: of :data:`ella_cuda.reports.text.SHARED`.
         progress: whether to show progress bars.
+        rounds: of the linear mode and the precisions, at most.
+        tol: the largest change of a precision's logarithm in a round that is none.
     """
     la = copy.copy(fitted)
     sizes = torch.tensor([la.model.get_parameter(name).numel() for name in la.parameter_names]).to(la.square_norms)
     start = (sizes / la.square_norms).clamp(LOWEST, HIGHEST)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*the fixed points do not rest")  # said by the row
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message=RESTLESS)
         la.optimize_prior_precision(
             method="mackay",
-            n_steps=ROUNDS[at],
+            n_steps=rounds if at == "linear" else UPDATES,
             init_prior_prec=start,
             prior_structure=structure,
             tune_sigma=False,
             at=at,
             train_loader=loader,
+            tol=tol,
             progress_bar=progress,
         )
-    return la
-
-
-def described(la: BaseLaplace, at: str, structure: str) -> dict[str, Any]:
-    """Of an approximation: where and in how many groups the precisions were chosen, these by tensor, and the evidence per data point."""
-    return {
-        "at": at,
-        "structure": structure,
-        "precision": dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)),
-        "neg_log_marginal_likelihood": -la.log_marginal_likelihood(at=at).item() / la.n_data,
-        "effective_parameters": sum(la.effective_parameters().values()),
-    }
+    return Chosen(la, at, structure, not said)
 
 
 def grouped_structure(model: torch.nn.Module) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ella_cuda.experiments.linearised.precisions import chosen, described
+from ella_cuda.experiments.linearised.precisions import chosen
 from ella_cuda.experiments.linearised.regression import (
     NORMS,
     Points,
@@ -45,8 +45,8 @@ def run(study: Study, work: Work) -> dict[str, Any]:
         found = []
         for structure in ("scalar", "normalised"):
             for at in EVIDENCE_AT:
-                la = chosen(fitted, loader, at, structure, work.progress)
-                found.append(described(la, at, structure) | predicted(la, s["seed"]))
+                one = chosen(fitted, loader, at, structure, work.progress)
+                found.append(one.described() | predicted(one.la, s["seed"]))
         return {"epoch": epoch, "chosen": found}
 
     trained(s["width"], s["norm"], s["seed"], stops[-1], work, s["first"], look)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ella_cuda.experiments.linearised.precisions import chosen, described
+from ella_cuda.experiments.linearised.precisions import chosen
 from ella_cuda.experiments.linearised.regression import (
     NORMS,
     full_laplace,
@@ -47,8 +47,8 @@ def run(study: Study, work: Work) -> dict[str, Any]:
         found = []
         for at in EVIDENCE_AT:
             for structure in ("scalar", "normalised"):
-                la = chosen(fitted, loader, at, structure, work.progress)
-                found.append(described(la, at, structure) | predicted(la, s["seed"]))
+                one = chosen(fitted, loader, at, structure, work.progress)
+                found.append(one.described() | predicted(one.la, s["seed"]))
         return {"k": k, "moved": moved, "parameters": fitted.n_params, "chosen": found}
 
     return {"scales": [work.kept(f"k{k:g}", lambda k=k: measure(k)) for k in SCALES]}

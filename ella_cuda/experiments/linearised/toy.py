@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ella_cuda.experiments.linearised.precisions import chosen, described
+from ella_cuda.experiments.linearised.precisions import chosen
 from ella_cuda.experiments.linearised.regression import full_laplace, grid, loader_of, predicted, trained
 from ella_cuda.experiments.linearised.study import Part, Study, Work, share
 from ella_cuda.experiments.linearised.text import table
@@ -34,8 +34,8 @@ def run(study: Study, work: Work) -> dict[str, Any]:
     fitted, loader = full_laplace(model, points), loader_of(points)
 
     def choose(at: str, structure: str) -> dict[str, Any]:
-        la = chosen(fitted, loader, at, structure, work.progress)
-        return described(la, at, structure) | predicted(la, s["seed"])
+        one = chosen(fitted, loader, at, structure, work.progress)
+        return one.described() | predicted(one.la, s["seed"])
 
     return {
         "parameters": fitted.n_params,

@@ -10,6 +10,7 @@ import numpy as np
 from ella_cuda.reports.pictures.page import (
     LINE_STYLES,
     MARKERS,
+    SMALL,
     TEXT_WIDTH,
     finish,
     logarithmic_scale,
@@ -141,6 +142,52 @@ def draw_stopping(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
     logarithmic_scale(axes[0], "y")
     plain_axes(axes[0], "between both predictives", "epochs", "Wasserstein distance")
     plain_axes(axes[1], "of new data, single precision", "epochs", "NLL, nats")
+    finish(figure, title, legend)
+    return figure
+
+
+def draw_networks(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
+    """Test NLL of networks, a panel for each data set and a place for each network: ours, filled, with standard errors over seeds, beside the
+    talk's, hollow; a colour for where the evidence is, a marker for how many precisions it has.
+
+    Args:
+        rows: ``data, network, seed, at, number`` ("single" or "several") ``, nll, talk_nll`` each.
+        title: of the picture.
+
+    Returns:
+        A matplotlib ``Figure``.
+
+    Raises:
+        ValueError: no rows.
+    """
+    if not rows:
+        raise ValueError("rows must hold at least one, got none.")
+    data = list(dict.fromkeys(r["data"] for r in rows))
+    names = list(dict.fromkeys(r["network"] for r in rows))
+    ways = list(dict.fromkeys((r["at"], r["number"]) for r in rows))
+    figure, axes = panels(len(data), 2, TEXT_WIDTH, 0.7 + 0.45 * len(names))
+    legend: dict[str, Any] = {}
+    for axis, source in zip(axes, data, strict=False):
+        for k, (at, count) in enumerate(ways):
+            style = {"linestyle": "", "marker": {"single": "o", "several": "s"}[count], "color": COLOURS[at]}
+            place = 0.6 * ((k + 0.5) / len(ways) - 0.5)
+            for i, name in enumerate(names):
+                some = [r for r in rows if (r["data"], r["network"], r["at"], r["number"]) == (source, name, at, count)]
+                if not some:
+                    continue
+                values = np.array([r["nll"] for r in some])
+                error = values.std(ddof=1) / len(values) ** 0.5 if len(values) > 1 else np.nan
+                label = f"{count}, {EVIDENCE_AT[at]}"
+                legend[label] = axis.errorbar(
+                    [values.mean()], [i + place], xerr=[error], markersize=3.5, elinewidth=0.9, capsize=1.5, **style
+                )
+                hollow = {"markersize": 5.5, "markerfacecolor": "none"}
+                (legend[f"{label}, talk"],) = axis.plot([some[0]["talk_nll"]], [i + place], **style, **hollow)
+        logarithmic_scale(axis, "x")
+        plain_axes(axis, source, "test NLL, nats, log scale", "")
+        axis.tick_params(axis="y", length=0)
+        axis.set_yticks(range(len(names)), names if axis is axes[0] else [], fontsize=SMALL)
+        axis.set_ylim(len(names) - 0.5, -0.5)
     finish(figure, title, legend)
     return figure
 

@@ -11,7 +11,16 @@ import torch
 
 from ella_cuda import cli
 from ella_cuda.experiments import linearised
-from ella_cuda.experiments.linearised import regression, stopping, study, sweep, toy
+from ella_cuda.experiments.linearised import (
+    architectures,
+    networks,
+    precisions,
+    regression,
+    stopping,
+    study,
+    sweep,
+    toy,
+)
 from ella_cuda.laplace import prior_groups
 from ella_cuda.training.trainer import MarglikTrainer
 
@@ -240,3 +249,82 @@ def test_training_past_what_was_measured_is_an_error(tmp_path):
     assert work.found("2") == 1.5
     with pytest.raises(ValueError, match="has no 4"):
         work.found("4")
+
+
+@pytest.mark.parametrize("name", architectures.NETWORKS)
+def test_networks_have_about_as_many_parameters_as_asked_for(name):
+    for count in (2_000, 46_000):
+        model = architectures.network(name, count, 8)
+        found = sum(p.numel() for p in model.parameters())
+        assert abs(found - count) < 0.4 * count if count < 10_000 else abs(found - count) < 0.1 * count
+        assert model(torch.randn(3, 1, 8, 8)).shape == (3, 10)
+    normalised = [name for name, _, normalised in prior_groups(model) if normalised]
+    # Layers with a normalisation right behind them: all but the head; of a block's two, the first; none.
+    expected = {"cnn": 4, "resnet": 9, "pre-resnet": 3}.get(name, 0)
+    assert len(normalised) == expected
+    assert precisions.grouped_structure(model) == ("normalised" if expected else "layerwise")
+
+
+def test_fixup_starts_at_zero_outputs_that_learn():
+    model = architectures.network("fixup", 2_000, 8)
+    outputs = model(torch.randn(4, 1, 8, 8))
+    assert not outputs.any()
+    outputs.exp().sum().backward()
+    assert model.get_parameter(list(dict(model.named_parameters()))[-1]).grad.any()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"), [(("vgg", 100, 8), "network must be one of"), (("cnn", 100, 12), "multiple of 8")]
+)
+def test_wrong_networks_are_refused(args, words):
+    with pytest.raises(ValueError, match=words):
+        architectures.network(*args)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(networks, "NETWORKS", dict.fromkeys(("cnn", "fixup")))
+    monkeypatch.setattr(networks, "ROUNDS", 2)
+    options = ["linearised", "--part", "networks", "--data", "digits", "--scale", "0.02", "--seed", "0", "1"]
+    options += ["--jobs", "1", "--device", "cpu"]
+    run(*options, "--out", str(tmp_path / "whole"))
+    text = (tmp_path / "whole" / "networks.txt").read_text()
+    assert "digits: 50 images, 2 epochs" in text and "mean ± standard error over seeds 0, 1" in text
+    assert "0.025 ± 0.000" in text and "T-Former" not in text
+    assert "CNN: ours" in text and "talk linear single = linear several < network several < network single" in text
+    assert "do not rest within 2 rounds" in text
+    rows = table(tmp_path / "whole", "networks")
+    assert len(rows) == 2 * 2 * 4
+    assert {(r["network"], r["structure"]) for r in rows} == {
+        ("cnn", "scalar"),
+        ("cnn", "normalised"),
+        ("fixup", "scalar"),
+        ("fixup", "layerwise"),
+    }
+    assert len({r["nll"] for r in rows if r["network"] == "cnn"}) == 8
+
+    measure = study.Work.kept
+
+    def stop(self, name, measured):
+        if self.folder.name.endswith("cnn-seed1") and name == "linear-normalised":
+            raise KeyboardInterrupt
+        return measure(self, name, measured)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(study.Work, "kept", stop)
+        assert cli.main(["reproduce", *options, "--out", str(tmp_path / "killed")]) == 130
+    assert "2 of 4 networks are done" in (tmp_path / "killed" / "networks.txt").read_text()
+    run("--resume", str(tmp_path / "killed"), "--jobs", "1")
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["reproduce", "linearised", "--part", "networks", "--data", "mnist"]) == 1
+    assert "MNIST" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_order_of_ways_has_ties_where_they_are_printed_alike():
+    means = {("linear", "single"): 0.2001, ("network", "single"): 0.3, ("linear", "several"): 0.1999}
+    assert networks._ordered(means) == "linear single = linear several < network single"

@@ -25,7 +25,9 @@ from ella_cuda.reports.text import counted, duration
 DESCRIPTION = (
     f"{TABLE}: the evidence at the network's weights and at the linear model's mode (Antorán et al., ICML 2022), in parts, each with a table "
     "and a picture; of the options it has --part, --scale, --data, --seed and those of a session, and --scale is the share of widths, "
-    "epochs and images. " + "; ".join(f"{part.name}: {part.title}" for part in PARTS.values()) + "."
+    "epochs, images and parameters. Seeds are 0 1 2 unless said; --data is of the networks (both unless said). "
+    + "; ".join(f"{part.name}: {part.title}" for part in PARTS.values())
+    + "."
 )
 OPTIONS = ("table", "part", "scale", "data", "seed", "device", "out", "resume", *PER_SESSION)
 OF_TRAINING = ("cuda_graph", "tensorboard")  # of a session, but of the paper's runs alone
@@ -84,9 +86,13 @@ def _planned(given: dict[str, Any]) -> tuple[list[Study], dict[str, Any]]:
         "part": [name for name in PARTS if name in given.get("part", PARTS)],
         "scale": given.get("scale", 1.0),
         "seed": list(dict.fromkeys(given.get("seed", [0, 1, 2]))),
-        "device": str(named_device(given.get("device", "cpu"))),
+        "device": str(named_device(given.get("device", "auto"))),
     }
     if "data" in given:
+        if not any(PARTS[name].data for name in options["part"]):
+            raise UsageError(
+                f"--data is of the part {' and '.join(part.name for part in PARTS.values() if part.data)}."
+            )
         options["data"] = given["data"]
     try:
         return plan_studies(

@@ -134,6 +134,7 @@ def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, mon
     [
         (["--scale", "0"], "scale must be above 0"),
         (["--scale", "nan"], "scale must be above 0"),
+        (["--part", "toy", "sweep", "--data", "digits"], "--data is of the part networks"),
         (["--part", "unet"], "invalid choice"),
         (["--lr", "0.1"], "--lr: of the paper's tables"),
         (["--row", "conv"], "--row: of the paper's tables"),
@@ -170,7 +171,10 @@ def test_a_folder_is_resumed_with_its_own_options_alone(tmp_path, capsys):
         assert words in capsys.readouterr().err
     assert cli.main(["reproduce", "linearised", "--out", str(folder)]) == 2
     assert "holds runs already" in capsys.readouterr().err
-    assert cli.main(["train", "--resume", str(folder)]) == 2
+    capsys.readouterr()
+    for command in (["train", "--resume"], ["reproduce", "toy", "--resume"], ["inspect"]):
+        assert cli.main([*command, str(folder)]) == 2
+        assert f"Go on with: ella-cuda reproduce --resume {folder}" in capsys.readouterr().err
     with pytest.raises(ValueError, match="belongs to other studies"):
         linearised.run_studies(linearised.plan_studies(["sweep"]), folder, options={}, progress=False)
 
@@ -328,3 +332,38 @@ def test_missing_data_are_a_failure_and_nothing_is_written(tmp_path, monkeypatch
 def test_the_order_of_ways_has_ties_where_they_are_printed_alike():
     means = {("linear", "single"): 0.2001, ("network", "single"): 0.3, ("linear", "several"): 0.1999}
     assert networks._ordered(means) == "linear single = linear several < network single"
+
+
+def test_measurements_are_taken_once_and_kept(tmp_path):
+    taken = []
+
+    def measure():
+        taken.append(1)
+        return {"value": (1.5, 2)}
+
+    assert [study.Work(tmp_path).kept("a", measure) for _ in range(2)] == [{"value": [1.5, 2]}] * 2
+    assert len(taken) == 1
+    with pytest.raises(FloatingPointError, match="b has a number that is not finite"):
+        study.Work(tmp_path).kept("b", lambda: [float("nan")])
+    file = tmp_path / study.MEASURED_FILE
+    file.write_text(file.read_text().replace("1.5", "1.25"))
+    with pytest.raises(ValueError, match="was edited"):
+        study.Work(tmp_path).kept("a", measure)
+
+
+def test_precisions_are_those_of_the_evidence_and_say_whether_they_rest():
+    points = regression.two_clusters(20, 0)
+    model = regression.normalised_mlp(4)
+    model(points.x)
+    fitted, loader = regression.full_laplace(model.eval(), points), regression.loader_of(points)
+    before = fitted.prior_precision.clone()
+    for at in ("network", "linear"):
+        one = precisions.chosen(fitted, loader, at, "normalised")
+        found = one.described()
+        assert found["rest"] and (found["at"], found["structure"]) == (at, "normalised")
+        here = one.la.log_marginal_likelihood(at=at)
+        for factor in (0.8, 1.25):
+            moved = one.la.prior_precision * torch.tensor([1.0, 1.0, factor])
+            assert one.la.log_marginal_likelihood(moved, at=at) < here
+    assert not precisions.chosen(fitted, loader, "linear", "scalar", rounds=1).described()["rest"]
+    assert torch.equal(fitted.prior_precision, before) and fitted.linear_mode is None

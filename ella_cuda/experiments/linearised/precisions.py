@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -64,7 +65,6 @@ def chosen(
     sizes = torch.tensor([la.model.get_parameter(name).numel() for name in la.parameter_names]).to(la.square_norms)
     start = (sizes / la.square_norms).clamp(LOWEST, HIGHEST)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message=RESTLESS)
         la.optimize_prior_precision(
             method="mackay",
@@ -77,7 +77,11 @@ def chosen(
             tol=tol,
             progress_bar=progress,
         )
-    return Chosen(la, at, structure, not said)
+    restless = [w for w in said if re.match(RESTLESS, str(w.message))]
+    for w in said:
+        if w not in restless:
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+    return Chosen(la, at, structure, not restless)
 
 
 def grouped_structure(model: torch.nn.Module) -> str:

@@ -52,11 +52,16 @@ class Work:
         """What ``measure`` returns, as JSON gives it back; from the study's file where an earlier session measured it.
 
         Raises:
-            ValueError: the file is damaged, or was edited. What ``measure`` raises.
+            ValueError: the file is damaged, or was edited.
+            FloatingPointError: a number is not finite. What ``measure`` raises.
         """
         path, found = self.folder / MEASURED_FILE, self._all()
         if name not in found:
-            found[name] = json.loads(json.dumps(measure(), allow_nan=False))
+            measured = measure()
+            try:
+                found[name] = json.loads(json.dumps(measured, allow_nan=False))
+            except ValueError as error:
+                raise FloatingPointError(f"{self.folder}: {name} has a number that is not finite.") from error
             write_file(path, json.dumps(sealed(found), allow_nan=False))
         return found[name]
 

@@ -50,7 +50,8 @@ def chosen(
 ) -> Chosen:
     """Precisions for a copy of a fitted approximation; the noise stays.
 
-    The search starts where a tensor's precision is its entries over its squared norm, which follows a change of the tensor's scale.
+    The search starts where a tensor's precision is its entries over its squared norm; that at the linear mode starts at the network's
+    choice, for its evidence can have several maxima. Both places follow a change of a tensor's scale.
 
     Args:
         fitted: with its curvature at the network's weights.
@@ -66,17 +67,20 @@ def chosen(
     start = (sizes / la.square_norms).clamp(LOWEST, HIGHEST)
     with warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("always", message=RESTLESS)
-        la.optimize_prior_precision(
-            method="mackay",
-            n_steps=rounds if at == "linear" else UPDATES,
-            init_prior_prec=start,
-            prior_structure=structure,
-            tune_sigma=False,
-            at=at,
-            train_loader=loader,
-            tol=tol,
-            progress_bar=progress,
-        )
+        for where in dict.fromkeys(("network", at)):
+            said.clear()
+            la.optimize_prior_precision(
+                method="mackay",
+                n_steps=rounds if where == "linear" else UPDATES,
+                init_prior_prec=start,
+                prior_structure=structure,
+                tune_sigma=False,
+                at=where,
+                train_loader=loader,
+                tol=tol,
+                progress_bar=progress,
+            )
+            start = la.prior_precision
     restless = [w for w in said if re.match(RESTLESS, str(w.message))]
     for w in said:
         if w not in restless:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 PATCHES = 4  # of the transformer, along a side
 HEADS = 2
@@ -38,8 +38,7 @@ def network(name: str, parameters: int, image_size: int, in_channels: int = 1, n
         if abs(found - parameters) >= distance:
             break
         best, distance = width, abs(found - parameters)
-    # As a graph of torch's modules: the search for normalised layers takes modules of the package for layers.
-    return fx.symbolic_trace(make(best, in_channels, image_size, num_classes))
+    return make(best, in_channels, image_size, num_classes)
 
 
 def _conv(inputs: int, outputs: int, stride: int = 1, bias: bool = False, kernel_size: int = 3) -> nn.Conv2d:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
+from ella_cuda.experiments.linearised import TABLE, is_study_folder
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -34,6 +35,11 @@ def grid_of(folder: str | os.PathLike[str]) -> tuple[list[experiments.RunConfig]
     Raises:
         UsageError: not the folder of runs.
     """
+    if is_study_folder(folder):
+        raise UsageError(
+            f"{folder} was started by `ella-cuda reproduce {TABLE}` and holds no such runs; its tables are files in it. Go on with: "
+            f"ella-cuda reproduce --resume {folder}"
+        )
     try:
         return experiments.read_grid(folder)
     except ValueError as error:

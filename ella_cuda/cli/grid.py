@@ -197,6 +197,13 @@ def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[Ru
         raise UsageError(
             f"{out_dir} was started by `ella-cuda {starter}`; go on with: ella-cuda {starter} --resume {out_dir}"
         )
+    require_same(out_dir, given, options)
+    experiments.resolve_device(configs[0].device)
+    return configs, options
+
+
+def require_same(out_dir: Path, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Raise UsageError for an option of a resumed folder's that is not the one it was started with."""
     if "device" in given:
         given = {**given, "device": str(named_device(given["device"]))}
     for name, value in given.items():
@@ -205,8 +212,20 @@ def resumed(command: str, out_dir: Path, given: dict[str, Any]) -> tuple[list[Ru
                 f"{'table' if name == 'table' else flag(name)} {shown(value)} does not fit --resume {out_dir}, which was started with "
                 f"{shown(options.get(name))}; leave it out, or start anew with --out."
             )
-    experiments.resolve_device(configs[0].device)
-    return configs, options
+
+
+def go_on_with(command: str, args: argparse.Namespace, out_dir: Path) -> str:
+    """What an interruption says of how to go on."""
+    where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
+    return f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
+
+
+def jobs_of(args: argparse.Namespace, device: str, calls: int) -> int:
+    """How many are done at once; where it is one on the CPU, this process is made ready for it, for workers prepare themselves."""
+    jobs = args.jobs if args.jobs is not None else default_jobs(calls) if device == "cpu" else 1
+    if device == "cpu" and jobs == 1:
+        prepare_process()
+    return jobs
 
 
 def shown(value: Any) -> str:
@@ -217,15 +236,35 @@ def shown(value: Any) -> str:
 
 
 def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str) -> Path:
-    """The folder that the options name, or the next free one of today of that name, which is made here: no other process takes it too.
+    """:func:`folder_for` of runs.
 
     Raises:
-        UsageError: --out holds runs already, or is a file; CUDA graphs on another device.
-        FileNotFoundError: the data are missing; then no folder is made. OSError: it cannot be made.
+        UsageError: as there, and CUDA graphs on another device. FileNotFoundError: the data are missing; then no folder is made.
+        OSError: it cannot be made.
     """
     device = configs[0].device
     if args.cuda_graph and not device.startswith("cuda"):
         raise UsageError(f"--cuda-graph needs a CUDA device, got {device}; leave it out, or name another --device.")
+
+    def require() -> None:
+        if args.tensorboard:
+            experiments.require_tensorboard()
+        experiments.require_data(configs[0], args.data_dir, bool(args.download))
+
+    return folder_for(args, name, require)
+
+
+def folder_for(args: argparse.Namespace, name: str, require: Callable[[], None]) -> Path:
+    """The folder that the options name, or the next free one of today of that name, which is made here: no other process takes it too.
+
+    Args:
+        args: of the command.
+        name: of the folder.
+        require: called before a folder is made; raises where what the command needs is missing.
+
+    Raises:
+        UsageError: --out holds runs already, or is a file. OSError: it cannot be made. What ``require`` raises.
+    """
     if args.resume is not None:
         return Path(args.resume)
     if args.out is not None:
@@ -237,9 +276,7 @@ def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name:
         if path.exists() and not path.is_dir():
             raise UsageError(f"--out {path} is a file; name a folder.")
         return path
-    if args.tensorboard:
-        experiments.require_tensorboard()
-    experiments.require_data(configs[0], args.data_dir, bool(args.download))
+    require()
     stem = Path("runs") / f"{name}-{datetime.date.today().isoformat()}"
     try:
         stem.parent.mkdir(exist_ok=True)
@@ -273,9 +310,7 @@ def do_runs(
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
-    jobs = args.jobs if args.jobs is not None else default_jobs(len(configs)) if device == "cpu" else 1
-    if device == "cpu" and jobs == 1:
-        prepare_process()  # the runs are done here; workers prepare themselves
+    jobs = jobs_of(args, device, len(configs))
 
     def begin(before: int) -> None:
         print(
@@ -287,8 +322,7 @@ def do_runs(
         _print_row(row)
         on_row()
 
-    where = f" --data-dir {shlex.quote(args.data_dir)}" if args.data_dir else ""
-    args.go_on = f"go on with: ella-cuda {command} --resume {shlex.quote(str(out_dir))}{where}"
+    args.go_on = go_on_with(command, args, out_dir)
     return experiments.run_grid(
         configs,
         out_dir,

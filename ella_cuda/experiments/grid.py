@@ -124,7 +124,7 @@ def _run_grid(
         run_folder.write_config(out_dir, [dataclasses.asdict(c) for c in configs], options)
     _tidy(out_dir, names)
     done = {row["run"]: row for row in run_folder.read_summary(out_dir)}
-    _note_environment(out_dir, configs[0].device, jobs, threads)
+    note_environment(out_dir, configs[0].device, jobs, threads)
     if on_begin is not None:
         on_begin(len(done))
     if done:  # a session killed after writing the summary left the pictures behind it
@@ -209,7 +209,8 @@ def _run_quietly(config: RunConfig, run_dir: Path, how: dict[str, Any]) -> dict[
     return run_one(config, run_dir, progress=False, **how)
 
 
-def _note_environment(out_dir: Path, device: str, jobs: int, threads: int) -> None:
+def note_environment(out_dir: Path, device: str, jobs: int, threads: int) -> None:
+    """Add versions and device of this session to the folder's ``environment.json``."""
     path = out_dir / run_folder.ENVIRONMENT_FILE
     try:
         sessions = read_json(path, "")

@@ -639,7 +639,8 @@ class BaseLaplace(Predictive):
                 until they rest; "gridsearch" takes the precision with the best predictions of ``val_loader``.
             n_steps: how many steps, at most.
             lr: of Adam, in units of the logarithm.
-            init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``.
+            init_prior_prec: where "marglik" and "mackay" start; None is ``self.prior_precision``. The evidence at the linear mode can have
+                several maxima where groups have their own precisions; the network's choice is a good start.
             prior_structure: which tensors share a precision, see :func:`ella_cuda.marglik_training`: "layerwise" (none), "module",
                 "normalised" or "scalar" (all); "gridsearch" takes "scalar" alone.
             val_loader: yields ``(x, y)``, as for :meth:`fit`.
@@ -686,6 +687,13 @@ class BaseLaplace(Predictive):
             if at == "linear":
                 if not self._alternate(loader, solver, form, hessian_at, n_steps, group, sigma, tol, progress_bar):
                     warn_of_motion(n_steps)
+                if self._linear.why:
+                    warnings.warn(
+                        f"optimize_prior_precision: the residual of the last linear mode is {self._linear.residual:.2g}, above what "
+                        f"tol={tol:g} asks for; {self._linear.why}. Precisions may be off by more than tol.",
+                        UserWarning,
+                        stacklevel=2,
+                    )
             elif method == "marglik":
                 raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
             elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:

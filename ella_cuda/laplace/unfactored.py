@@ -29,9 +29,15 @@ STRUCTURES = ("full", "diag")
 
 
 class _Curvature(Consumer, ABC):
-    """The sum over the data of ``J^T S S^T J`` at sigma = 1, of some elements of the parameters."""
+    """The sum over the data of ``J^T S S^T J`` at sigma = 1, of some elements of the parameters.
+
+    Attributes:
+        total: the sum.
+        most_rank: the number of outputs of all data, which bounds the sum's rank; None before a fit.
+    """
 
     total: Tensor
+    most_rank: int | None = None
 
     @abstractmethod
     def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
@@ -60,6 +66,7 @@ class _Full(_Curvature):
                 "available. Use KronLaplace, DiagLaplace, or SubnetLaplace with fewer subnetwork_indices."
             )
         self.total = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self._root: Tensor | None = None
 
     def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
         self._rows = outputs.new_zeros(columns.stop - columns.start, len(outputs), self.layout.count)
@@ -69,15 +76,35 @@ class _Full(_Curvature):
 
     def end(self) -> None:
         ops.kron_accumulate_(self.total[None], self._rows.flatten(0, 1)[:, None].double())
+        self._root = None
         del self._rows
 
+    def _low_rank(self) -> Tensor | None:
+        """R, ``(r, S)``, whose ``R^T R`` is the matrix, where its rank is at most half of its size; None elsewhere.
+
+        Eigenvalues below the rounding errors of the largest are zeros.
+        """
+        size = len(self.total)
+        if self.most_rank is None or 2 * self.most_rank > size:
+            return None
+        if self._root is None:
+            values, vectors = torch.linalg.eigh(self.total)
+            kept = values > size * torch.finfo(values.dtype).eps * values[-1]
+            self._root = (vectors[:, kept] * values[kept].sqrt()).t().contiguous()
+        return self._root
+
     def log_det_ratio(self, prior: Tensor, scale: Tensor) -> Tensor:
-        root = prior.rsqrt()
-        unit = torch.eye(len(prior), dtype=prior.dtype, device=prior.device)
-        factor = torch.linalg.cholesky(unit + scale * root[:, None] * self.total * root)
-        return 2 * factor.diagonal().log().sum()
+        root, low = prior.rsqrt(), self._low_rank()
+        inner = root[:, None] * self.total * root if low is None else low * root @ (low * root).t()
+        unit = torch.eye(len(inner), dtype=prior.dtype, device=prior.device)
+        return 2 * torch.linalg.cholesky(unit + scale * inner).diagonal().log().sum()
 
     def shares(self, prior: Tensor, scale: Tensor) -> Tensor:
+        if (low := self._low_rank()) is not None:  # by Woodbury's identity
+            rows = low * (scale / prior).sqrt()
+            unit = torch.eye(len(rows), dtype=prior.dtype, device=prior.device)
+            factor = torch.linalg.cholesky(unit + rows @ rows.t())
+            return torch.linalg.solve_triangular(factor, rows, upper=False).square().sum(0)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(scale * self.total + prior.diag()))
         return 1 - prior * inverse.diagonal()
 
@@ -257,6 +284,7 @@ class UnfactoredLaplace(BaseLaplace):
                 "fit: the log likelihood or the curvature is not finite. Check the data and the parameters, or use float64."
             )
         self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
+        self._curvature.most_rank = self.n_data * self.n_outputs
         self._square_norms = self.norms(parameters)
         self._bases = FittedBases(self.model)
         self._fingerprint, self._verified, self._linear = fingerprint.to(self._device), None, None
@@ -351,6 +379,8 @@ class UnfactoredLaplace(BaseLaplace):
         # All of it fits: from here on nothing fails.
         restore()
         self._curvature, self._statistic_gradients = curvature, {}
+        if curvature is not None:
+            curvature.most_rank = self.n_data * self.n_outputs
 
 
 class FullLaplace(UnfactoredLaplace):

@@ -20,6 +20,9 @@ CALIBRATION = {  # the same
     "brier_plugin": ("Brier score", "{:.3f}"),
     "brier": ("Brier score, predictive", "{:.3f}"),
 }
+# Of the evidence: where it is taken, and which tensors share a precision.
+EVIDENCE_AT = {"network": "network's weights", "linear": "linear mode"}
+SHARED = {"scalar": "single", "normalised": "grouped", "layerwise": "layer-wise"}
 WAYS = {"plugin": "softmax", "predictive": "predictive"}  # how predictions are made
 
 

@@ -389,6 +389,18 @@ def test_the_hessian_at_the_linear_outputs(kind: Any) -> None:
     la.optimize_prior_precision(at="linear", n_steps=30, hessian_at="linear")  # the loader is still known
 
 
+def test_a_last_mode_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, loader = of_classes(FullLaplace)
+    la.optimize_prior_precision(at="linear", train_loader=loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.optimize_prior_precision(at="linear", train_loader=loader)
+    find = la._find_linear_mode
+    monkeypatch.setattr(la, "_find_linear_mode", lambda *how: find(*how, max_passes=1))
+    with pytest.warns(UserWarning, match="the residual of the last linear mode is"):
+        la.optimize_prior_precision(at="linear", init_prior_prec=1.0, train_loader=loader, n_steps=2)
+
+
 # evidence ------------------------------------------------------------------------------------------------------------
 
 
@@ -750,6 +762,8 @@ def test_noise_below_the_precisions_bounds_is_left_alone() -> None:
     la, _ = of_regression(sigma_noise=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # Rounding errors are larger than the tolerance with so little noise.
+        warnings.filterwarnings("ignore", message=".*the residual of the last linear mode")
         la.optimize_prior_precision(at="linear", tune_sigma=False, n_steps=300, tol=1e-2)
     assert la.sigma_noise.item() == 1e-6
 

@@ -296,3 +296,35 @@ def test_changed_parameters_are_refused() -> None:
             la(x)
         with pytest.raises(RuntimeError, match="call fit"):
             kind(model)(x)
+
+
+def test_few_outputs_are_the_same_algebra() -> None:
+    """Whose curvature has a low rank: evidence, its gradients and effective parameters, after data are added too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    la = FullLaplace(model)
+    for part in (slice(3), slice(3, 6)):
+        la.fit([(x[part], y[part])], override=part.start is None)
+        seen = slice(part.stop)
+        assert 2 * la.n_data * la.n_outputs <= la.n_params
+        curvature, _ = dense_curvature(model, x[seen])
+        log_precision = precisions(la).log().requires_grad_()
+        evidence = la.log_marginal_likelihood(log_precision.exp())
+        (found,) = torch.autograd.grad(evidence, log_precision)
+
+        sizes = torch.tensor([p.numel() for p in model.parameters()])
+        elementwise = log_precision.exp().repeat_interleave(sizes)
+        theta = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        log_lik = -nn.functional.cross_entropy(model(x[seen]), y[seen], reduction="sum").detach()
+        expected = log_lik + 0.5 * (
+            elementwise.log().sum() - torch.logdet(curvature + elementwise.diag()) - (elementwise * theta**2).sum()
+        )
+        torch.testing.assert_close(evidence, expected, rtol=1e-11, atol=0)
+        torch.testing.assert_close(found, *torch.autograd.grad(expected, log_precision), rtol=1e-9, atol=1e-11)
+
+        la.prior_precision = precisions(la)
+        inverse = torch.linalg.inv(curvature + elementwise.detach().diag())
+        shares = (1 - elementwise.detach() * inverse.diagonal()).split(sizes.tolist())
+        effective = torch.tensor([*la.effective_parameters().values()], dtype=torch.float64)
+        torch.testing.assert_close(effective, torch.stack([s.sum() for s in shares]), rtol=1e-9, atol=1e-11)

@@ -303,6 +303,7 @@ def test_wrong_networks_are_refused(args, words):
 def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(networks, "NETWORKS", dict.fromkeys(("cnn", "fixup")))
     monkeypatch.setattr(networks, "ROUNDS", 2)
+    monkeypatch.setitem(networks.SIZES, "digits", {**networks.SIZES["digits"], "epochs": 2})
     options = ["linearised", "--part", "networks", "--data", "digits", "--scale", "0.02", "--seed", "0", "1"]
     options += ["--jobs", "1", "--device", "cpu"]
     run(*options, "--out", str(tmp_path / "whole"))

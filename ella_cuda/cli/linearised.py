@@ -24,8 +24,8 @@ from ella_cuda.reports.text import counted, duration
 
 DESCRIPTION = (
     f"{TABLE}: the evidence at the network's weights and at the linear model's mode (Antorán et al., ICML 2022), in parts, each with a table "
-    "and a picture; of the options it has --part, --scale, --data, --seed and those of a session, and --scale is the share of widths, "
-    "epochs, images and parameters. Seeds are 0 1 2 unless said; --data is of the networks (both unless said). "
+    "and a picture; of the options it has --part, --scale, --data, --seed and those of a session, and --scale is the share of "
+    "widths and epochs, and of networks' images and parameters. Seeds are 0 1 2 unless said; --data is of the networks (both unless said). "
     + "; ".join(f"{part.name}: {part.title}" for part in PARTS.values())
     + "."
 )

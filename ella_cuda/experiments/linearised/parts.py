@@ -18,7 +18,8 @@ def plan_studies(
     Args:
         parts: names of :data:`PARTS`.
         seeds: of weights and data; every part has a study of each.
-        scale: share of the full sizes, above 0 and at most 1: hidden units and epochs; of images and parameters too, where there are some.
+        scale: share of the full sizes, above 0 and at most 1: of regressions' hidden units and epochs, and of networks' images, batches and
+            parameters, which are trained for as many steps.
         data: data sets; None is each part's own.
 
     Raises:

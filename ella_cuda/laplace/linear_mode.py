@@ -30,6 +30,7 @@ HESSIANS = ("network", "linear")
 FEW_OUTPUTS = 1000  # of all data, whose kernel is factorised where the solver is chosen
 SUFFICIENT = 1e-4  # the share of a step's promised descent that it must give
 OVERSHOOT = 0.3  # of the tolerance that products with the curvature aim at
+ROUNDED = 64.0  # rounding errors of terms, in a sum of them that is negative
 SHORTEST = 1e-8  # part of a Newton step that is tried
 GOLDEN = 20  # sections of a step whose best part is looked for
 EVERY = 30.0  # seconds between checkpoints
@@ -132,6 +133,11 @@ class _Loss:
         # was walked since.
         self._outputs: dict[int, Tensor] = {}
         self._along: dict[int, Tensor] = {}
+        self._bend = (
+            0.0,
+            0.0,
+            0.0,
+        )  # of the last product: the data's curvature, the sum of its terms' sizes, and the prior's curvature
         self._walked: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
         self._times: dict[int, int] = {}  # that a pass has the batch
@@ -176,6 +182,7 @@ class _Loss:
     def product(self, direction: Tensor) -> Tensor:
         """The loss' Hessian where the gradient was last taken, times a direction ``(P,)``: a pass."""
         there, self._along = self.push(self._theta), {}
+        bend = direction.new_zeros(2)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
             batch, kept = _digest(x, y), []
@@ -185,13 +192,39 @@ class _Loss:
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
                 kept.append(along)
-                return self._curved(h[which], y[which], along)
+                curved = self._curved(h[which], y[which], along)
+                terms = along.double() * curved
+                bend.add_(torch.stack([terms.sum(), terms.abs().sum()]))
+                return curved
 
             found = self.tangent.push_pull(x, direction, cotangent)
             self._along[batch] = torch.cat(kept)
             return found
 
-        return self.weight * self._sum(of) + self._masked(self.prior * direction)
+        product = self.weight * self._sum(of) + self._masked(self.prior * direction)
+        # What is not finite in the product is so in the sum.
+        data, size = (self.weight * bend + 0 * product.sum()).tolist()
+        self._bend = data, size, torch.dot(direction, self._masked(self.prior * direction)).item()
+        return product
+
+    def curvature(self) -> float:
+        """The loss' curvature along the last direction that a product was taken with, 0 where rounding hides it: by outputs, for the
+        direction times its product is negative where rounding of the two Jacobian products is larger than the curvature.
+
+        Raises:
+            ArithmeticError: it is negative. FloatingPointError: it is not finite.
+        """
+        data, size, prior = self._bend
+        if not math.isfinite(data):
+            raise FloatingPointError("fit_linear_mode: a product with the curvature is not finite; use float64.")
+        if data + prior > 0:
+            return data + prior
+        if -data > ROUNDED * torch.finfo(self.tangent.point.dtype).eps * size:
+            raise ArithmeticError(
+                f"fit_linear_mode: the likelihood's Hessian must not be negative, got a curvature of {data:.3g}; check log_prob of "
+                f"{self.la.likelihood!r}."
+            )
+        return 0.0
 
     def walk(self, length: float) -> None:
         """Go so far along the last direction that a product was taken with."""
@@ -445,14 +478,9 @@ def _conjugate(
         power = torch.dot(left, preconditioned).item()
         direction = preconditioned if direction is None else preconditioned + (power / before) * direction
         product = loss.product(direction)
-        curvature = torch.dot(direction, product).item()
-        if not curvature > 0:
-            if not math.isfinite(curvature):
-                raise FloatingPointError("fit_linear_mode: a product with the curvature is not finite; use float64.")
-            raise ArithmeticError(
-                f"fit_linear_mode: the likelihood's Hessian must not be negative, got a curvature of {curvature:.3g}; check log_prob of "
-                f"{loss.la.likelihood!r}."
-            )
+        curvature = loss.curvature()
+        if not curvature:
+            break
         length, before = power / curvature, power
         step += length * direction
         loss.walk(length)

@@ -291,6 +291,23 @@ def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
         for other in (loader, batches(X[:20].flip(0), LABELS[:20].flip(0), 5), batches(X[:20], LABELS[:20], 7)):
             loss.loader = other
             close(loss.product(v), expected)
+            assert loss.curvature() == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
+
+
+def test_a_hidden_curvature_is_none_and_a_negative_one_is_refused() -> None:
+    la, loader = of_classes(FullLaplace)
+    with tqdm(disable=True) as bar:
+        loss = linear_mode._Loss(la, loader, "full", bar)
+    eps = torch.finfo(torch.float64).eps
+    for bend, expected in (((2.0, 2.0, 0.5), 2.5), ((-1e-14, 1e-14, 1e-6), 1e-6), ((-10 * eps, 1.0, 0.0), 0.0)):
+        loss._bend = bend
+        assert loss.curvature() == pytest.approx(expected)
+    loss._bend = -1e-3, 1.0, 1e-4
+    with pytest.raises(ArithmeticError, match=r"must not be negative, got a curvature of -0\.001"):
+        loss.curvature()
+    loss._bend = math.nan, math.nan, 1.0
+    with pytest.raises(FloatingPointError, match="not finite"):
+        loss.curvature()
 
 
 # kinds of posteriors and outputs ------------------------------------------------------------------------------------
@@ -656,15 +673,21 @@ class Breaking:
 
 @pytest.mark.parametrize("before", [False, True])
 def test_an_interrupted_solution_goes_on(tmp_path: Path, before: bool) -> None:
-    la, loader = of_classes(prior_precision=0.01)
+    la, loader = of_classes()
+
+    def begin() -> Any:
+        """At the mode of another precision, or without one."""
+        la._linear, la.prior_precision = None, 30.0
+        la.fit_linear_mode(loader, 1e-10)
+        la.prior_precision = 0.01
+        if not before:
+            la._linear = None
+        return la.linear_fit
+
+    begin()
     expected = la.fit_linear_mode(loader, 1e-10).clone()
     whole = la.linear_fit.passes
-    la.prior_precision = 30.0
-    la.fit_linear_mode(loader, 1e-10)
-    la.prior_precision = 0.01
-    held = la.linear_fit
-    if not before:
-        held = la._linear = None
+    held = begin()
     path = tmp_path / "mode.pt"
     with pytest.raises(KeyboardInterrupt):
         la.fit_linear_mode(Breaking(loader, whole - 2), 1e-10, checkpoint=path)

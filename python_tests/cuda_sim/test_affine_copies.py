@@ -10,7 +10,7 @@ from torch import Tensor
 from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
 from .simulator import Simulator
 
-pytestmark = pytest.mark.simulator
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore:.*unit-size grids")]
 
 # N, S, C, H, W and whether all images share maps; the simulator counts up to 3,000 places in 31 bits.
 SHAPES = [
@@ -30,7 +30,7 @@ def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contigu
     maps = torch.eye(2, 3) + 0.4 * torch.randn(m, s, 2, 3)
     if s > 1:
         maps[0, 0] = torch.tensor([[0.3, 0.1, 0.123], [0.6, 0.2, -0.234]])
-        maps[-1, 1] = torch.tensor([[0.2, 0, 0.9], [0.01, -0.3, 0.4]])
+        maps[-1, 1] = torch.tensor([[0.2, 0, 0.9173], [0.01, -0.3, 0.4219]])
     if s > 2:
         maps[0, 2] = torch.tensor([[1, 0, 3.0], [0, 1, 0]])
     made = torch.randn(n, s, c, h, w), torch.randn(n, c, h, w), maps, torch.randn(m, s, 2, 3)
@@ -60,10 +60,12 @@ def run(simulator: Simulator, grad: Tensor, x: Tensor, maps: Tensor, direction: 
 def test_copies_and_gradients(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
     grad, x, maps, _ = arguments(shape, dtype, layout)
     found = in_every_order(simulator, lambda: run(simulator, grad, x, maps, None))
-    for ours, exact, own in zip(
-        found, with_gradients(grad.double(), x.double(), maps.double()), with_gradients(grad, x, maps), strict=True
-    ):
-        assert_accurate(ours, exact, own)
+    exact = with_gradients(grad.double(), x.double(), maps.double())
+    for ours, right, own in zip(found, exact, with_gradients(grad, x, maps), strict=True):
+        if dtype == torch.float64:  # torch's own coordinates are rounded too
+            torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-12 * float(right.abs().max()))
+        else:
+            assert_accurate(ours, right, own)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

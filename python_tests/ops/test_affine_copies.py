@@ -17,6 +17,8 @@ from ella_cuda import ops
 from ella_cuda.ops.affine_copies import _copies, _gradients, _second_tangent, _second_tangent_in_x
 from python_tests.ops import checks
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*unit-size grids")
+
 # N, S, C, H, W and whether all images share maps: odd sides, sides of one pixel, whole vectors of places and not, several blocks of
 # rows, one image whose channels are several tasks', more images than tasks are wanted.
 SHAPES = [

@@ -516,8 +516,8 @@ BUGS = [
     Bug(
         "the first part of a copy's pixels alone",
         "affine/cuda/affine_copies.cu",
-        "for (int64_t part = 0; part < parts; ++part) total",
-        "for (int64_t part = 0; part < (BUG ? 1 : parts); ++part) total",
+        "for (int64_t part = 0; part < parts; ++part, from",
+        "for (int64_t part = 0; part < (BUG ? 1 : parts); ++part, from",
         "affine_copies",
         WRONG,
     ),

@@ -190,20 +190,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// out[m,i] = scale(i) times the sum over parts of sums[m,part,i], in order
-//   sums (M, parts, S * 6), out (M, S * 6)
+// out[m,s,k] = scale[k] times the sum over parts of sums[m,part,s,k], in order
+//   sums (M, parts, S, 6), out (M, S, 6), of which `count` are M S
 template <class T>
 __global__ void __launch_bounds__(kThreads) add_maps_kernel(const double* __restrict__ sums, T* __restrict__ out, int64_t count,
-                                                            int64_t parts, int64_t size, int64_t H, int64_t W) {
+                                                            int64_t parts, int64_t S, int64_t H, int64_t W) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= count) return;
+  const double* from = sums + (at / S * parts * S + at % S) * 6;
+  double total[6] = {};
+  for (int64_t part = 0; part < parts; ++part, from += S * 6) {
+#pragma unroll
+    for (int k = 0; k < 6; ++k) total[k] += from[k];
+  }
   const AffineScales scales(H, W);
-  const double* from = sums + at / size * parts * size + at % size;
-  double total = 0;
-  for (int64_t part = 0; part < parts; ++part) total += from[part * size];
-  const int k = static_cast<int>(at % 6);
-  const double scale = k == 1 ? scales.across() : k == 2 ? scales.a : k == 3 ? scales.down() : k == 5 ? scales.b : 1.0;
-  out[at] = static_cast<T>(total * scale);
+  const double scale[6] = {1, scales.across(), scales.a, scales.down(), 1, scales.b};
+#pragma unroll
+  for (int k = 0; k < 6; ++k) out[at * 6 + k] = static_cast<T>(total[k] * scale[k]);
 }
 
 // The first and the last whole number of those from 0 to size - 1 that are not further from `middle` than `reach`.
@@ -326,14 +329,13 @@ void gradients(const AffineSizes& s, const Tensor& grad, const Tensor& x, const 
     });
   }
   if (grad_maps) {
-    const int64_t parts = ceil_div(s.H * s.W, kPartPlaces), size = s.S * 6;
-    const Tensor sums = device_empty(x, {s.N, parts, size}, ScalarType::Double);
+    const int64_t parts = ceil_div(s.H * s.W, kPartPlaces), count = s.maps() * s.S;
+    const Tensor sums = device_empty(x, {s.N, parts, s.S, 6}, ScalarType::Double);
     launch(device, name, map_gradient_kernel<T, Moving>, s.N * s.S * parts, kThreads,
            shared_size(kThreads / kWarp * sizeof(double)), incoming, grad.stride(1), image<T>(x), pixels.data(),
            sums.mutable_data_ptr<double>(), s.S, s.C, s.H, s.W, parts, s.shared);
-    launch(device, name, add_maps_kernel<T>, ceil_div(s.maps() * size, int64_t{kThreads}), kThreads, 0,
-           sums.const_data_ptr<double>(), grad_maps->mutable_data_ptr<T>(), s.maps() * size, (s.shared ? s.N : 1) * parts, size,
-           s.H, s.W);
+    launch(device, name, add_maps_kernel<T>, ceil_div(count, int64_t{kThreads}), kThreads, 0, sums.const_data_ptr<double>(),
+           grad_maps->mutable_data_ptr<T>(), count, (s.shared ? s.N : 1) * parts, s.S, s.H, s.W);
   }
 }
 

@@ -77,10 +77,11 @@ def test_copies(time, device, gradients, shape, who):
         return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
     exact = value_and_gradients(by_torch, *(t.double() for t in (x, maps, grad)))
-    for ours, theirs in zip(value_and_gradients(call, x, maps, grad), exact, strict=True):
-        # Where a coordinate is as good as whole, its slopes may be those of the pixels on its other side.
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
-    del exact, ours, theirs
+    found = value_and_gradients(call, x, maps, grad)
+    # Where a coordinate is as good as whole, float32 may take the slope on its other side: of millions, for a few.
+    for ours, theirs, bound in zip(found, exact, (1e-4, 1e-2, 1e-4), strict=False):
+        assert (ours - theirs).norm() <= bound * theirs.norm()
+    del exact, found, ours, theirs
     passes = 0 if gradients == "no gradient" else 1
     time(
         lambda: value_and_gradients(call, x, maps, grad),

@@ -101,6 +101,17 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   // The Hessian in (u, v) of the same sum times (du, dv) -> (X,P) and (A,P), float64.
   m.def("gaussian_project_hvp(Tensor grad, Tensor x, Tensor u, Tensor v, Tensor du, Tensor dv) -> (Tensor, Tensor)");
 
+  // out[n,s,c,i,j] = x[n,c] at the coordinates to which maps[n,s] takes pixel (i,j): bilinear, zeros outside; x (N,C,H,W), maps
+  // (N,S,2,3), or (1,S,2,3) for all images, rows of affine matrices in normalised coordinates, -1 and 1 the centres of a side's
+  // first and last pixels -> contiguous (N,S,C,H,W). With a direction, shaped as maps, its derivative in maps along that.
+  m.def("affine_copies(Tensor x, Tensor maps, Tensor? direction) -> Tensor");
+
+  // The gradients of x and maps of sum(grad * affine_copies(x, maps, direction)), grad (N,S,C,H,W) -> contiguous (N,C,H,W) and
+  // (M,S,2,3); one not asked for has shape (0,).
+  m.def(
+      "affine_copies_backward(Tensor grad, Tensor x, Tensor maps, Tensor? direction, bool grad_x, bool grad_maps) "
+      "-> (Tensor, Tensor)");
+
   // Of the components x[:, :, (i&1)::2, (i>>1)::2], i = 0..3, each image's own one with the largest l_norm (1, 2 or inf), the
   // first of equals; x (N,C,H,W), H and W even -> contiguous (N,C,H/2,W/2) and the index i (N,).
   m.def("polyphase_pool(Tensor x, float norm) -> (Tensor, Tensor)");

@@ -117,6 +117,9 @@ def kernel_cases() -> list[KernelCase]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64)
 
+    def moved_images(n: int, m: int) -> Callable[[], Tensors]:
+        return lambda: (normal(n, 6, 9, 11), torch.eye(2, 3, dtype=torch.float64) + 0.3 * normal(m, 5, 2, 3))
+
     def layer(n: int, c: int, x: int, d: int, y: int) -> Callable[[], Tensors]:
         return lambda: (normal(n, c, x), normal(d, c, x), normal(d, c, y), normal(d), normal(y))
 
@@ -236,6 +239,11 @@ def kernel_cases() -> list[KernelCase]:
         return conv(lambda factor, x, *rest: function(factor, x.bfloat16(), *rest), "circular")
 
     return [
+        *(
+            (f"affine_copies{more}{which}", moved_images(n, m), take(ops.affine_copies), take(ops.affine_copies_torch))
+            for which, take in (("", one), (" backward", gradients), (" second derivative", curvature))
+            for more, n, m in (("", 4, 4), (" of shared maps", 4, 1))
+        ),
         *(
             (f"factored_linear{which}{more}", layer(*sizes), take(ops.factored_linear), take(ops.factored_linear_torch))
             for which, take in (("", one), (" backward", gradients))

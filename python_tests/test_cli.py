@@ -195,6 +195,7 @@ def test_info_checks_every_kernel(tmp_path, forks):
     assert done.returncode == 0, out + err
     assert torch.__version__ in out
     for name in (
+        "affine_copies",
         "factored_linear",
         "kron_accumulate_",
         "conv_kron_accumulate_",

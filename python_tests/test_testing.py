@@ -10,6 +10,7 @@ from ella_cuda.cli.info import kernel_table
 from ella_cuda.testing import check_kernel, check_kernels, kernel_cases
 
 OPS = (
+    "affine_copies",
     "factored_linear",
     "factored_linear_vjp",
     "kron_accumulate_",

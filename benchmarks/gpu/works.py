@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import bench_circular_pad, bench_strided_conv
+from benchmarks import bench_augment, bench_circular_pad, bench_strided_conv
 from benchmarks.bench_basis_project import arguments as basis_arguments
 from benchmarks.bench_basis_project import expression as basis_expression
 from benchmarks.bench_basis_project import work as basis_work
@@ -291,6 +291,34 @@ def network_evidence(count: int) -> Work:
     )
 
 
+def affine_copies(shape: tuple[int, ...]) -> list[Work]:
+    n, c, h, w = shape
+    size = (n, bench_augment.COPIES, c, h, w)
+    places, images = n * bench_augment.COPIES * h * w, n * c * h * w
+    functions = {name: f for name, f in bench_augment.CANDIDATES.items() if not name.startswith(COMPILED)}
+
+    def make(device: torch.device) -> tuple[Tensor, ...]:
+        maps = bench_augment.maps_of(n, device)
+        return torch.rand(shape, device=device), maps, torch.randn(size, device=device)
+
+    def of_maps(function: Function) -> Function:
+        def call(x: Tensor, maps: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+            leaf = maps.detach().requires_grad_()
+            y = function(x, leaf)
+            return y.detach(), *torch.autograd.grad(y, leaf, grad)
+
+        return call
+
+    out = []
+    for gradients, wrap, passes in (("maps", of_maps, 0), ("maps and image", with_gradients, 1)):
+        candidates = {name: wrap(function) for name, function in functions.items()}
+        bytes_ = 4 * (2 * places * c + (2 + passes) * images)
+        name = f"affine_copies of {' x '.join(map(str, shape))} with gradient in {gradients}"
+        exact = wrap(bench_augment.by_torch)
+        out.append(Work(name, make, candidates, exact, bench_augment.work(shape, gradients), bytes_))
+    return out
+
+
 def works(rehearse: bool) -> dict[str, Work]:
     """By name, the most telling first."""
     batch, chosen = (2, (7,)) if rehearse else (128, range(1, 9))
@@ -308,5 +336,7 @@ def works(rehearse: bool) -> dict[str, Work]:
     ]
     out += [evidence(*sizes) for sizes in ([(2, 4, 3)] if rehearse else LOGDET_SHAPES)]
     out += [work for stage in chosen for work in images(batch, stage)]
+    copied = [(2, 1, 5, 6)] if rehearse else [(250, 1, 28, 28), (128, 3, 32, 32), (1000, 1, 28, 28)]
+    out += [work for shape in copied for work in affine_copies(shape)]
     out += [basis(stage) for stage in ((8,) if rehearse else (1, 3, 5))]
     return {work.name: work for work in out}

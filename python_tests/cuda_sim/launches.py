@@ -69,6 +69,11 @@ def call_every_op(ops: Any) -> None:
             for circular in (True, False):
                 ones = (1, 1)
                 ops.conv_kron_accumulate_(torch.zeros(1, 1, dtype=dtype), image, ones, ones, ones, ones, circular, 1.0)
+        for side in (5, 60):  # places counted in 31 bits and in 63
+            image, maps = torch.randn(1, 1, side, side, dtype=dtype), torch.eye(2, 3, dtype=dtype)[None, None] * 0.99
+            for direction in (None, maps):
+                copies = ops.affine_copies(image, maps, direction)
+                ops.affine_copies_backward(copies, image, maps, direction, True, True)
         for width in (3, 5):  # by lags
             images, kernel = torch.randn(8, 2, 10, 10, dtype=dtype), (3, width)
             for total in {dtype, torch.float64}:

@@ -498,6 +498,54 @@ BUGS = [
         "shared arrays need 64 bytes, the launch grants 32",
     ),
     Bug(
+        "a pixel's neighbours that look further than is thought",
+        "affine/cuda/affine_copies.cu",
+        "const double around = 1 + rounding;",
+        "const double around = (BUG ? 0.5 : 1.0) + rounding;",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
+        "channels behind the first four that take the first's gradient",
+        "affine/cuda/affine_copies.cu",
+        "+ c0 * grad.c +",
+        "+ (BUG ? 0 : c0) * grad.c +",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
+        "the first part of a copy's pixels alone",
+        "affine/cuda/affine_copies.cu",
+        "for (int64_t part = 0; part < parts; ++part, from",
+        "for (int64_t part = 0; part < (BUG ? 1 : parts); ++part, from",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
+        "a side's end taken for the image's",
+        "affine/cuda/affine_copies.cu",
+        "right = at.left + 1 < W,",
+        "right = at.left + 1 < W - BUG,",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
+        "gradient of the map without the slope's change down the cell",
+        "affine/cuda/affine_copies.cu",
+        "return fma(at.down, twist(), q - p); }",
+        "return fma(BUG ? T(0) : at.down, twist(), q - p); }",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
+        "the inverse of the transposed map",
+        "affine/cuda/affine_copies.cu",
+        "-b / determinant, -c / determinant,",
+        "-(BUG ? c : b) / determinant, -(BUG ? b : c) / determinant,",
+        "affine_copies",
+        WRONG,
+    ),
+    Bug(
         "result that nobody writes",
         "conv/cuda/polyphase_pool.cu",
         "  if (n >= N) return;\n",
@@ -840,6 +888,21 @@ def run(library, source, warpgroups, bug):
                 e = torch.exp(-0.5 * d.square().sum(2))
                 terms = -(grad.T.double() @ x.double() * e)[..., None] * d
                 want = torch.cat([(x.double() @ e.T).flatten(), terms.sum(0).flatten(), -terms.sum(1).flatten()])
+            elif source == "affine_copies":
+                import torch.nn.functional as F
+                got, want = [], []
+                for n, s, c, h, w in ((2, 2, 6, 5, 6), (2, 1, 1, 70, 61)):
+                    x, maps = torch.randn(n, c, h, w).double(), torch.eye(2, 3).double() + 0.3 * torch.randn(1, s, 2, 3).double()
+                    g = torch.randn(n, s, c, h, w).double()
+                    y = simulator.ops.affine_copies(x, maps, None)
+                    by_x, by_maps = simulator.ops.affine_copies_backward(g, x, maps, None, True, True)
+                    got += [y.flatten(), by_x.flatten(), by_maps.flatten() / by_maps.abs().amax()]
+                    leaves = x.requires_grad_(), maps.requires_grad_()
+                    grid = F.affine_grid(maps.expand(n, s, 2, 3).flatten(0, 1), (n * s, c, h, w), align_corners=True)
+                    exact = F.grid_sample(x.repeat_interleave(s, 0), grid, align_corners=True).view(n, s, c, h, w)
+                    of_x, of_maps = torch.autograd.grad(exact, leaves, g)
+                    want += [exact.detach().flatten(), of_x.flatten(), of_maps.flatten() / of_maps.abs().amax()]
+                got, want, tolerance = torch.cat(got), torch.cat(want), 1e-9
             elif source == "circular_pad2d":
                 got, want = [], []
                 for side in (5, 20):  # places counted in 31 bits and in 63

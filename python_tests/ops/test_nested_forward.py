@@ -17,6 +17,7 @@ SPECTRA = ops.pack_spectra(
     [(normal(2, 3).square(), normal(2, 4).square()), (normal(1, 1).square(), normal(1, 5).square())]
 )
 ARGUMENTS = {
+    "affine_copies": lambda: (normal(2, 1, 3, 4), normal(2, 2, 2, 3)),
     "kron_evidence": lambda: (normal(2), normal(2), normal()),
     "factored_linear": lambda: (normal(3, 2, 4), normal(3, 2, 4), normal(3, 2, 2), normal(3), normal(2)),
     "kron_logdet": lambda: (normal(2, 3).exp(), normal(2, 4).exp(), normal().exp()),

@@ -18,6 +18,8 @@ FLOAT64, INT64 = torch.float64, torch.int64
 POINTS = [("X P", FLOAT64), ("A P", FLOAT64)]
 SPECTRA = [("E",), ("T 5", INT64), ("S", INT64)]
 OPS = {
+    "affine_copies": ([("N C H W",), ("N S 2 3",)], (None,)),
+    "affine_copies_backward": ([("N S C H W",), ("N C H W",), ("N S 2 3",)], (None, True, True)),
     "factored_linear": ([("N C X",), ("D C X",), ("D C Y",)], (None, None)),
     "factored_linear_backward": ([("N D Y",), ("N C X",), ("D C X",), ("D C Y",)], (None, *[True] * 5)),
     "factored_linear_vjp": ([("N D Y",), ("D C X",), ("D C Y",)], (True, True)),
@@ -156,6 +158,9 @@ def conv(**other: Any) -> tuple[Any, ...]:
 
 # An op, its tensors as in OPS, what follows them, and words of the refusal.
 VALUES = [
+    ("affine_copies", [("2 1 3 3",), ("3 4 2 3",)], (None,), "M = N = 2 or M = 1, got (3, 4, 2, 3)"),
+    ("affine_copies", [("1 0 65536 32768",), ("1 1 2 3",)], (None,), "fewer than 2^31 pixels in a plane with a border"),
+    ("affine_copies", [IMAGE, ("1 3 2 3",), ("1 2 2 3",)], (), "(M, S, 2, 3) = (1, 3, 2, 3), got (1, 2, 2, 3)"),
     ("polyphase_pool", [IMAGE], (3.0,), "norm must be 1, 2 or inf, got 3"),
     ("polyphase_pool", [IMAGE], (-math.inf,), "norm must be 1, 2 or inf, got -inf"),
     ("polyphase_pool", [IMAGE], (math.nan,), "norm must be 1, 2 or inf, got nan"),

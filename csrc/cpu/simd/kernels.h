@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "affine/coordinates.h"
+
 namespace ella {
 
 constexpr int64_t kPanelBytes = 256;  // of a row of a panel
@@ -63,6 +65,35 @@ struct Points {
 
 // The norm of a column: the sum of absolute values, the sum of squares, or the largest absolute value.
 enum class Norm { one, two, max };
+
+// An image cut into cells between four pixels, in a border of zeros: (height + 1) (width + 1) of them, the one between the
+// corner of the border and the first pixel first, and one of zeros behind them for whatever lies outside. A cell is four
+// numbers; for pixels p, q above r, s either the coefficients p, q - p, r - p, s - r - q + p of its bilinear function, or one
+// number for each of its pixels. Places are pixels of a result: the cell each looks at, how far it lies to the right and down
+// in there (0 to 1), and, for a derivative along a direction of the map, how far that moves it, else null. Behind the places
+// are kAffineSlack more, in the cell of zeros.
+constexpr int64_t kAffineSlack = 16;
+
+template <class T>
+struct AffinePlaces {
+  const int32_t* cell;
+  const T *right, *down, *right_moves, *down_moves;
+};
+
+// The gradients of sum_{c,p} grad[c * grad_channel + p] value(c, p), p < count, with values as affine_sample has them.
+template <class T>
+struct AffineGradients {
+  int64_t count, channels;
+  AffinePlaces<T> places;
+  const T* grad;
+  int64_t grad_channel;
+  const T* cells;  // coefficients, of which channel c's begin at c * cells_channel
+  T* pixels;       // or null; alike, a number for each pixel: what is added to its gradient
+  int64_t cells_channel;
+  const T *column, *row;  // of the places, with their slack
+  double*
+      sums;  // or null; what is added to: the gradients in the column's coordinate times column, row and 1, and in the row's
+};
 
 // The smallest group size that makes no more groups of `count` things than groups of `max_count` would.
 inline int64_t balanced_group(int64_t count, int64_t max_count) {
@@ -151,6 +182,18 @@ struct Kernels {
 
   // out[j] = 1 / (l m[j] + p), divided in double, j < count.
   void (*inverse_row)(double l, const double* m, int64_t count, double p, T* out);
+
+  // Places of rows first .. first + rows of an image of that height and width, one row after the other; the coordinates are
+  // those of pixels, 1 added for the border. Writes the slack too.
+  void (*affine_places)(const AffineCoordinates& coordinates, int64_t height, int64_t width, int64_t first, int64_t rows,
+                        int32_t* cell, T* right, T* down);
+
+  // The coordinates themselves, of a direction. Writes the slack too.
+  void (*affine_moves)(const AffineCoordinates& coordinates, int64_t width, int64_t first, int64_t rows, T* right, T* down);
+
+  // out[p] = the bilinear function of the place's cell, or its derivative along the direction, p < count.
+  void (*affine_sample)(int64_t count, const AffinePlaces<T>& places, const T* cells, T* out);
+  void (*affine_gradients)(const AffineGradients<T>& gradients);
 };
 
 // How sums in S join a total in T, which is S or wider; products with alpha are in T.

@@ -18,8 +18,10 @@ struct dim3 {
 
 inline dim3 threadIdx{0, 0, 0}, blockIdx{0, 0, 0}, blockDim, gridDim;
 
+using std::ceil;
 using std::exp;
 using std::fabs;
+using std::floor;
 using std::fma;
 using std::log;
 using std::log1p;

@@ -149,6 +149,8 @@ def _conversion(parts: list[str]) -> Operation | None:
             return np.where(np.isnan(a), np.array(of_nan, target), numbers)
 
         return Operation((source,), target, to_integer)
+    if source == target and target.kind == "f" and len(how) == 1 and how[0] in TO_WHOLE:
+        return Operation((source,), target, lambda a: TO_WHOLE[how[0]](a).astype(target))
     if how == ["sat"] and source == target and target.kind == "f":
         return Operation((source,), target, lambda a: np.where(np.isnan(a), 0, np.clip(a, 0, 1)))
     if how == (["rn"] if target.kind == "f" and source.itemsize >= target.itemsize else []) or how == ["rn"]:

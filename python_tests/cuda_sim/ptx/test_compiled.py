@@ -213,6 +213,22 @@ def test_images(ampere: PtxDevice, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_affine_copies(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Maps of each image's own and of all, one without an inverse, one that is not a number; channels that fill no group."""
+    with ampere.scheduled("reverse"):
+        ops = Checked(ampere)
+        for layout, count in (("contiguous", 2), ("strided", 1)):
+            x = arrange(torch.randn(2, 5, 7, 6, dtype=dtype), layout)
+            maps = torch.eye(2, 3, dtype=dtype) + 0.4 * torch.randn(count, 3, 2, 3, dtype=dtype)
+            maps[0, 0] = torch.tensor([[0, 0, 0.1], [0, 0, -0.2]])
+            for direction in (None, torch.randn_like(maps)):
+                copies = ops.affine_copies(x, arrange(maps, layout), direction)
+                ops.affine_copies_backward(arrange(copies, layout), x, maps, direction, True, True)
+        maps[0, 1, 0, 2] = float("nan")
+        ops.affine_copies_backward(ops.affine_copies(x, maps, None), x, maps, None, True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
     """Several rows in a block, and one row's columns that a block takes in several rounds, each in both directions."""
     precision = torch.tensor(0.3, dtype=dtype)

@@ -1,0 +1,132 @@
+"""affine_copies and its gradients against torch's affine_grid and grid_sample, with places counted in 31 bits and in 63."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checking import DTYPES, LAYOUTS, arrange, assert_accurate, in_every_order
+from .simulator import Simulator
+
+pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore:.*unit-size grids")]
+
+# N, S, C, H, W and whether all images share maps; the simulator counts up to 3,000 places in 31 bits.
+SHAPES = [
+    (2, 3, 2, 5, 6, False),
+    (3, 2, 5, 4, 3, True),  # a group of channels and one more
+    (2, 2, 1, 1, 5, False),
+    (2, 2, 1, 4, 1, True),
+    (1, 1, 1, 1, 1, False),
+    (1, 2, 1, 70, 61, False),  # two parts of a copy's pixels, places counted in 63 bits
+]
+
+
+def arguments(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> tuple[Tensor, ...]:
+    """grad, x, maps and a direction; one map has no inverse, one looks outside, one at few pixels many times."""
+    n, s, c, h, w, shared = shape
+    m = 1 if shared else n
+    maps = torch.eye(2, 3) + 0.4 * torch.randn(m, s, 2, 3)
+    if s > 1:
+        maps[0, 0] = torch.tensor([[0.3, 0.1, 0.123], [0.6, 0.2, -0.234]])
+        maps[-1, 1] = torch.tensor([[0.2, 0, 0.9173], [0.01, -0.3, 0.4219]])
+    if s > 2:
+        maps[0, 2] = torch.tensor([[1, 0, 3.0], [0, 1, 0]])
+    made = torch.randn(n, s, c, h, w), torch.randn(n, c, h, w), maps, torch.randn(m, s, 2, 3)
+    return tuple(arrange(t.to(dtype), layout) for t in made)
+
+
+def by_torch(x: Tensor, maps: Tensor) -> Tensor:
+    (n, c, h, w), s = x.shape, maps.shape[1]
+    grid = F.affine_grid(maps.expand(n, s, 2, 3).reshape(n * s, 2, 3), (n * s, c, h, w), align_corners=True)
+    return F.grid_sample(x.repeat_interleave(s, 0), grid, align_corners=True).view(n, s, c, h, w)
+
+
+def with_gradients(grad: Tensor, x: Tensor, maps: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().clone().requires_grad_() for t in (x, maps)]
+    y = by_torch(*leaves)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+
+def run(simulator: Simulator, grad: Tensor, x: Tensor, maps: Tensor, direction: Tensor | None) -> tuple[Tensor, ...]:
+    gradients = simulator.ops.affine_copies_backward(grad, x, maps, direction, True, True)
+    return simulator.ops.affine_copies(x, maps, direction), *gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_and_gradients(simulator: Simulator, shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> None:
+    grad, x, maps, _ = arguments(shape, dtype, layout)
+    found = in_every_order(simulator, lambda: run(simulator, grad, x, maps, None))
+    exact = with_gradients(grad.double(), x.double(), maps.double())
+    for ours, right, own in zip(found, exact, with_gradients(grad, x, maps), strict=True):
+        if dtype == torch.float64:  # torch's own coordinates are rounded too
+            torch.testing.assert_close(ours, right, rtol=1e-10, atol=1e-12 * float(right.abs().max()))
+        else:
+            assert_accurate(ours, right, own)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_along_a_direction(simulator: Simulator, shape: tuple[int, ...]) -> None:
+    """The copies' derivative is their difference quotient, as no kink is near; its gradients are those of what it is multiplied with."""
+    grad, x, maps, direction = arguments(shape, torch.float64)
+    y, by_x, by_maps = in_every_order(simulator, lambda: run(simulator, grad, x, maps, direction))
+    step = 1e-7
+    quotient = (by_torch(x, maps + step * direction) - by_torch(x, maps - step * direction)) / (2 * step)
+    torch.testing.assert_close(y, quotient, rtol=1e-5, atol=1e-5)
+    there, back = ((with_gradients(grad, x, maps + sign * step * direction)) for sign in (1, -1))
+    for ours, after, before in zip((by_x, by_maps), there[1:], back[1:], strict=True):
+        torch.testing.assert_close(ours, (after - before) / (2 * step), rtol=1e-4, atol=1e-4)
+
+
+def test_one_gradient_alone(simulator: Simulator) -> None:
+    grad, x, maps, _ = arguments(SHAPES[0], torch.float64)
+    by_x, by_maps = simulator.ops.affine_copies_backward(grad, x, maps, None, True, True)
+    only_x, nothing = simulator.ops.affine_copies_backward(grad, x, maps, None, True, False)
+    assert torch.equal(only_x, by_x) and nothing.shape == (0,)
+    nothing, only_maps = simulator.ops.affine_copies_backward(grad, x, maps, None, False, True)
+    assert torch.equal(only_maps, by_maps) and nothing.shape == (0,)
+
+
+@pytest.mark.parametrize("size", [(0, 2, 1, 3, 3), (2, 0, 1, 3, 3), (2, 2, 0, 3, 3), (2, 2, 1, 0, 3)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_empty(simulator: Simulator, size: tuple[int, ...], shared: bool) -> None:
+    grad, x, maps, _ = arguments((*size, shared), torch.float32) if size[0] and size[1] else (
+        torch.zeros(size), torch.zeros(size[0], *size[2:]), torch.zeros(1 if shared else size[0], size[1], 2, 3), None
+    )  # fmt: skip
+    y, by_x, by_maps = run(simulator, grad, x, maps, None)
+    assert y.shape == grad.shape
+    assert torch.equal(by_x, torch.zeros_like(x)) and torch.equal(by_maps, torch.zeros_like(maps))
+
+
+def test_a_map_that_is_not_finite(simulator: Simulator) -> None:
+    grad, x, maps, _ = arguments((2, 2, 1, 4, 4, False), torch.float32)
+    maps[1, 0, 0, 1] = float("inf")
+    y, by_x, by_maps = in_every_order(simulator, lambda: run(simulator, grad, x, maps, None))
+    assert (
+        y.isnan().flatten(2).all(2).tolist() == y.isnan().flatten(2).any(2).tolist() == [[False, False], [True, False]]
+    )
+    assert by_x.isnan().flatten(1).all(1).tolist() == by_x.isnan().flatten(1).any(1).tolist() == [False, True]
+    assert (
+        by_maps.isnan().flatten(2).all(2).tolist()
+        == by_maps.isnan().flatten(2).any(2).tolist()
+        == [[False, False], [True, False]]
+    )
+
+
+def test_numbers_that_overflow(simulator: Simulator) -> None:
+    x = torch.ones(1, 1, 4, 4)
+    maps = torch.tensor([[[1e38, 0, 0], [0, 1, 0]], [[1, 0, 1e38], [0, 1, 0]], [[1, 0, 0], [3e9, 1, -1e38]]])
+    for result in run(simulator, torch.ones(1, 3, 1, 4, 4), x, maps[None], None):
+        assert torch.equal(result, torch.zeros_like(result))
+
+
+def test_bad_arguments_are_refused(simulator: Simulator) -> None:
+    with pytest.raises(RuntimeError, match="M = N = 2 or M = 1"):
+        simulator.ops.affine_copies(torch.zeros(2, 1, 3, 3), torch.zeros(3, 1, 2, 3), None)
+    with pytest.raises(RuntimeError, match="grad must have shape"):
+        simulator.ops.affine_copies_backward(
+            torch.zeros(2, 1, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(2, 2, 2, 3), None, True, True
+        )

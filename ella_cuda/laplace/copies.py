@@ -1,0 +1,89 @@
+"""Networks that average their outputs over transformed copies of each data point: :class:`ella_cuda.augment.AveragedFunction`.
+
+With :math:`\\bar f(x) = \\frac1S \\sum_s f(T_s x)` the Jacobian of a data point is the mean of its copies', and a layer's block of the
+generalised Gauss-Newton matrix is that of :math:`\\sum_s a_s g_s^T` with :math:`g_s` the gradients of the averaged outputs, which have the
+factor 1/S. The Kronecker product in its place is that of :math:`\\bar a = \\frac1S \\sum_s a_s` and :math:`\\bar g = \\sum_s g_s`, at every
+position, as if these were a data point's: means come before outer products. Second moments over copies, as if these were data points, would
+reward amounts of augmentation for noise, and turn the sign of the evidence's gradient in them. Blocks without an input side, such as
+biases' and norms', stay exact, and so are Jacobians.
+
+Draws are inputs of the network beside the data, so that what runs it several times on a batch, or in parts, runs one function.
+
+Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations", NeurIPS
+2022, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ella_cuda.augment import Augment, AveragedFunction
+from ella_cuda.laplace.batches import Inputs
+from ella_cuda.laplace.rules import Rule
+
+
+def augment_of(model: nn.Module) -> Augment | None:
+    """What draws the copies that the model averages over; None of other models, and where copies are not drawn."""
+    augment = model.augment if isinstance(model, AveragedFunction) else None
+    return augment if isinstance(augment, Augment) else None
+
+
+def copies_of(model: nn.Module) -> int:
+    """S: how many copies of each data point the model averages over."""
+    if not isinstance(model, AveragedFunction):
+        return 1
+    count = getattr(model.augment, "n_samples", None)
+    if not isinstance(count, int):
+        raise TypeError(
+            f"KronLaplace: the augmentation of an AveragedFunction must say in its attribute n_samples how many copies it makes, got a "
+            f"{type(model.augment).__name__}."
+        )
+    return count
+
+
+def require_served(model: nn.Module, rules: Sequence[Rule]) -> None:
+    """Tell rules how many copies their layers see.
+
+    Raises:
+        ValueError: a part of the model averages over copies, which is not all of it; a rule cannot follow.
+    """
+    inside = [name for name, m in model.named_modules() if name and isinstance(m, AveragedFunction)]
+    if inside:
+        raise ValueError(
+            f"KronLaplace: {inside[0]!r} is an AveragedFunction inside of the model; make the whole network its network, as in "
+            "AveragedFunction(network, augment), so that outputs are averaged last."
+        )
+    copies = copies_of(model)
+    for rule in rules if copies > 1 else ():
+        if not rule.serves_copies():
+            raise ValueError(
+                f"{rule.label}: {type(rule).__name__} does not serve an AveragedFunction, whose factors are those of means over copies. Freeze "
+                "the layer, or, where its rows are linear in inputs and gradients, have its rule say so with averages = True."
+            )
+        rule.copies = copies
+
+
+def fixed_draws(model: nn.Module) -> Tensor | None:
+    """The draws of a pass over data, ``(1, S, ...)``; None where each data point has its own, or there are none."""
+    augment = augment_of(model)
+    if augment is None:
+        return None
+    eps = augment.eps_for(augment.raw.new_empty(2, 0))
+    return eps if len(eps) == 1 else None
+
+
+def with_draws(model: nn.Module, x: Inputs, eps: Tensor | None) -> Inputs:
+    """Inputs of the model with the draws beside them: these, or new ones for each data point."""
+    augment = augment_of(model)
+    if augment is None or not isinstance(x, Tensor):
+        return x
+    eps = augment.eps_for(x) if eps is None else eps
+    return x, eps.expand(len(x), *eps.shape[1:])
+
+
+def without_draws(x: Any) -> Any:
+    """What :func:`with_draws` got."""
+    return x[0] if isinstance(x, tuple) else x

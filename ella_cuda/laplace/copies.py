@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import Augment, AveragedFunction
@@ -81,9 +82,33 @@ def with_draws(model: nn.Module, x: Inputs, eps: Tensor | None) -> Inputs:
     if augment is None or not isinstance(x, Tensor):
         return x
     eps = augment.eps_for(x) if eps is None else eps
+    if eps.shape[1] != augment.n_samples:
+        raise ValueError(
+            f"KronLaplace: the augmentation holds draws of {eps.shape[1]} copies, {tuple(eps.shape)}; its n_samples is {augment.n_samples}."
+        )
     return x, eps.expand(len(x), *eps.shape[1:])
 
 
-def without_draws(x: Any) -> Any:
-    """What :func:`with_draws` got."""
-    return x[0] if isinstance(x, tuple) else x
+def checked_draws(model: nn.Module, draws: Any) -> Tensor | None:
+    """A state's draws, copied to the model's device; ValueError where they are none of the model's augmentation."""
+    augment = augment_of(model)
+    if draws is None:
+        return None
+    like = None if augment is None else augment.draw(2, "shared", torch.Generator())  # the global one is not ours to move
+    if like is None or not isinstance(draws, Tensor) or draws.shape != like.shape or draws.dtype != like.dtype:
+        raise ValueError(
+            f"load_state_dict: draws must be None or the draws of an augmentation, got {type(draws).__name__} for {type(model).__name__}."
+        )
+    return draws.detach().to(like.device, copy=True)
+
+
+def require_constant_amounts(model: nn.Module) -> None:
+    """ValueError where a buffer of the augmentation requires a gradient, of which a fit would have the data fit's part alone."""
+    if not isinstance(model, AveragedFunction):
+        return
+    learnt = [name for name, buffer in model.augment.named_buffers() if buffer.requires_grad]
+    if learnt:
+        raise ValueError(
+            f"fit: the augmentation's buffer {learnt[0]!r} requires a gradient; factors depend on it, and the data fit's gradient alone drives "
+            "amounts to 0. Fit without, and take the evidence's gradient by ella_cuda.laplace.evidence_gradient."
+        )

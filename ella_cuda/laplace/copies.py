@@ -1,8 +1,8 @@
-"""Networks that average their outputs over transformed copies of each data point: :class:`ella_cuda.augment.AveragedFunction`.
+r"""Networks that average their outputs over transformed copies of each data point: :class:`ella_cuda.augment.AveragedFunction`.
 
-With :math:`\\bar f(x) = \\frac1S \\sum_s f(T_s x)` the Jacobian of a data point is the mean of its copies', and a layer's block of the
-generalised Gauss-Newton matrix is that of :math:`\\sum_s a_s g_s^T` with :math:`g_s` the gradients of the averaged outputs, which have the
-factor 1/S. The Kronecker product in its place is that of :math:`\\bar a = \\frac1S \\sum_s a_s` and :math:`\\bar g = \\sum_s g_s`, at every
+With :math:`\bar f(x) = \frac1S \sum_s f(T_s x)` the Jacobian of a data point is the mean of its copies', and a layer's block of the
+generalised Gauss-Newton matrix is that of :math:`\sum_s a_s g_s^T` with :math:`g_s` the gradients of the averaged outputs, which have the
+factor 1/S. The Kronecker product in its place is that of :math:`\bar a = \frac1S \sum_s a_s` and :math:`\bar g = \sum_s g_s`, at every
 position, as if these were a data point's: means come before outer products. Second moments over copies, as if these were data points, would
 reward amounts of augmentation for noise, and turn the sign of the evidence's gradient in them. Blocks without an input side, such as
 biases' and norms', stay exact, and so are Jacobians.
@@ -61,8 +61,8 @@ def require_served(model: nn.Module, rules: Sequence[Rule]) -> None:
     for rule in rules if copies > 1 else ():
         if not rule.serves_copies():
             raise ValueError(
-                f"{rule.label}: {type(rule).__name__} does not serve an AveragedFunction, whose factors are those of means over copies. Freeze "
-                "the layer, or, where its rows are linear in inputs and gradients, have its rule say so with averages = True."
+                f"{rule.label}: {type(rule).__name__} does not serve an AveragedFunction, whose factors are those of means over copies. "
+                "Freeze the layer, or, where its rows are linear in inputs and gradients, have its rule say so with averages = True."
             )
         rule.copies = copies
 
@@ -72,6 +72,7 @@ def fixed_draws(model: nn.Module) -> Tensor | None:
     augment = augment_of(model)
     if augment is None:
         return None
+    augment.rewind()
     eps = augment.eps_for(augment.raw.new_empty(2, 0))
     return eps if len(eps) == 1 else None
 
@@ -94,7 +95,9 @@ def checked_draws(model: nn.Module, draws: Any) -> Tensor | None:
     augment = augment_of(model)
     if draws is None:
         return None
-    like = None if augment is None else augment.draw(2, "shared", torch.Generator())  # the global one is not ours to move
+    like = (
+        None if augment is None else augment.draw(2, "shared", torch.Generator())
+    )  # the global one is not ours to move
     if like is None or not isinstance(draws, Tensor) or draws.shape != like.shape or draws.dtype != like.dtype:
         raise ValueError(
             f"load_state_dict: draws must be None or the draws of an augmentation, got {type(draws).__name__} for {type(model).__name__}."
@@ -109,6 +112,6 @@ def require_constant_amounts(model: nn.Module) -> None:
     learnt = [name for name, buffer in model.augment.named_buffers() if buffer.requires_grad]
     if learnt:
         raise ValueError(
-            f"fit: the augmentation's buffer {learnt[0]!r} requires a gradient; factors depend on it, and the data fit's gradient alone drives "
-            "amounts to 0. Fit without, and take the evidence's gradient by ella_cuda.laplace.evidence_gradient."
+            f"fit: the augmentation's buffer {learnt[0]!r} requires a gradient; factors depend on it, and the data fit's gradient alone "
+            "drives amounts to 0. Fit without, and take the evidence's gradient by ella_cuda.laplace.evidence_gradient."
         )

@@ -1,14 +1,14 @@
-"""The evidence's gradient in what acts inside of the network, with the factors in it, one small graph at a time.
+r"""The evidence's gradient in what acts inside of the network, with the factors in it, one small graph at a time.
 
-With A and B as they are at the fit, :math:`d \\log|c A \\otimes B + \\delta| = \\langle C_A, dA\\rangle + \\langle C_B, dB\\rangle`, where the
-cotangents C are known from the eigendecompositions of A and B, which a fit has once. A and B are sums over data. So the gradient of the
-evidence at fixed weights is a sum over batches, of
+At the fit's A and B, :math:`d \log|c A \otimes B + \delta| = \langle C_A, dA\rangle + \langle C_B, dB\rangle`, where the cotangents C
+are known from the eigendecompositions of A and B, which a fit has once. A and B are sums over data. So the gradient of the evidence at
+fixed weights is a sum over batches, of
 
 .. math::
-    \\log p(y | f) - \\tfrac12 \\sum_l \\big( \\langle C_A, A\\rangle + \\langle C_B, B\\rangle \\big)
+    \log p(y | f) - \tfrac12 \sum_l \big( \langle C_A, A\rangle + \langle C_B, B\rangle \big)
 
 with the batch's own A and B in the graph. Nothing differentiates an eigendecomposition, and no batch's A or B is formed: what is added
-to them are rows a, and :math:`\\langle C, a a^T\\rangle = a^T C a`; patches of a convolution are not written out.
+to them are rows a, and :math:`\langle C, a a^T\rangle = a^T C a`; patches of a convolution are not written out.
 
 Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations", NeurIPS
 2022, appendix.
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
-from ella_cuda.laplace.copies import augment_of
+from ella_cuda.laplace.copies import augment_of, fixed_draws
 from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.eigenbases import Eigenbasis
@@ -57,8 +57,8 @@ def evidence_gradient(
     columns: str = "all",
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    r"""The gradient of ``la.log_marginal_likelihood()`` in buffers of the network, such as the amounts of an augmentation, at the fit's weights
-    and hyperparameters, with all that the factors depend on in it.
+    """The gradient of ``la.log_marginal_likelihood()`` in buffers of the network, such as the amounts of an augmentation, at the fit's
+    weights and hyperparameters, with all that the factors depend on in it.
 
     Of a part of the data, both terms are the part's, times N over the part's number: of random parts, the average is the gradient. The
     network goes over each batch once, in parts of some data points, each with a graph of its own.
@@ -68,9 +68,9 @@ def evidence_gradient(
         loader: yields batches as for :meth:`KronLaplace.fit`.
         buffers: names in ``la.model.named_buffers()``, of leaves; None is those of the augmentation of an
             :class:`ella_cuda.augment.AveragedFunction`.
-        n_data: how many data points are used, at most; None is all.
+        n_data: how many data points are used, a random part of each batch; None is all.
         columns: "all" of the output Hessian's square root, or "one": their sum with random signs, which is right on average.
-        generator: of the signs; None is torch's global one.
+        generator: of parts and signs, of the CPU; None is torch's global one.
 
     Returns:
         The gradients, float64, by the buffers' names.
@@ -90,7 +90,8 @@ def evidence_gradient(
         run = _Passes(la, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
         learnt = [b for b in wanted.values() if not b.requires_grad]
-        seen = 0
+        fixed_draws(la.model)  # those of single data points begin as they began in the fit
+        seen = passed = 0
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),
@@ -101,13 +102,14 @@ def evidence_gradient(
             gradients = DataFitGradient(la.model)
             for batch in loader:
                 x, y = la.batch_of(batch, "evidence_gradient")
-                if n_data is not None and data_points(x) > n_data - seen:
-                    x, y = take(x, slice(n_data - seen)), y[: n_data - seen]
+                passed += data_points(x)
+                if n_data is not None and n_data < la.n_data:
+                    few = passed * n_data // la.n_data - seen  # the rest of what is due of all batches so far
+                    some = torch.randperm(data_points(x), generator=generator)[: max(few, 0)].to(y.device)
+                    x, y = take(x, some), y[some]
                 for part, targets in run.parts(x, y):
                     gradients.add(lambda part=part, targets=targets: run.value(part, targets))
                 seen += data_points(x)
-                if seen == n_data:
-                    break
             if not seen:
                 raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
             found = {name: g * (la.n_data / seen) for name, g in gradients.total().items()}
@@ -283,7 +285,9 @@ class _Passes:
         la = self.la
         with torch.enable_grad():
             statistic = la.mean_at("network").statistic.detach().clone().requires_grad_()
-            value = la.likelihood_function.log_likelihood(statistic / la.temperature, la.n_targets, la.sigma_noise.detach())
+            value = la.likelihood_function.log_likelihood(
+                statistic / la.temperature, la.n_targets, la.sigma_noise.detach()
+            )
             (weight,) = torch.autograd.grad(value, statistic)
         return weight
 
@@ -375,10 +379,14 @@ class _Passes:
         place = self._places
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            if not self._noting:  # a checkpoint computes the layer anew, and counts what functions save: a copy saves nothing
+            if (
+                not self._noting
+            ):  # a checkpoint computes the layer anew, and counts what functions save: a copy saves nothing
                 return out.clone()
             kind, out = type(out), plain_tensor(out)
-            arguments = (plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs))
+            arguments = (
+                plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
+            )
             placed = (batch_first(a, place[rule]) if isinstance(a, Tensor) else a for a in arguments)
             seen = mean_over_copies(rule, placed)
             if rule.copies == 1 or rule.sees_copies:  # what follows may work in place on what a layer got
@@ -412,9 +420,7 @@ class _Passes:
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
 
 
-def _moment(
-    root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None
-) -> _Cotangent:
+def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None) -> _Cotangent:
     """The root of a factor's cotangent as that of its rows at all positions."""
     rows = root
     if basis is not None:

@@ -84,7 +84,9 @@ class Jacobian(NamedTuple):
         outputs = self.outputs.unflatten(1, (-1, copies))
         if self.inputs is None and self.index is None:
             return self._replace(outputs=outputs.sum(2))
-        inputs, index = (t if t is None else t.unflatten(0, (-1, copies)).flatten(1, 2) for t in (self.inputs, self.index))
+        inputs, index = (
+            t if t is None else t.unflatten(0, (-1, copies)).flatten(1, 2) for t in (self.inputs, self.index)
+        )
         return self._replace(outputs=outputs.flatten(2, 3), inputs=inputs, index=index)
 
     def in_shape(self, shape: FactorShape, other: FactorShape, parameter: Tensor) -> Jacobian:

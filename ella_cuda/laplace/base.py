@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, require_loader, run_model, take
-from ella_cuda.laplace.copies import checked_draws, copies_of, require_served, with_draws
+from ella_cuda.laplace.copies import augment_of, checked_draws, copies_of, require_served, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
@@ -542,6 +542,11 @@ class BaseLaplace(Predictive):
         require_loader(loader, "fit_linear_mode: loader")
         check_choice("hessian_at", hessian_at, HESSIANS)
         self.require_unchanged()
+        if augment_of(self.model) is not None and self._draws is None:
+            raise ValueError(
+                "fit_linear_mode: the augmentation draws anew in every pass over the data (sampling='independent'), so that there is no one "
+                "function whose mode to find; fit in the context augment.held(), or with another sampling."
+            )
         if tol is None:
             tol = NEAR[self.model.get_parameter(self.parameter_names[0]).dtype]
         self._find_linear_mode(

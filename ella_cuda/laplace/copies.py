@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import Augment, AveragedFunction
-from ella_cuda.laplace.batches import Inputs
+from ella_cuda.laplace.batches import Inputs, take
 from ella_cuda.laplace.rules import Rule
 
 
@@ -43,6 +43,19 @@ def copies_of(model: nn.Module) -> int:
             f"{type(model.augment).__name__}."
         )
     return count
+
+
+def require_copies(model: nn.Module, x: Inputs) -> None:
+    """ValueError where the model averages over another number of copies of inputs than it says, by which factors would be wrong."""
+    if not isinstance(model, AveragedFunction):
+        return
+    with torch.no_grad():
+        one = take(x, slice(1))
+        found = model.copies(*one if isinstance(one, tuple) else (one,)).shape[1]
+    if found != copies_of(model):
+        raise ValueError(
+            f"KronLaplace: the augmentation made {found} copies of an input, and its n_samples is {copies_of(model)}; both must agree."
+        )
 
 
 def require_served(model: nn.Module, rules: Sequence[Rule]) -> None:

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
-from ella_cuda.laplace.copies import copies_of
+from ella_cuda.laplace.copies import copies_of, require_copies
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
@@ -228,6 +228,7 @@ class CurvaturePass:
 
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
+        require_copies(self.model, x)
         self._attention = in_plain_products if several else nullcontext
         with (
             requiring_grad([*self.hyperparameters, *self.parameters], True),

@@ -601,7 +601,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             ``AveragedFunction(model, augment)``. Epochs draw as its ``sampling`` says; the fit of an evidence step and its gradients hold one
             set of draws. With "augmentation" in ``learn`` the evidence learns its amounts by one Adam step at each evidence step, along the
             gradient with the factors in it (:func:`ella_cuda.laplace.evidence_gradient`); records have them by name.
-        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``. lr_aug_min: at the last step, along half a cosine; None keeps it.
+        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``. lr_aug_min: at the last step, along half a cosine; None
+            keeps it.
         aug_sampling: of evidence steps; None is the augmentation's own, but "shared" for "independent", whose draws act as noise that the
             evidence reduces.
         aug_data: data points of the gradient in amounts, a random part of each batch, weighted by N over their number; None is all.

@@ -92,6 +92,9 @@ def evidence_gradient(
         learnt = [b for b in wanted.values() if not b.requires_grad]
         fixed_draws(la.model)  # those of single data points begin as they began in the fit
         seen = passed = 0
+        part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
+        # Every batch has its share on average: what is due of all so far is rounded after a random start.
+        start = 0.0 if part_of_data is None else torch.rand((), generator=generator, dtype=torch.float64).item()
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),
@@ -103,9 +106,9 @@ def evidence_gradient(
             for batch in loader:
                 x, y = la.batch_of(batch, "evidence_gradient")
                 passed += data_points(x)
-                if n_data is not None and n_data < la.n_data:
-                    few = passed * n_data // la.n_data - seen  # the rest of what is due of all batches so far
-                    some = torch.randperm(data_points(x), generator=generator)[: max(few, 0)].to(y.device)
+                if part_of_data is not None:
+                    few = int(passed * part_of_data + start) - seen
+                    some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
                 for part, targets in run.parts(x, y):
                     gradients.add(lambda part=part, targets=targets: run.value(part, targets))
@@ -306,19 +309,18 @@ class _Passes:
             yield take(x, some), y[some]
 
     def _try_out(self, x: Inputs) -> None:
-        found = probe(self.la.model, self._layers, x, several=False, copies=self._copies())
+        own = {id(p): p for rule in self.rules for name, p in rule.parameters().items() if name in rule.trainable}
+        with requiring_grad(list(own.values()), True):  # as in training
+            found = probe(self.la.model, self._layers, x, several=False, copies=self.rules[0].copies)
+            if self.per_example is not None:
+                with in_plain_products():
+                    self.per_example.try_out(x)
         for rule, places in found.places.items():
             if rule in found.by_function or len(places) > 1:
                 how = "is used by a function alone" if rule in found.by_function else "is called several times"
                 raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
             self._places[rule] = places[0]
-        if self.per_example is not None:
-            with in_plain_products():
-                self.per_example.try_out(x)
         self._image_bytes = max(found.image_bytes, 1)
-
-    def _copies(self) -> int:
-        return self.rules[0].copies
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ella_cuda.augment._copies import affine_copies
 from ella_cuda.augment.base import Augment, Init
+from ella_cuda.ops import affine_copies
 
 GENERATORS = ("tx", "ty", "rotation", "sx", "sy", "shear")
 ENTRIES = {  # (row, column): value

@@ -129,10 +129,10 @@ class Augment(nn.Module):
 
     def _raw_range(self, limit: float) -> tuple[float | None, float]:
         """The values of ``raw`` whose amounts are within the limit, as rounded numbers too."""
-        margin = 4 * torch.finfo(self.raw.dtype).eps
+        inside = 1 - 4 * torch.finfo(self.raw.dtype).eps  # at the limit itself the clamp's gradient is 0
         if self.constraint == "raw":
-            return -limit, limit
-        return None, _inverse_softplus(limit) * (1 - margin)
+            return -limit * inside, limit * inside
+        return None, _inverse_softplus(limit) * inside
 
     def _write(self, amounts: Sequence[float]) -> None:
         softplus = self.constraint == "softplus"
@@ -279,9 +279,9 @@ class Augment(nn.Module):
                 f"{self._name}: eps must be a tensor {wanted}, got {type(eps).__name__}; use torch.tensor()."
             )
         self._check_kind("eps", eps)
-        eps = eps[None] if eps.dim() == len(tail) + 1 else eps
+        given, eps = tuple(eps.shape), eps[None] if eps.dim() == len(tail) + 1 else eps
         if eps.dim() != len(tail) + 2 or tuple(eps.shape[2:]) != tail or not eps.shape[1]:
-            raise ValueError(f"{self._name}: eps must have shape {wanted}, got {tuple(eps.shape)}.")
+            raise ValueError(f"{self._name}: eps must have shape {wanted}, got {given}.")
         if n is not None and eps.shape[0] not in (1, n):
             raise ValueError(
                 f"{self._name}: eps must be for 1 or all {n} inputs, got {tuple(eps.shape)}; draws of a batch fit that batch alone, draws "

@@ -120,7 +120,7 @@ def test_under_autocast_copies_are_in_single_precision():
 
 def spread(function: nn.Module, x: Tensor, turn: Callable[[Tensor], Tensor]) -> float:
     """How much an output changes as the input turns, relative to outputs."""
-    before, after = function(x), function(turn(x))
+    before, after = function(x).detach(), function(turn(x)).detach()
     return float((after - before).abs().max() / before.abs().max())
 
 
@@ -192,17 +192,16 @@ def test_for_points_it_is_zero_to_the_last_digit_and_steps_from_elsewhere_leave(
     x = torch.randn(30, 2, dtype=torch.float64)
     augment = RotatePoints(7, init=1.5, constraint="raw", sampling="grid", **double)
     y = AveragedFunction(network, augment)(x).detach()
-    for start in (0.0, 0.05):
-        augment.set_eta(start)
-        leaf = augment.raw.requires_grad_()
-        for _ in range(200):
-            (gradient,) = torch.autograd.grad(squares(augment, network, x, y), leaf)
-            if start == 0:
-                assert float(gradient) == pytest.approx(0, abs=1e-15)
-            with torch.no_grad():
-                leaf -= 0.3 * gradient / len(x)
-        reached = augment.amounts()["rotation"]
-        assert reached == pytest.approx(0, abs=1e-12) if start == 0 else abs(reached - 1.5) < 0.05
+    augment.set_eta(0.0)
+    squares(augment, network, x, y).backward(inputs=[augment.raw.requires_grad_()])
+    assert float(augment.raw.grad) == pytest.approx(0, abs=1e-14)
+    augment.set_eta(0.05)
+    optimizer = torch.optim.Adam([augment.raw], lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        squares(augment, network, x, y).backward()
+        optimizer.step()
+    assert augment.amounts()["rotation"] == pytest.approx(1.5, abs=0.03)
 
 
 # draws ----------------------------------------------------------------------------------------------------------------
@@ -426,7 +425,7 @@ X = torch.zeros(2, 1, 4, 4)
         (lambda: AffineAugment(2, "rotation", 3.2), ValueError, r"init must be at most 3.141593 in absolute value for rotation, got 3.2"),
         (lambda: AffineAugment(2, "rotation").set_eta(0), ValueError, "eta must be positive"),
         (lambda: AffineAugment(1, "rotation", sampling="grid"), ValueError, "n_samples must be at least 2 with sampling='grid', got 1"),
-        (lambda: AffineAugment(8, ("tx", "ty"), sampling="grid"), ValueError, r"n_samples must be m\*\*2 with m >= 2, .* got 8; take .*sobol"),
+        (lambda: AffineAugment(8, ("tx", "ty"), sampling="grid"), ValueError, r"n_samples must be m\*\*2 with m >= 2, .* got 8; .*sobol"),
         (lambda: raw(4, "tx", 0.0, sampling="grid"), ValueError, "init must not be 0 with sampling='grid', got 0.0.* Start at 0.05"),
         (lambda: AffineAugment(2)([[0.0]]), TypeError, "x must be a tensor .* got list"),
         (lambda: AffineAugment(2)(torch.tensor(1.0)), ValueError, r"x must have shape \(N, \.\.\.\), got \(\)"),
@@ -436,7 +435,7 @@ X = torch.zeros(2, 1, 4, 4)
         (lambda: AffineAugment(2)(X.to("meta")), ValueError, r"x is on meta, the amounts are on cpu; move one .* x.to\('cpu'\)"),
         (lambda: AffineAugment(2)(X, eps=0.5), TypeError, r"eps must be a tensor \(S, 6\) or \(N or 1, S, 6\), got float"),
         (lambda: AffineAugment(2)(X, eps=torch.zeros(3, 5)), ValueError, r"eps must have shape .* got \(3, 5\)"),
-        (lambda: AffineAugment(2)(X, eps=torch.zeros(0, 6)), ValueError, r"eps must have shape .* got \(1, 0, 6\)"),
+        (lambda: AffineAugment(2)(X, eps=torch.zeros(0, 6)), ValueError, r"eps must have shape .* got \(0, 6\)"),
         (lambda: AffineAugment(2)(X, eps=torch.zeros(3, 2, 6)), ValueError, r"eps must be for 1 or all 2 inputs, got \(3, 2, 6\)"),
         (lambda: AffineAugment(2)(X, eps=torch.zeros(2, 6).double()), ValueError, "eps is torch.float64"),
         (lambda: AffineAugment(2).draw(3, "normal"), ValueError, "sampling must be one of"),

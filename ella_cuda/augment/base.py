@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class Augment(nn.Module):
                 "(sampling='shared')."
             )
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{self._name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
         self.register_buffer("raw", torch.empty(len(self.names), device=device, dtype=dtype))
         self._write(amounts)
 
@@ -152,15 +154,15 @@ class Augment(nn.Module):
             given = [given[name] for name in self.names]
         if isinstance(given, Tensor):
             given = given.detach().tolist()
-        if isinstance(given, bool) or not isinstance(given, (int, float, list, tuple)):
+        if isinstance(given, bool) or not isinstance(given, (Real, list, tuple)):
             raise TypeError(
                 f"{where} be a number, {len(self.names)} numbers or a mapping of names to numbers, got {type(given).__name__}."
             )
-        values = [given] * len(self.names) if isinstance(given, (int, float)) else list(given)
+        values = [given] * len(self.names) if isinstance(given, Real) else list(given)
         if len(values) != len(self.names):
             raise ValueError(f"{where} have {len(self.names)} numbers, for {', '.join(self.names)}, got {len(values)}.")
         for name, value, limit in zip(self.names, values, self._limits, strict=True):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{where} be numbers, got {type(value).__name__} for {name}.")
             if not math.isfinite(value):
                 raise ValueError(f"{where} be finite, got {value!r} for {name}.")

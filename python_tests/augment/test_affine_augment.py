@@ -7,12 +7,16 @@ import io
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda import marglik_training
 from ella_cuda.augment import GENERATORS, AffineAugment, Augment, AveragedFunction, LocalDeformation, affine_matrix
+from ella_cuda.data import TensorLoader
+from ella_cuda.training import Evaluation
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 from python_tests.augment.augments import RotatePoints, smooth_images, turned
 from python_tests.ops.checks import assert_same
@@ -268,6 +272,52 @@ def test_a_restored_random_state_gives_the_same_copies(sampling):
     assert torch.equal(augment(x), first) and torch.equal(augment(x), second)
 
 
+def test_a_resumed_training_has_the_copies_of_one_that_was_not_interrupted(tmp_path):
+    x, y = torch.randn(20, 1, 6, 6), torch.arange(20) % 3
+
+    def run(name: str, stop_after: int | None = None) -> list[Tensor]:
+        torch.manual_seed(4)
+        network = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3))
+        model = AveragedFunction(network, AffineAugment(3, init=0.3))
+
+        def stop(evaluation: Evaluation) -> None:
+            if evaluation.epoch == stop_after:
+                raise KeyboardInterrupt
+
+        marglik_training(
+            model, TensorLoader(x, y, 5, shuffle=True), n_epochs=4, objective="map", checkpoint=tmp_path / name, on_evaluation=stop,
+            progress_bar=False,
+        )  # fmt: skip
+        return [*model.parameters(), *model.buffers()]
+
+    whole = run("whole.pt")
+    with pytest.raises(KeyboardInterrupt):
+        run("resumed.pt", stop_after=2)
+    assert all(map(torch.equal, whole, run("resumed.pt")))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_compiled_functions_draw_and_hold(sampling):
+    function = AveragedFunction(nn.Flatten(), AffineAugment(4, ("rotation", "tx"), 0.3, sampling))
+    compiled, x = torch.compile(function, backend="eager"), torch.randn(3, 1, 6, 6)
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = compiled(x)
+        torch.manual_seed(1)
+        assert torch.equal(found, function(x))
+        with function.augment.held():
+            assert torch.equal(compiled(x), function(x))
+
+
+def test_under_transforms_held_draws_are_taken():
+    augment, x = AffineAugment(3, init=0.3, **double), smooth_images(4, 1, 6, 6)
+    with augment.held():
+        assert_same(torch.func.vmap(lambda image: augment(image[None])[0])(x), augment(x))
+        by = torch.func.jacrev(lambda raw: torch.func.functional_call(augment, {"raw": raw}, (x,)))(augment.raw)
+        ahead = torch.func.jacfwd(lambda raw: torch.func.functional_call(augment, {"raw": raw}, (x,)))(augment.raw)
+        assert_same(by, ahead)
+
+
 @pytest.mark.parametrize("sampling", ["independent", "shared", "sobol"])
 def test_draws_from_a_generator_leave_the_global_one(sampling):
     augment, before = raw(4, ("rotation", "tx"), sampling=sampling), torch.get_rng_state()
@@ -331,7 +381,7 @@ def test_amounts_start_where_they_are_told(constraint):
         assert augment.generators == GENERATORS and list(augment.amounts()) == [*GENERATORS]
     augment = AffineAugment(3, ("shear", "tx"), {"tx": 0.1, "shear": 0.7}, constraint=constraint)
     assert augment.amounts() == pytest.approx({"shear": 0.7, "tx": 0.1})
-    augment.set_eta(0.4)
+    augment.set_eta(np.float32(0.4))
     assert augment.eta.tolist() == pytest.approx([0.4, 0.4])
     assert raw(3, ("tx", "ty"), [0.0, -0.5]).amounts() == {"tx": 0, "ty": -0.5}
 
@@ -413,6 +463,8 @@ X = torch.zeros(2, 1, 4, 4)
         (lambda: AffineAugment(2.0), ValueError, "n_samples must be a positive integer, got 2.0"),
         (lambda: AffineAugment(2, "turn"), ValueError, "AffineAugment: generators must be 'all' or some of tx, .* got 'turn'"),
         (lambda: AffineAugment(2, ("tx", "tx")), ValueError, "each once"),
+        (lambda: AffineAugment(2, None), TypeError, "generators must be a name or a list or tuple of names, got NoneType"),
+        (lambda: AffineAugment(2, dtype=torch.float16), ValueError, "dtype must be torch.float32 or torch.float64, got torch.float16"),
         (lambda: AffineAugment(2, sampling="random"), ValueError, "sampling must be one of independent, shared, grid, sobol, got 'random'"),
         (lambda: AffineAugment(2, constraint="exp"), ValueError, "constraint must be one of softplus, raw, got 'exp'"),
         (lambda: AffineAugment(2, init=0.0), ValueError, r"init must be positive with constraint='softplus', got 0.0 for tx; start at 0.05"),

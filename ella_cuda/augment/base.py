@@ -109,8 +109,8 @@ class Augment(nn.Module):
         return torch.cat([part.clamp(-limit, limit) for part, limit in zip(eta.split(1), self._limits, strict=True)])
 
     def amounts(self) -> dict[str, float]:
-        """The amounts by name, as numbers. With constraint="raw" their sign means nothing: the law of the copies is even in each."""
-        return dict(zip(self.names, self.eta.detach().tolist(), strict=True))
+        """The amounts by name, as numbers without a sign: draws are symmetric, so copies have the same law with either."""
+        return dict(zip(self.names, self.eta.detach().abs().tolist(), strict=True))
 
     def set_eta(self, eta: Init) -> None:
         """Put the amounts to given values, as for ``init``; 0 is taken with constraint="raw", whatever the sampling, so that a scan may

@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.augment import Augment
+from ella_cuda.augment import AffineAugment, Augment
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def raw(
+    n_samples: int, generators: str | tuple[str, ...] = "all", init: float = 0.3, **options: object
+) -> AffineAugment:
+    """In double precision, with amounts that may be 0."""
+    return AffineAugment(n_samples, generators, init, constraint="raw", **DOUBLE | options)
 
 
 class RotatePoints(Augment):

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from python_tests.augment.augments import RotatePoints, smooth_images
+from python_tests.augment.augments import DOUBLE, RotatePoints, smooth_images
 from python_tests.ops.checks import assert_same
-
-double = {"dtype": torch.float64}
 
 
 def network(*inner: nn.Module) -> nn.Sequential:
@@ -19,7 +17,7 @@ def network(*inner: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_it_is_the_mean_of_outputs_in_training_and_evaluation(training, device):
-    net, augment = network().to(device), AffineAugment(5, init=0.4, **double).to(device)
+    net, augment = network().to(device), AffineAugment(5, init=0.4, **DOUBLE).to(device)
     function = AveragedFunction(net, augment).train(training)
     x = torch.randn(3, 1, 6, 6, dtype=torch.float64, device=device)
     with augment.held(augment.draw(3)) as eps:
@@ -31,7 +29,7 @@ def test_it_is_the_mean_of_outputs_in_training_and_evaluation(training, device):
 
 
 def test_gradients_reach_the_amounts_and_the_weights():
-    net, augment, x = network(), AffineAugment(4, init=0.3, **double), smooth_images(3, 1, 6, 6)
+    net, augment, x = network(), AffineAugment(4, init=0.3, **DOUBLE), smooth_images(3, 1, 6, 6)
     function, eps = AveragedFunction(net, augment), augment.draw(3)
     augment.raw.requires_grad_()
     with augment.held(eps):
@@ -43,7 +41,7 @@ def test_gradients_reach_the_amounts_and_the_weights():
 @pytest.mark.parametrize("kind", ["affine", "a module that only maps"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 9])
 def test_chunks_without_a_graph_give_the_same_numbers(chunk_size, kind):
-    x, augment, sizes = torch.randn(3, 1, 6, 6, dtype=torch.float64), AffineAugment(5, **double), []
+    x, augment, sizes = torch.randn(3, 1, 6, 6, dtype=torch.float64), AffineAugment(5, **DOUBLE), []
     net = network()
     net.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     change = augment if kind == "affine" else Flips()
@@ -85,7 +83,7 @@ def test_norms_over_the_batch_are_refused_before_the_first_step():
     x, batch, called = torch.randn(3, 1, 6, 6, dtype=torch.float64), nn.BatchNorm2d(3), []
     net = network(batch)
     net.register_forward_pre_hook(lambda *_: called.append(True))
-    function = AveragedFunction(net, AffineAugment(3, **double))
+    function = AveragedFunction(net, AffineAugment(3, **DOUBLE))
     before = batch.running_mean.clone()
     with pytest.raises(
         RuntimeError, match=r"the BatchNorm2d '1' takes its statistics .* copies of all inputs are mixed.*GroupNorm"
@@ -98,13 +96,13 @@ def test_norms_over_the_batch_are_refused_before_the_first_step():
     with pytest.raises(RuntimeError, match="BatchNorm2d"):
         function(x)
     assert function.eval()(x).shape == (3, 4)
-    own = AveragedFunction(network(nn.BatchNorm2d(3, track_running_stats=False)), AffineAugment(3, **double))
+    own = AveragedFunction(network(nn.BatchNorm2d(3, track_running_stats=False)), AffineAugment(3, **DOUBLE))
     with pytest.raises(RuntimeError, match="running statistics"):
         own.eval()(x)
     with pytest.raises(RuntimeError, match="BatchNorm1d 'network'"):
         AveragedFunction(nn.BatchNorm1d(2), RotatePoints(3))(torch.randn(4, 2))
     for norm in (nn.GroupNorm(1, 3), nn.InstanceNorm2d(3), nn.LayerNorm((3, 4, 4))):  # of single inputs
-        assert AveragedFunction(network(norm), AffineAugment(3, **double))(x).shape == (3, 4)
+        assert AveragedFunction(network(norm), AffineAugment(3, **DOUBLE))(x).shape == (3, 4)
 
 
 class Returns(nn.Module):

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from ella_cuda.augment import AffineAugment, AveragedFunction, LocalDeformation
-from python_tests.augment.augments import smooth_images
+from python_tests.augment.augments import DOUBLE, smooth_images
 from python_tests.ops.checks import assert_same
-
-double = {"dtype": torch.float64}
 
 
 def field(strength: float, smoothness: float, n: int = 4000, size: tuple[int, int] = (9, 9)) -> Tensor:
     """n fields, on the coarse grid's points where ``size`` is that of the grid."""
-    deformation = LocalDeformation(1, (strength, smoothness), grid_size=9, **double)
+    deformation = LocalDeformation(1, (strength, smoothness), grid_size=9, **DOUBLE)
     return deformation.displacement(deformation.draw(n)[:, 0], deformation.eta, size)
 
 
@@ -42,7 +40,7 @@ def test_smoothness_is_the_distance_over_which_neighbours_move_together():
 
 def test_copies():
     x = smooth_images(3, 2, 9, 12)
-    deformation = LocalDeformation(4, (1e-9, 0.5), **double)
+    deformation = LocalDeformation(4, (1e-9, 0.5), **DOUBLE)
     assert_same(deformation(x), x[:, None].expand(-1, 4, -1, -1, -1), atol=1e-7, rtol=0)
     deformation.set_eta((0.1, 0.5))
     assert deformation.amounts() == pytest.approx({"strength": 0.1, "smoothness": 0.5})
@@ -59,16 +57,16 @@ def test_copies():
 
 def test_a_rigid_deformation_is_a_translation():
     """Displacements along x come first: all of them the same, copies are those of tx and ty."""
-    x, deformation = smooth_images(2, 1, 9, 12), LocalDeformation(1, (0.2, 1e6), grid_size=2, **double)
-    eps = torch.tensor([0.7, -0.4], **double).view(1, 1, 2, 1, 1).expand(1, 1, 2, 2, 2)
+    x, deformation = smooth_images(2, 1, 9, 12), LocalDeformation(1, (0.2, 1e6), grid_size=2, **DOUBLE)
+    eps = torch.tensor([0.7, -0.4], **DOUBLE).view(1, 1, 2, 1, 1).expand(1, 1, 2, 2, 2)
     size = 0.2 * 2  # 4 points of weight 1/2 each
-    moved = AffineAugment(1, ("tx", "ty"), size, **double)(x, eps=torch.tensor([[0.7, -0.4]], **double))
+    moved = AffineAugment(1, ("tx", "ty"), size, **DOUBLE)(x, eps=torch.tensor([[0.7, -0.4]], **DOUBLE))
     assert_same(deformation(x, eps=eps), moved)
 
 
 def test_gradient_in_strength_and_smoothness():
-    x, deformation = smooth_images(3, 1, 10, 10), LocalDeformation(4, (0.1, 0.4), **double)
-    eps, weight = deformation.draw(3), torch.randn(3, 4, 1, 10, 10, **double)
+    x, deformation = smooth_images(3, 1, 10, 10), LocalDeformation(4, (0.1, 0.4), **DOUBLE)
+    eps, weight = deformation.draw(3), torch.randn(3, 4, 1, 10, 10, **DOUBLE)
 
     def value(raw: Tensor) -> Tensor:
         return (torch.func.functional_call(deformation, {"raw": raw}, (x,), {"eps": eps}) * weight).sum()
@@ -76,7 +74,7 @@ def test_gradient_in_strength_and_smoothness():
     raw = deformation.raw.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(value(raw), raw)
     for i in range(2):
-        step = 1e-7 * torch.eye(2, **double)[i]
+        step = 1e-7 * torch.eye(2, **DOUBLE)[i]
         with torch.no_grad():
             difference = (value(raw + step) - value(raw - step)) / 2e-7
         assert float(gradient[i]) == pytest.approx(float(difference), rel=1e-5)

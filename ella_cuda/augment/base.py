@@ -22,7 +22,7 @@ Init = float | Sequence[float] | Mapping[str, float] | Tensor
 
 class Augment(nn.Module):
     r"""S transformed copies of each input: ``(N, ...) -> (N, S, ...)``, with amounts that are learned. A subclass implements
-    :meth:`transform`.
+    :meth:`transform`, and may :meth:`check_input`.
 
     The amounts :math:`\eta` are hyperparameters: the evidence learns them, the training loss cannot, for it would shrink them to 0. So
     what is learned is a buffer, not a parameter, and an optimizer of ``model.parameters()`` leaves it alone. Gradients in it are had by
@@ -171,7 +171,7 @@ class Augment(nn.Module):
                     f"{where} be positive with constraint='softplus', got {value!r} for {name}; start at 0.05 to 0.1, or take "
                     "constraint='raw'."
                 )
-            if abs(value) > limit:
+            if abs(value) > limit * (1 + 1e-6):  # pi in single precision is above it
                 raise ValueError(f"{where} be at most {limit:.7g} in absolute value for {name}, got {value!r}.")
         return [float(value) for value in values]
 
@@ -211,9 +211,11 @@ class Augment(nn.Module):
             generator: of the device, for "independent" and "shared"; of the CPU for "sobol". None is torch's global one.
         """
         sampling = self.sampling if sampling is None else self._checked_sampling(sampling)
-        return self._draw(n if sampling == "independent" else 1, sampling, generator)
+        return self.sample(n if sampling == "independent" else 1, sampling, generator)
 
-    def _draw(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+    def sample(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+        """Draws ``(n, S, *eps_shape())``, see :meth:`draw`; a subclass that has others than uniform ones implements it. Their law must be
+        symmetric."""
         like = {"device": self.raw.device, "dtype": self.raw.dtype}
         if sampling == "grid":
             side = round(self.n_samples ** (1 / self.dims))
@@ -268,13 +270,13 @@ class Augment(nn.Module):
             return self.draw(n, "independent", self._held.generator)
         return self._held
 
-    def _eps_shape(self) -> tuple[int, ...]:
-        """Of one copy's draws."""
+    def eps_shape(self) -> tuple[int, ...]:
+        """Of one copy's draws; ``(k,)`` unless a subclass says another, with :meth:`sample`."""
         return (self.dims,)
 
     def _checked(self, eps: Tensor, n: int | None = None) -> Tensor:
         """The draws as ``(n or 1, S, ...)``; TypeError or ValueError where they are no such."""
-        tail = self._eps_shape()
+        tail = self.eps_shape()
         wanted = f"(S, {', '.join(map(str, tail))}) or (N or 1, S, {', '.join(map(str, tail))})"
         if not isinstance(eps, Tensor):
             raise TypeError(

@@ -80,7 +80,7 @@ def test_rotation_is_clamped_at_the_full_circle_and_comes_back(constraint, dtype
         with torch.no_grad():
             augment.raw.sub_(2)
         assert augment.eta.tolist() == pytest.approx([-1, -math.pi])
-    augment.set_eta({"tx": 0.1, "rotation": math.pi})
+    augment.set_eta({"tx": 0.1, "rotation": float(torch.tensor(math.pi))})  # in single precision it is above pi
     assert torch.autograd.grad(augment.eta.sum(), augment.raw)[0][1] > 0.9
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ella_cuda.augment._copies import affine_copies
 from ella_cuda.augment.base import Augment, Init
+from ella_cuda.ops import affine_copies
 
 GENERATORS = ("tx", "ty", "rotation", "sx", "sy", "shear")
 ENTRIES = {  # (row, column): value
@@ -58,7 +58,7 @@ def affine_matrix(eps: Tensor, eta: Tensor, generators: str | Sequence[str] = "a
             those of the image, not of normalised coordinates.
 
     Raises:
-        TypeError: eps or eta is no floating point tensor.
+        TypeError: eps or eta is no floating point tensor, or generators are no words.
         ValueError: the last axes are not k long, or a generator is unknown or named twice.
 
     Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations",
@@ -92,7 +92,11 @@ def affine_matrix(eps: Tensor, eta: Tensor, generators: str | Sequence[str] = "a
 
 
 def as_generators(where: str, generators: str | Sequence[str]) -> tuple[str, ...]:
-    """Their names; ValueError where one is unknown or named twice, or none is named."""
+    """Their names; TypeError where they are no words, ValueError where one is unknown or named twice, or none is named."""
+    if not isinstance(generators, (str, list, tuple)):
+        raise TypeError(
+            f"{where}: generators must be a name or a list or tuple of names, got {type(generators).__name__}."
+        )
     names = (generators,) if isinstance(generators, str) else tuple(generators)
     names = GENERATORS if names == ("all",) else names
     unknown = [name for name in names if name not in GENERATORS]

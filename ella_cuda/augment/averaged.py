@@ -27,7 +27,8 @@ class AveragedFunction(nn.Module):
     Raises:
         TypeError: network or augment is no module; in forward, one of them returns no tensor.
         ValueError: chunk_size is not positive; in forward, a returned shape does not fit.
-        RuntimeError: in forward, the network has a BatchNorm that takes its statistics from the batch, which would mix copies.
+        RuntimeError: in forward, the network has a BatchNorm that takes its statistics from the batch, which would mix copies. Calls of
+            torch's function ``batch_norm`` in a module of another kind are not seen.
 
     Source: van der Wilk et al., "Learning invariances using the marginal likelihood", NeurIPS 2018; Immer, van der Ouderaa et al.,
     NeurIPS 2022, section 3.

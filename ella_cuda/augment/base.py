@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ Init = float | Sequence[float] | Mapping[str, float] | Tensor
 
 class Augment(nn.Module):
     r"""S transformed copies of each input: ``(N, ...) -> (N, S, ...)``, with amounts that are learned. A subclass implements
-    :meth:`transform`.
+    :meth:`transform`, and may :meth:`check_input`.
 
     The amounts :math:`\eta` are hyperparameters: the evidence learns them, the training loss cannot, for it would shrink them to 0. So
     what is learned is a buffer, not a parameter, and an optimizer of ``model.parameters()`` leaves it alone. Gradients in it are had by
@@ -92,6 +92,8 @@ class Augment(nn.Module):
                 "(sampling='shared')."
             )
         dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{self._name}: dtype must be torch.float32 or torch.float64, got {dtype}.")
         self.register_buffer("raw", torch.empty(len(self.names), device=device, dtype=dtype))
         self._write(amounts)
 
@@ -107,8 +109,8 @@ class Augment(nn.Module):
         return torch.cat([part.clamp(-limit, limit) for part, limit in zip(eta.split(1), self._limits, strict=True)])
 
     def amounts(self) -> dict[str, float]:
-        """The amounts by name, as numbers. With constraint="raw" their sign means nothing: the law of the copies is even in each."""
-        return dict(zip(self.names, self.eta.detach().tolist(), strict=True))
+        """The amounts by name, as numbers without a sign: draws are symmetric, so copies have the same law with either."""
+        return dict(zip(self.names, self.eta.detach().abs().tolist(), strict=True))
 
     def set_eta(self, eta: Init) -> None:
         """Put the amounts to given values, as for ``init``; 0 is taken with constraint="raw", whatever the sampling, so that a scan may
@@ -129,10 +131,10 @@ class Augment(nn.Module):
 
     def _raw_range(self, limit: float) -> tuple[float | None, float]:
         """The values of ``raw`` whose amounts are within the limit, as rounded numbers too."""
-        margin = 4 * torch.finfo(self.raw.dtype).eps
+        inside = 1 - 4 * torch.finfo(self.raw.dtype).eps  # at the limit itself the clamp's gradient is 0
         if self.constraint == "raw":
-            return -limit, limit
-        return None, _inverse_softplus(limit) * (1 - margin)
+            return -limit * inside, limit * inside
+        return None, _inverse_softplus(limit) * inside
 
     def _write(self, amounts: Sequence[float]) -> None:
         softplus = self.constraint == "softplus"
@@ -152,15 +154,15 @@ class Augment(nn.Module):
             given = [given[name] for name in self.names]
         if isinstance(given, Tensor):
             given = given.detach().tolist()
-        if isinstance(given, bool) or not isinstance(given, (int, float, list, tuple)):
+        if isinstance(given, bool) or not isinstance(given, (Real, list, tuple)):
             raise TypeError(
                 f"{where} be a number, {len(self.names)} numbers or a mapping of names to numbers, got {type(given).__name__}."
             )
-        values = [given] * len(self.names) if isinstance(given, (int, float)) else list(given)
+        values = [given] * len(self.names) if isinstance(given, Real) else list(given)
         if len(values) != len(self.names):
             raise ValueError(f"{where} have {len(self.names)} numbers, for {', '.join(self.names)}, got {len(values)}.")
         for name, value, limit in zip(self.names, values, self._limits, strict=True):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{where} be numbers, got {type(value).__name__} for {name}.")
             if not math.isfinite(value):
                 raise ValueError(f"{where} be finite, got {value!r} for {name}.")
@@ -169,7 +171,7 @@ class Augment(nn.Module):
                     f"{where} be positive with constraint='softplus', got {value!r} for {name}; start at 0.05 to 0.1, or take "
                     "constraint='raw'."
                 )
-            if abs(value) > limit:
+            if abs(value) > limit * (1 + 1e-6):  # pi in single precision is above it
                 raise ValueError(f"{where} be at most {limit:.7g} in absolute value for {name}, got {value!r}.")
         return [float(value) for value in values]
 
@@ -209,9 +211,11 @@ class Augment(nn.Module):
             generator: of the device, for "independent" and "shared"; of the CPU for "sobol". None is torch's global one.
         """
         sampling = self.sampling if sampling is None else self._checked_sampling(sampling)
-        return self._draw(n if sampling == "independent" else 1, sampling, generator)
+        return self.sample(n if sampling == "independent" else 1, sampling, generator)
 
-    def _draw(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+    def sample(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+        """Draws ``(n, S, *eps_shape())``, see :meth:`draw`; a subclass that has others than uniform ones implements it. Their law must be
+        symmetric."""
         like = {"device": self.raw.device, "dtype": self.raw.dtype}
         if sampling == "grid":
             side = round(self.n_samples ** (1 / self.dims))
@@ -266,22 +270,22 @@ class Augment(nn.Module):
             return self.draw(n, "independent", self._held.generator)
         return self._held
 
-    def _eps_shape(self) -> tuple[int, ...]:
-        """Of one copy's draws."""
+    def eps_shape(self) -> tuple[int, ...]:
+        """Of one copy's draws; ``(k,)`` unless a subclass says another, with :meth:`sample`."""
         return (self.dims,)
 
     def _checked(self, eps: Tensor, n: int | None = None) -> Tensor:
         """The draws as ``(n or 1, S, ...)``; TypeError or ValueError where they are no such."""
-        tail = self._eps_shape()
+        tail = self.eps_shape()
         wanted = f"(S, {', '.join(map(str, tail))}) or (N or 1, S, {', '.join(map(str, tail))})"
         if not isinstance(eps, Tensor):
             raise TypeError(
                 f"{self._name}: eps must be a tensor {wanted}, got {type(eps).__name__}; use torch.tensor()."
             )
         self._check_kind("eps", eps)
-        eps = eps[None] if eps.dim() == len(tail) + 1 else eps
+        given, eps = tuple(eps.shape), eps[None] if eps.dim() == len(tail) + 1 else eps
         if eps.dim() != len(tail) + 2 or tuple(eps.shape[2:]) != tail or not eps.shape[1]:
-            raise ValueError(f"{self._name}: eps must have shape {wanted}, got {tuple(eps.shape)}.")
+            raise ValueError(f"{self._name}: eps must have shape {wanted}, got {given}.")
         if n is not None and eps.shape[0] not in (1, n):
             raise ValueError(
                 f"{self._name}: eps must be for 1 or all {n} inputs, got {tuple(eps.shape)}; draws of a batch fit that batch alone, draws "

@@ -47,12 +47,12 @@ class LocalDeformation(Augment):
         super().__init__(n_samples, ("strength", "smoothness"), init, sampling, "softplus", **kind)
         self.grid_size = int(grid_size)
 
-    def _eps_shape(self) -> tuple[int, ...]:
+    def eps_shape(self) -> tuple[int, ...]:
         return (2, self.grid_size, self.grid_size)
 
-    def _draw(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
+    def sample(self, n: int, sampling: str, generator: torch.Generator | None) -> Tensor:
         on = self.raw.device if generator is None else generator.device
-        shape = (n, self.n_samples, *self._eps_shape())
+        shape = (n, self.n_samples, *self.eps_shape())
         return torch.randn(shape, generator=generator, device=on, dtype=self.raw.dtype).to(self.raw.device)
 
     def check_input(self, x: Tensor) -> None:

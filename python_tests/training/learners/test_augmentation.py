@@ -116,7 +116,7 @@ def test_a_finished_run_is_found_again(tmp_path):
 
 
 def test_the_best_evidence_is_kept_with_its_amounts():
-    unsteady = {"optimizer_kwargs": {"lr": 0.1}, "n_epochs": 8}  # too fast, so that the evidence falls
+    unsteady = {"optimizer_kwargs": {"lr": 0.1}, "n_epochs": 2}  # too fast, so that the evidence falls
     made = trainer(keep="best", **unsteady)
     la = made.run()
     best = min(range(len(made.margliks)), key=made.margliks.__getitem__)

@@ -12,8 +12,9 @@ Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,84 +25,118 @@ ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.E
 LAYERS = (nn.Linear, nn.Conv2d)
 
 
-class Link(Protocol):
-    """A module of a chain at the inputs of one pass: rows ``(R, ...)``, or columns of them ``(K R, ...)`` of the same derivative."""
+class Link(ABC):
+    """A module of a chain, or two, at the inputs of one pass, copies ``(N, S, ...)`` of data points. Columns of tangents and gradients are
+    ``(K, N, S, ...)``; tangents that are the same for all copies may be ``(K, N, 1, ...)``.
+
+    Attributes:
+        out: the output, ``(N, S, ...)``.
+        curved: whether there is a second derivative.
+    """
 
     out: Tensor
+    curved: bool = False
 
-    def along(self, t: Tensor, times: int) -> Tensor:
-        """The derivative along tangents of the input, ``(times R, ...)``."""
+    @abstractmethod
+    def along(self, t: Tensor) -> Tensor:
+        """The derivative along tangents at the input."""
 
-    def back(self, g: Tensor, times: int) -> Tensor:
+    @abstractmethod
+    def back(self, g: Tensor) -> Tensor:
         """Gradients at the input of those at the output."""
 
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
+        derivative there."""
+        raise NotImplementedError
 
-class Layer:
+
+class Layer(Link):
     """A linear layer or a convolution."""
 
     def __init__(self, module: nn.Linear | nn.Conv2d, x: Tensor) -> None:
         self.module, self.shape = module, x.shape
-        self.out = module.forward(x)
+        self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    def along(self, t: Tensor, times: int) -> Tensor:
-        m = self.module
+    def along(self, t: Tensor) -> Tensor:
+        m, (n, s) = self.module, self.shape[:2]
+        t = t if t.shape[2] == s else t.expand(-1, -1, s, *t.shape[3:])
         if isinstance(m, nn.Linear):
             return F.linear(t, m.weight)
-        return F.conv2d(t, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        found = F.conv2d(t.reshape(-1, *t.shape[3:]), m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        return found.view(-1, n, s, *found.shape[1:])
 
-    def back(self, g: Tensor, times: int) -> Tensor:
+    def back(self, g: Tensor) -> Tensor:
         m = self.module
         if isinstance(m, nn.Linear):
             return g @ m.weight
-        sides = zip(self.shape[2:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[2:], strict=True)
+        sides = zip(self.shape[3:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[4:], strict=True)
         beyond = [size - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for size, p, d, k, step, o in sides]
-        return F.conv_transpose2d(g, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
+        rows = g.reshape(-1, *g.shape[3:])
+        return F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation).view(
+            -1, *self.shape
+        )
 
 
-class Reshaped:
+class Reshaped(Link):
     """Another shape, or the same."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.shape = x.shape
-        self.out = module.forward(x)
+        self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    def along(self, t: Tensor, times: int) -> Tensor:
-        return t.reshape(len(t), *self.out.shape[1:])
+    def along(self, t: Tensor) -> Tensor:
+        return t.reshape(*t.shape[:3], *self.out.shape[2:])
 
-    def back(self, g: Tensor, times: int) -> Tensor:
-        return g.reshape(len(g), *self.shape[1:])
+    def back(self, g: Tensor) -> Tensor:
+        return g.reshape(-1, *self.shape)
 
 
-class Pooled:
-    """Largest values of windows: those that were the largest."""
+class Pooled(Link):
+    """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
 
-    def __init__(self, module: nn.MaxPool2d, x: Tensor) -> None:
-        self.module, self.x = module, x
-        m = module
-        self.out, self.places = F.max_pool2d(
-            x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, return_indices=True
+    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: Elementwise | None = None) -> None:
+        self.module, self.x, self.curved = module, x.flatten(0, 1), function is not None and function.curved
+        m, seen = module, self.x if function is None else function.out.flatten(0, 1)
+        out, self.places = F.max_pool2d(
+            seen, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, return_indices=True
         )
+        self.out, self._flat = out.unflatten(0, x.shape[:2]), self.places.flatten(2).unflatten(0, x.shape[:2])
+        self._first = None if function is None else self._there(function.first[None])[0]
+        self._second = self._there(function.second[None])[0] if self.curved else None
 
-    def along(self, t: Tensor, times: int) -> Tensor:
-        places = self.places.flatten(2)
-        flat = t.flatten(2).unflatten(0, (times, -1))
-        return flat.gather(3, places.expand(times, *places.shape)).view(-1, *self.out.shape[1:])
+    def _there(self, values: Tensor) -> Tensor:
+        """``(K, N, S or 1, ...)`` where the largest values are."""
+        places = self._flat.expand(len(values), *self._flat.shape)
+        flat = values.flatten(4).expand(-1, -1, places.shape[2], -1, -1)
+        return flat.gather(4, places).view(len(values), *self.out.shape)
 
-    def back(self, g: Tensor, times: int) -> Tensor:
-        m, found = self.module, g.new_empty(len(g), *self.x.shape[1:])
+    def along(self, t: Tensor) -> Tensor:
+        found = self._there(t)
+        return found if self._first is None else found.mul_(self._first)
+
+    def back(self, g: Tensor) -> Tensor:
+        return self._spread(g if self._first is None else g * self._first)
+
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        return self._spread((self._there(t).mul_(g).sum(0) * self._second)[None])[0]
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values at the largest ones among zeros."""
+        m, found = self.module, values.new_empty(len(values), *self.x.shape)
         sizes = [_pair(size) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
-        for of_column, into in zip(g.chunk(times), found.chunk(times), strict=True):
+        for of_column, into in zip(values.flatten(1, 2), found, strict=True):
             torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
                 of_column, self.x, *sizes, m.ceil_mode, self.places, grad_input=into
             )
-        return found
+        return found.unflatten(1, self.out.shape[:2])
 
 
 def _pair(size: int | tuple[int, int]) -> list[int]:
     return [size, size] if isinstance(size, int) else list(size)
 
 
-class Elementwise:
+class Elementwise(Link):
     """A function of every entry, with its two derivatives."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
@@ -122,14 +157,13 @@ class Elementwise:
             (second,) = torch.autograd.grad(first.sum(), x)
         self.out, self.first, self.second = out.detach(), first.detach(), second
 
-    def along(self, t: Tensor, times: int) -> Tensor:
-        return (t.unflatten(0, (times, -1)) * self.first).flatten(0, 1)
+    def along(self, t: Tensor) -> Tensor:
+        return t * self.first
 
     back = along
 
-    def bent(self, t: Tensor, g: Tensor, times: int) -> Tensor:
-        """The gradient at the input that tangents there and gradients at the output have together."""
-        return (t.unflatten(0, (times, -1)) * g.unflatten(0, (times, -1))).sum(0) * self.second
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        return (t * g).sum(0) * self.second
 
 
 class Seen(NamedTuple):
@@ -154,8 +188,13 @@ class Chain:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = list(modules)
-        self.layers = [m for m in self.modules if isinstance(m, LAYERS)]
+        self.layers = [m for m in modules if isinstance(m, LAYERS)]
+        self._parts: list[list[nn.Module]] = []
+        for module in modules:
+            if isinstance(module, nn.MaxPool2d) and self._parts and isinstance(self._parts[-1][-1], ELEMENTWISE):
+                self._parts[-1].append(module)  # a function and the pool behind it
+            else:
+                self._parts.append([module])
 
     @torch.no_grad()
     def gradient(
@@ -171,31 +210,27 @@ class Chain:
             columns_of: of the averaged outputs ``(N, ...)``, columns ``(K, N, ...)`` in their graph.
             derivatives: ``(seen, outputs) -> (those of F in seen, that in the outputs)``.
         """
-        n, s = copies.shape[:2]
-        links: list[Link] = []
-        x = copies.flatten(0, 1)
-        inputs = []
-        for module in self.modules:
-            if isinstance(module, LAYERS):
-                inputs.append(_mean(x, s))
-            links.append(_link(module, x))
+        links, x, inputs, s = [], copies, [], copies.shape[1]
+        for part in self._parts:
+            if isinstance(part[0], LAYERS):
+                inputs.append(x.mean(1))
+            links.append(_link(part, x))
             x = links[-1].out
-        outputs = _mean(x, s).requires_grad_()
+        outputs = x.mean(1).requires_grad_()
         with torch.enable_grad():
             columns = columns_of(outputs)
-        k = len(columns)
-        first = next(i for i, m in enumerate(self.modules) if isinstance(m, LAYERS))
-        # Columns back to the first layer's output; what is before each function is kept.
-        g = _expanded(columns.detach() / s, s)
+        first = next(i for i, link in enumerate(links) if isinstance(link, Layer))
+        # Columns back to the first layer's output; what is behind each curved function is kept.
+        g = (columns.detach() / s)[:, :, None].expand(-1, -1, s, *columns.shape[2:])
         behind: dict[int, Tensor] = {}
         gradients: list[Tensor] = []
         for i in range(len(links) - 1, first - 1, -1):
             if isinstance(links[i], Layer):
-                gradients.insert(0, g.view(k, n, s, *g.shape[1:]).sum(2))
-            elif isinstance(links[i], Elementwise) and links[i].curved:
+                gradients.insert(0, g.sum(2))
+            elif links[i].curved:
                 behind[i] = g
             if i > first:
-                g = links[i].back(g, k)
+                g = links[i].back(g)
         of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
         # Tangents forward, from there.
         bent: dict[int, Tensor] = {}
@@ -203,45 +238,34 @@ class Chain:
         t: Tensor | None = None
         for i in range(first, len(links)):
             if i in behind:
-                bent[i] = links[i].bent(t, behind.pop(i), k)
-            if t is not None:
-                t = links[i].along(t, k)
+                bent[i] = links[i].bent(t, behind.pop(i))
+            t = None if t is None else links[i].along(t)
             if isinstance(links[i], Layer):
-                added = next(tangents)
-                if t is None:
-                    t = _expanded(added, s)
-                else:
-                    t.view(k, n, s, *t.shape[1:]).add_(added[:, :, None])
-        of_columns = t.view(k, n, s, *t.shape[1:]).mean(2)
+                added = next(tangents)[:, :, None]
+                t = added if t is None else t.add_(added)
         if columns.requires_grad:
-            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, of_columns)[0]
+            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, t.mean(2))[0]
         # Back with F itself.
-        b = _expanded(of_outputs[None] / s, s)
+        b = (of_outputs / s)[None, :, None].expand(1, -1, s, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):
-            b = links[i].back(b, 1)
+            b = links[i].back(b)
             if i in bent:
                 b = b + bent.pop(i)
             if isinstance(links[i], Layer):
-                b.view(n, s, *b.shape[1:]).add_(of_seen.inputs.pop()[:, None] / s)
-        return b.view(copies.shape)
+                b = b + of_seen.inputs.pop()[:, None] / s
+        return b[0]
 
 
-def _mean(x: Tensor, copies: int) -> Tensor:
-    return x.unflatten(0, (-1, copies)).mean(1)
-
-
-def _expanded(columns: Tensor, copies: int) -> Tensor:
-    """``(K, N, ...)`` as ``(K N S, ...)``, the same for all copies."""
-    k, n, *rest = columns.shape
-    return columns[:, :, None].expand(k, n, copies, *rest).reshape(-1, *rest)
-
-
-def _link(module: nn.Module, x: Tensor) -> Link:
+def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
+    module = part[0]
     if isinstance(module, LAYERS):
         return Layer(module, x)
     if isinstance(module, nn.MaxPool2d):
         return Pooled(module, x)
-    return Elementwise(module, x) if isinstance(module, ELEMENTWISE) else Reshaped(module, x)
+    if not isinstance(module, ELEMENTWISE):
+        return Reshaped(module, x)
+    function = Elementwise(module, x)
+    return Pooled(part[1], x, function) if len(part) == 2 else function
 
 
 def chain_of(network: nn.Module) -> Chain | None:

@@ -70,12 +70,21 @@ class Layer(Link):
         m = self.module
         if isinstance(m, nn.Linear):
             return g @ m.weight
+        rows = g.reshape(-1, *g.shape[3:])
+        pads = [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
+        if (
+            m.stride == (1, 1)
+            and m.groups == 1
+            and min(pads) >= 0
+            and self.shape[3:].numel() <= 2 * g.shape[4:].numel()
+        ):
+            # A convolution with the mirrored kernel, which of few channels is several times faster than torch's transpose of one.
+            found = F.conv2d(rows, m.weight.transpose(0, 1).flip(2, 3), None, 1, pads, m.dilation)
+            return found.view(-1, *self.shape)
         sides = zip(self.shape[3:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[4:], strict=True)
         beyond = [size - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for size, p, d, k, step, o in sides]
-        rows = g.reshape(-1, *g.shape[3:])
-        return F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation).view(
-            -1, *self.shape
-        )
+        found = F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
+        return found.view(-1, *self.shape)
 
 
 class Reshaped(Link):

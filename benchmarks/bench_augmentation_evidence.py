@@ -1,10 +1,10 @@
 """One pass of the evidence's gradient in the amounts of an augmentation: ours, and the published formulation written in torch.
 
 The network is LILA's for (Fashion-)MNIST, tanh, 1,000 images of 28 x 28, S = 8 copies, 10 classes, six affine generators. Both have the
-cotangents of the factors from a fit before, and go over all data once. The published formulation takes partial batches, of as many images
-as it gets by a GiB or so of memory: patches of all copies by ``unfold``, gradients of all classes at the layers' outputs with a graph, the
-factors of the batch of both, their inner products with the cotangents, and autograd of these. Of its two ways to a batch's factors this
-is the one that leaves the weights' own gradients out.
+cotangents of the factors from a fit before, and go over all data once, in batches of 250, the size of the publication's partial batches.
+The published formulation: patches of all copies by ``unfold``, gradients of all classes at the layers' outputs with a graph, both factors
+of the batch, their inner products with the cotangents, and autograd of these; no gradients of weights. "One column" is an unbiased estimate,
+by a sum of the columns with random signs.
 
 Each candidate is a process of its own, which compares its gradient with the other's on a few images first. The floor counts the products
 forward and back, and for each of nine columns those back and, for the second derivative, forward again.
@@ -35,7 +35,7 @@ from ella_cuda.laplace import KronLaplace, evidence_gradient
 
 IMAGES, SIZE, COPIES, CLASSES, BATCH = 1000, 28, 8, 10, 250
 OURS, PUBLISHED, ONE = "ella_cuda", "published formulation in torch", "ella_cuda, one column"
-CANDIDATES = {OURS: BATCH, PUBLISHED: 50, ONE: BATCH}  # images of a batch
+CANDIDATES = (OURS, PUBLISHED, ONE)
 
 
 def network() -> nn.Sequential:
@@ -138,8 +138,8 @@ def measure(who: str, part: str, device: torch.device) -> dict[str, Any]:
 
     def run(count: int = IMAGES) -> Tensor:
         if who == PUBLISHED:
-            return by_hand(x[:count], y[:count], CANDIDATES[who])
-        loader = list(batches(x[:count], y[:count], CANDIDATES[who]))
+            return by_hand(x[:count], y[:count], BATCH)
+        loader = list(batches(x[:count], y[:count], BATCH))
         return evidence_gradient(la, loader, columns="one" if who == ONE else "all")["augment.raw"]
 
     few = 20
@@ -147,8 +147,8 @@ def measure(who: str, part: str, device: torch.device) -> dict[str, Any]:
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item())
     if part == "memory":
         # More batches take no more.
-        return {"bytes": peak_bytes(lambda: run(2 * CANDIDATES[who]), device, once=True)}
-    run(CANDIDATES[who])
+        return {"bytes": peak_bytes(lambda: run(2 * BATCH), device, once=True)}
+    run(BATCH)
     times = []
     for _ in range(3 if who == OURS else 2):
         start = perf_counter()
@@ -190,7 +190,7 @@ def test_gradient_in_amounts(benchmark: Any, peaks: Any, threads: int, device: t
         bytes=0,
         floor_seconds=peaks.floor(flops, 0),
         peak_bytes=own["bytes"],
-        remark=f"batches of {CANDIDATES[who]}",
+        remark=f"batches of {BATCH}",
         peak_flops=peaks.flops,
         peak_bandwidth=peaks.bandwidth,
     )

@@ -60,6 +60,16 @@ def test_chunks_without_a_graph_give_the_same_numbers(chunk_size, kind):
     assert sizes == [3 * copies]
 
 
+def test_chunks_take_the_held_draws():
+    function = AveragedFunction(network(), AffineAugment(5, init=0.4, **DOUBLE), 2)
+    x = torch.randn(3, 1, 6, 6, dtype=torch.float64)
+    with function.augment.held(), torch.no_grad():
+        found = function(x)
+        assert torch.equal(function(x), found)
+        with torch.enable_grad():
+            assert_same(function(x).detach(), found)
+
+
 class Flips(nn.Module):
     """The image and its mirror image."""
 

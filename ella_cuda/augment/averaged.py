@@ -45,12 +45,12 @@ class AveragedFunction(nn.Module):
             raise ValueError(f"AveragedFunction: chunk_size must be None or a positive integer, got {chunk_size!r}.")
         self.network, self.augment, self.chunk_size = network, augment, chunk_size
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(N, ...) -> (N, ...)``: the network's outputs, averaged over copies."""
+    def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
+        """``(N, ...) -> (N, ...)``: the network's outputs, averaged over copies, at given draws or the augmentation's own."""
         self._require_separate_copies()
         if self.chunk_size is None or torch.is_grad_enabled():
-            return self._outputs(self.copies(x)).mean(1)
-        return torch.cat([self._outputs(copies) for copies in self._chunks(x, self.chunk_size)], 1).mean(1)
+            return self._outputs(self.copies(x, eps)).mean(1)
+        return torch.cat([self._outputs(copies) for copies in self._chunks(x, eps, self.chunk_size)], 1).mean(1)
 
     def copies(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
         """What the augmentation makes of x, ``(N, S, ...)``, at given draws or its own."""
@@ -63,12 +63,12 @@ class AveragedFunction(nn.Module):
             )
         return copies
 
-    def _chunks(self, x: Tensor, size: int) -> Iterator[Tensor]:
+    def _chunks(self, x: Tensor, eps: Tensor | None, size: int) -> Iterator[Tensor]:
         if isinstance(self.augment, Augment):
-            for eps in self.augment.eps_for(x).split(size, 1):
-                yield self.copies(x, eps)
+            for some in self.augment.eps_for(x, eps).split(size, 1):
+                yield self.copies(x, some)
         else:
-            yield from self.copies(x).split(size, 1)
+            yield from self.copies(x, eps).split(size, 1)
 
     def _outputs(self, copies: Tensor) -> Tensor:
         """``(N, S, ...) -> (N, S, ...)`` through the network."""

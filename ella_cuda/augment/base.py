@@ -262,16 +262,14 @@ class Augment(nn.Module):
             self._held.rewind()
 
     def eps_for(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
-        """The draws that a call with x takes, ``(N or 1, S, ...)``: given ones, those held, or new ones; TypeError or ValueError where
-        they do not fit."""
-        if eps is None:
-            if self._held is None:
-                eps = self.draw(len(x))
-            elif isinstance(self._held, _Stream):
-                eps = self.draw(len(x), "independent", self._held.generator)
-            else:
-                eps = self._held
-        return self._checked(eps, len(x))
+        """The draws that a call with x takes, ``(N or 1, S, ...)``: given ones, those held, or new ones."""
+        if eps is not None:
+            return self._checked(eps)
+        if self._held is None:
+            return self.draw(len(x))
+        if isinstance(self._held, _Stream):
+            return self.draw(len(x), "independent", self._held.generator)
+        return self._held
 
     def eps_shape(self) -> tuple[int, ...]:
         """Of one copy's draws; ``(k,)`` unless a subclass says another, with :meth:`sample`."""
@@ -332,7 +330,7 @@ class Augment(nn.Module):
     def _copies(self, x: Tensor, eps: Tensor | None) -> Tensor:
         self._check_kind("x", x)
         self.check_input(x)
-        return self.transform(x, self.eps_for(x, eps), self.eta)
+        return self.transform(x, self._checked(self.eps_for(x, eps), len(x)), self.eta)
 
     def check_input(self, x: Tensor) -> None:
         """ValueError unless x has a shape that the transformation takes."""

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
+from ella_cuda.training import MarglikTrainer
 from ella_cuda.training.learners import learners_of
 from python_tests.ops.checks import assert_same
 
@@ -132,7 +133,7 @@ def test_a_step_follows_the_gradient_at_the_fit():
 def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
     model = network()
     x, y = data().tensors
-    (learner,) = learners_of(["lengthscales"], model, {"lengthscales": 1e-2})
+    (learner,) = learners_of(["lengthscales"], model, {"lengthscales": {"lr": 1e-2}})
     learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups[0]["params"], lr=1e-2)
     basis = model[0].s_conv.basis
     basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
@@ -241,13 +242,15 @@ def test_what_is_learned_is_kept_as_plain_strings():
         ANCHORS = "anchors"
         LENGTHSCALES = "lengthscales"
 
-    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), {"anchors": 0.1, "lengthscales": 0.1})
+    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), {word: {"lr": 0.1} for word in BOTH})
     names = [learner.name for learner in learn]
     assert names == ["anchors", "lengthscales"] and {type(name) for name in names} == {str}
 
 
 def test_learn_must_list_what_there_is():
-    with pytest.raises(ValueError, match=r"learn must list any of anchors, lengthscales, got \['omega'\]"):
+    with pytest.raises(
+        ValueError, match=r"learn must list any of anchors, augmentation, lengthscales, got \['omega'\]"
+    ):
         run(network(), ["omega"])
     with pytest.raises(
         ValueError, match=r"learn must be a list of names, got 'anchors'; pass a list, such as \['anchors'\]"
@@ -272,3 +275,27 @@ def test_there_must_be_something_to_learn():
         run(model)
     run(model, ["anchors"], n_epochs=4)
     assert math.isfinite(float(model[0].s_conv.weight.sum()))
+
+
+@pytest.mark.parametrize("word", BOTH)
+def test_factors_may_follow(word):
+    """The first step of Adam has the signs of the evidence's gradient with the factors in it."""
+    held, followed = network().double(), network().double()
+    loader = [(x.double(), y) for x, y in DataLoader(data(), batch_size=10)]
+    schedule = {"n_epochs": 2, "progress_bar": False, "learn": [word]}
+    trainers = [MarglikTrainer(m, loader, hold_factors=m is held, **schedule) for m in (held, followed)]
+    before = shape(followed)
+    for trainer in trainers:
+        trainer.epoch()
+        trainer.evidence_step()
+    moved = shape(followed)
+    names = [name for name in before if not torch.equal(before[name], moved[name])]
+    ends = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}[word]
+    assert names and all(name.endswith(ends) for name in names)
+    assert not any(b.requires_grad for b in followed.buffers())
+    assert any(not torch.equal(shape(held)[name], moved[name]) for name in names)
+    for name in names:
+        followed.get_buffer(name).copy_(before[name])
+    gradients = evidence_gradient(trainers[1].la, loader, names)
+    for name in names:
+        assert torch.equal((moved[name] - before[name]).sign(), gradients[name].sign()), name

@@ -195,7 +195,7 @@ class _Loss:
                 curved = self._curved(h[which], y[which], along)
                 terms = along.double() * curved
                 bend.add_(torch.stack([terms.sum(), terms.abs().sum()]))
-                return curved
+                return curved.to(along.dtype)
 
             found = self.tangent.push_pull(x, direction, cotangent)
             self._along[batch] = torch.cat(kept)
@@ -301,9 +301,9 @@ class _Loss:
         return slope
 
     def _curved(self, h: Tensor, y: Tensor, along: Tensor) -> Tensor:
-        """The Hessian of ``-log p`` in the outputs times a direction of theirs."""
+        """The Hessian of ``-log p`` in the outputs times a direction of theirs, in float64: a softmax' has differences of them in it."""
         with torch.enable_grad():
-            h = h.detach().requires_grad_()
+            h, along = h.detach().double().requires_grad_(), along.double()
             value = -self.la.likelihood_function.log_prob(h, y).sum()
             (slope,) = torch.autograd.grad(value, h, create_graph=True)
             if not slope.requires_grad:

@@ -294,6 +294,21 @@ def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
             assert loss.curvature() == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
 
 
+def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
+    """Whose differences are far below the rounding of its terms."""
+    model = perceptron(3).float()
+    loader = batches(X.float(), LABELS)
+    la = KronLaplace(model).fit(loader)
+    with tqdm(disable=True) as bar:
+        loss = linear_mode._Loss(la, loader, "full", bar)
+    h, along = torch.tensor([[2.0, 0.0, -1.0]]), torch.tensor([[1e5, 1e5, 1e5]]) + torch.tensor([[0.0, 0.5, 1.0]])
+    p = h.double().softmax(-1)
+    expected = p * (along.double() - (p * along.double()).sum())
+    found = loss._curved(h, torch.tensor([1]), along)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-9, atol=1e-10)
+    assert (found * along.double()).sum() > 0
+
+
 def test_a_hidden_curvature_is_none_and_a_negative_one_is_refused() -> None:
     la, loader = of_classes(FullLaplace)
     with tqdm(disable=True) as bar:

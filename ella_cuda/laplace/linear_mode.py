@@ -605,8 +605,9 @@ def alternate(
     Each raises :math:`M(\Lambda; \theta)`, the evidence at the precisions and at a mean, in one of its arguments, so that the evidence at the
     mode rises from one round to the next; where it stands still, its gradient is zero, by the envelope theorem. Rounds alone come there
     linearly, which can be slow, so that Anderson's method goes on from several of them; where the evidence falls by that, the plain round is
-    taken instead. Groups of which the data determine next to nothing have no part in this, nor in what stands still: their precisions may
-    go on to the bound while nothing else moves.
+    taken instead, from the mode before: a mode that is not reached in its passes is near only if it starts near. Groups of which the data
+    determine next to nothing have no part in this, nor in what stands still: their precisions may go on to the bound while nothing else
+    moves.
 
     Args:
         la: fitted, at the precisions where the rounds start; at those of the last linear mode in the end.
@@ -622,7 +623,7 @@ def alternate(
     at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
     trail: list[tuple[Tensor, Tensor]] = []
     plain: Tensor | None = None  # where the last round alone leads, if the present place is another
-    best, inner = -math.inf, LOOSEST
+    best, inner, kept, place = -math.inf, LOOSEST, la._linear, at
     least = TIGHTEST[next(la.model.parameters()).dtype]
     for _ in tqdm(range(n_steps), desc="rounds", disable=not progress_bar, leave=False):
         put(la, at, group, tune_sigma, "network")
@@ -630,8 +631,9 @@ def alternate(
         evidence = la.log_marginal_likelihood(at="linear").item()
         if plain is not None and evidence < best:
             at, plain, trail = plain, None, []
+            la._linear = kept
             continue
-        best = evidence
+        best, kept, place = evidence, la._linear, at
         found = fixed_points(la, INNER, group, tune_sigma, at_mode="linear")
         aim = torch.cat([found[0], -2 * found[1][None]])
         gamma = sums_by_group(la.effective_by_tensor(), group)
@@ -649,6 +651,9 @@ def alternate(
         inner = min(max(change * INEXACT, tol * INEXACT, least), LOOSEST)
     put(la, at, group, tune_sigma, "network")
     find(inner)
+    if accelerated and la.log_marginal_likelihood(at="linear").item() < best:
+        put(la, place, group, tune_sigma, "network")
+        la._linear = kept
     return False
 
 

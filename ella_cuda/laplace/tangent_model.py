@@ -14,7 +14,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensor
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import require_no_inference, trainable
-from ella_cuda.laplace.tangent import ReplacedParameters, Values, differ, jvp
+from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, rounding_of
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -234,7 +234,10 @@ class TangentModel:
             with suppress(Exception if self._forward_mode else ()):  # whatever functions without a forward mode raise
                 pulled = self._push_pull(x, u, drawn)
                 one, other = (c.double() * along.double()).flatten(), pulled * flat
-                if not differ({"": one.sum()}, {"": other.sum()}, one.abs().sum() + other.abs().sum()):
+                # Their sums are float64; their rounding is the network's.
+                rounding = max(map(rounding_of, (along, *self._values.values())))
+                gap, size = (one.sum() - other.sum()).abs(), one.abs().sum() + other.abs().sum()
+                if not size.isfinite() or gap <= rounding * size:
                     return self._forward_mode
         raise NotImplementedError(
             "TangentModel: a function of the network has no forward mode and is differentiable once, so that there are no derivatives along "

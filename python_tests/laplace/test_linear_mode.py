@@ -421,6 +421,26 @@ def test_the_hessian_at_the_linear_outputs(kind: Any) -> None:
     la.optimize_prior_precision(at="linear", n_steps=30, hessian_at="linear")  # the loader is still known
 
 
+@pytest.mark.parametrize("passes", [3, 5])
+def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+    """Rounds that go on from a place where no mode was found, which is left again."""
+    la, loader = of_classes(KronLaplace, prior_precision=1e-3)
+    find, seen = la._find_linear_mode, []
+
+    def few(*how: Any) -> None:
+        find(*how, max_passes=passes)
+        seen.append(la.log_marginal_likelihood(at="linear").item())
+
+    monkeypatch.setattr(la, "_find_linear_mode", few)
+    for n_steps in range(2, 16):
+        seen.clear()
+        la._linear = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.optimize_prior_precision(at="linear", init_prior_prec=1e-3, train_loader=loader, n_steps=n_steps)
+        assert la.log_marginal_likelihood(at="linear").item() >= max(seen) - 1e-9
+
+
 def test_a_last_mode_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     la, loader = of_classes(FullLaplace)
     la.optimize_prior_precision(at="linear", train_loader=loader)

@@ -296,6 +296,14 @@ def test_a_function_without_a_forward_mode_is_differentiated_by_gradients() -> N
     assert tangent._forward_mode is False
 
 
+def test_rounding_of_float32_leaves_the_forward_mode() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        tangent = TangentModel(nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)))
+        tangent.push_pull(torch.full((1, 1), 0.1 * seed), tangent.point, lambda f, along, _: along)
+        assert tangent._forward_mode is True
+
+
 def _with(model: nn.Module, function: Any) -> nn.Module:
     class Applied:
         apply = staticmethod(function)

@@ -19,6 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ella_cuda.augment import AveragedFunction
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
@@ -285,9 +288,22 @@ def chain_of(network: nn.Module) -> Chain | None:
     return Chain(modules) if any(isinstance(m, LAYERS) for m in modules) else None
 
 
-def _add(module: nn.Module, modules: list[nn.Module]) -> bool:
+def chain_of_average(model: AveragedFunction) -> Chain | None:
+    """The averaged network as a chain; None where it is none, or what the model returns may be other than its outputs' mean: of a subclass,
+    and with hooks."""
+    if type(model) is not AveragedFunction or _is_changed(model) or _has_any_global_hook():
+        return None
+    return chain_of(model.network)
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether a call may give another thing than the class's forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or "forward" in vars(module):
+    return any(hooks) or "forward" in vars(module)
+
+
+def _add(module: nn.Module, modules: list[nn.Module]) -> bool:
+    if _is_changed(module):
         return False
     if type(module) is nn.Sequential:
         return all(_add(child, modules) for child in module)

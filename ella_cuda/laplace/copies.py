@@ -65,6 +65,12 @@ def require_served(model: nn.Module, rules: Sequence[Rule]) -> None:
         ValueError: a part of the model averages over copies, which is not all of it; a rule cannot follow.
     """
     inside = [name for name, m in model.named_modules() if name and isinstance(m, AveragedFunction)]
+    compiled = [name for name in inside if name.rpartition(".")[2] == "_orig_mod"]
+    if compiled:
+        raise ValueError(
+            "KronLaplace: an AveragedFunction that torch.compile wraps is not seen; compile its network, as in "
+            "AveragedFunction(torch.compile(network), augment), or in place by its method compile()."
+        )
     if inside:
         raise ValueError(
             f"KronLaplace: {inside[0]!r} is an AveragedFunction inside of the model; make the whole network its network, as in "
@@ -112,9 +118,9 @@ def checked_draws(model: nn.Module, draws: Any) -> Tensor | None:
         None if augment is None else augment.draw(2, "shared", torch.Generator())
     )  # the global one is not ours to move
     if like is None or not isinstance(draws, Tensor) or draws.shape != like.shape or draws.dtype != like.dtype:
-        raise ValueError(
-            f"load_state_dict: draws must be None or the draws of an augmentation, got {type(draws).__name__} for {type(model).__name__}."
-        )
+        own = "" if like is None else f" or the model's augmentation's, {tuple(like.shape)} of {like.dtype}"
+        got = f"{tuple(draws.shape)} of {draws.dtype}" if isinstance(draws, Tensor) else type(draws).__name__
+        raise ValueError(f"load_state_dict: draws must be None{own}, got {got}.")
     return draws.detach().to(like.device, copy=True)
 
 

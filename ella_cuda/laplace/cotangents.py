@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
-from ella_cuda.laplace.chains import Seen, chain_of
+from ella_cuda.laplace.chains import Seen, chain_of_average
 from ella_cuda.laplace.copies import augment_of, fixed_draws
 from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
@@ -64,6 +64,9 @@ def evidence_gradient(
     Of a part of the data, both terms are the part's, times N over the part's number: of random parts, the average is the gradient. The
     network goes over each batch once, in parts of some data points, each with a graph of its own.
 
+    The output Hessian is exact and whole: of a fit with ``fisher="mc"`` or a ``column_tolerance`` the gradient is not that of the sampled
+    or kept columns alone.
+
     Args:
         la: fitted, at the network's present parameters and buffers.
         loader: yields batches as for :meth:`KronLaplace.fit`.
@@ -78,8 +81,8 @@ def evidence_gradient(
 
     Raises:
         RuntimeError: la is not fitted, or the network changed since.
-        ValueError: a name is no buffer's, or there are none; the loader gives no data; a layer is called twice, shares its weights or is an
-            attention, whose factors are no sums of what one call adds.
+        ValueError: a name is no buffer's of floating point numbers, or there are none; the loader gives no data; a layer is called twice,
+            shares its weights or is an attention, whose factors are no sums of what one call adds.
     """
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
@@ -130,6 +133,11 @@ def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]
         raise ValueError(
             f"evidence_gradient: buffers must name buffers of the model ({', '.join(known) or 'it has none'}), got {names!r}."
         )
+    for name in names:
+        if not known[name].is_floating_point():
+            raise ValueError(
+                f"evidence_gradient: buffers must be of floating point numbers, got {name!r} of {known[name].dtype}."
+            )
     return {name: known[name] for name in names}
 
 
@@ -261,7 +269,7 @@ class _Passes:
         self._moments = self._allocate()
         self.chain = None
         if augment_of(la.model) is not None and all(name.startswith("augment.") for name in wanted):
-            chain = chain_of(la.model.network)
+            chain = chain_of_average(la.model)
             if chain is not None and [rule.module for rule in self.rules] == chain.layers:
                 self.chain = chain
         self._weight = self._weight_of_statistic()

@@ -201,6 +201,7 @@ class MarglikTrainer:
                 "n_steps": steps_of(**schedule),
                 "n_data": None if aug_data is None else whole("aug_data", aug_data, 1),
                 "columns": aug_columns,
+                "sampling": aug_sampling,
             },
         }
         settings = {

@@ -281,6 +281,11 @@ def test_draws_are_the_fits_and_saved(tmp_path):
         KronLaplace(network("conv")).load_state_dict(
             {**KronLaplace(network("conv")).state_dict(), "draws": la.state_dict()["draws"]}
         )
+    fewer = KronLaplace(averaged("conv", copies=COPIES - 1))
+    with pytest.raises(
+        ValueError, match=r"augmentation's, \(1, 3, 6\) of torch.float64, got \(1, 4, 6\) of torch.float64"
+    ):
+        fewer.load_state_dict(la.state_dict())
     independent = KronLaplace(averaged("conv", "independent")).fit([(x, y)])
     assert independent.state_dict()["draws"] is None and not torch.equal(independent(x), independent(x))
 
@@ -335,6 +340,20 @@ def test_what_would_be_wrong_is_refused():
     for kind in (KronLaplace, FullLaplace):
         with pytest.raises(ValueError, match=r"'raw' requires a gradient; .*evidence_gradient"):
             kind(model).fit([(x, y)])
+
+
+def test_a_compiled_average_is_told_where_to_compile():
+    x, y = data()
+    model = averaged("mlp")
+    with pytest.raises(ValueError, match=r"AveragedFunction\(torch.compile\(network\), augment\)"):
+        KronLaplace(torch.compile(model, backend="eager"))
+    with model.augment.held():
+        expected = KronLaplace(model).fit([(x, y)])
+        model.network.compile(backend="eager")
+        inside = KronLaplace(model).fit([(x, y)])
+        model.compile(backend="eager")
+        assert_same_factors(inside, expected)
+        assert_same_factors(KronLaplace(model).fit([(x, y)]), expected)
 
 
 def test_a_rule_of_ones_own_must_promise():

@@ -175,6 +175,63 @@ def test_what_is_no_chain():
     assert [chain_of(network) for network in networks] == [None] * len(networks)
 
 
+class Halved(AveragedFunction):
+    """More than a mean of outputs."""
+
+    def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
+        return 0.5 * super().forward(x, eps)
+
+
+def half(*arguments: object) -> Tensor:
+    return 0.5 * arguments[-1]
+
+
+def replaced(model: AveragedFunction) -> None:
+    plain = model.forward
+    model.forward = lambda x, eps=None: 0.5 * plain(x, eps)
+
+
+CHANGED = {
+    "subclass": (Halved, lambda model: None),
+    "hook": (AveragedFunction, lambda model: model.register_forward_hook(half)),
+    "pre-hook": (AveragedFunction, lambda model: model.register_forward_pre_hook(lambda m, args: (0.5 * args[0], *args[1:]))),
+    "forward": (AveragedFunction, replaced),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_what_an_average_is_changed_to_is_in_the_gradient(change):
+    x, y = data()
+    kind, changed = CHANGED[change]
+    model = kind(network("mlp"), AffineAugment(COPIES, "rotation", 0.3, "shared", dtype=torch.float64))
+    changed(model)
+    eps, h = model.augment.draw(), 1e-6
+    raw, values = model.augment.raw, []
+    with model.augment.held(eps):
+        found = evidence_gradient(fitted(model, [(x, y)]), [(x, y)])["augment.raw"]
+        for step in (h, -2 * h):
+            raw += step
+            values.append(fitted(model, [(x, y)]).log_marginal_likelihood())
+    assert found.item() == pytest.approx(float((values[0] - values[1]) / (2 * h)), rel=1e-6)
+
+
+def test_a_hook_for_all_modules_is_in_the_gradient():
+    x, y = data()
+    model = averaged("mlp")
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: 0.5 * out if isinstance(module, nn.Tanh) else None
+    )
+    try:
+        with model.augment.held():
+            la = fitted(model, [(x, y)])
+            found = evidence_gradient(la, [(x, y)])["augment.raw"]
+            model.network[1].register_forward_hook(lambda module, args, out: out.clone())
+            expected = evidence_gradient(la, [(x, y)])["augment.raw"]
+    finally:
+        handle.remove()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_parts_of_the_data_are_right_on_average():
     x, y = data()
     la = fitted(averaged("conv"), [(x, y)])
@@ -364,6 +421,9 @@ def test_what_is_refused():
     la.fit([(x, y)])
     with pytest.raises(ValueError, match=r"buffers must name buffers of the model \(augment.raw\), got \['raw'\]"):
         evidence_gradient(la, [(x, y)], ["raw"])
+    norms = KronLaplace(averaged("norms")).fit([(x, y)])
+    with pytest.raises(ValueError, match=r"floating point numbers, got 'network.3.num_batches_tracked' of torch.int64"):
+        evidence_gradient(norms, [(x, y)], ["network.3.num_batches_tracked"])
     with pytest.raises(ValueError, match="evidence_gradient: columns"):
         evidence_gradient(la, [(x, y)], columns="two")
     with pytest.raises(ValueError, match="n_data must be a positive integer"):

@@ -24,19 +24,32 @@ class Augmentation(BufferLearner):
         lr_min: at the last, along half a cosine.
         n_steps: how many there are.
         n_data, columns: of the evidence's gradient.
+        sampling: of the evidence's draws; None is the augmentation's own.
 
     Raises:
-        ValueError: the model averages over no augmentation with amounts.
+        ValueError: the model averages over no augmentation with amounts, or an amount is 0 and the draws are a grid.
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, lr_min: float | None, n_steps: int, n_data: int | None, columns: str
+        self,
+        model: nn.Module,
+        lr: float,
+        lr_min: float | None,
+        n_steps: int,
+        n_data: int | None,
+        columns: str,
+        sampling: str | None = None,
     ) -> None:
         augment = augment_of(model)
         if augment is None:
             raise ValueError(
                 "marglik_training: learn=['augmentation'] needs a network that is averaged over an ella_cuda.augment.Augment; pass "
                 "augment=AffineAugment(n_samples), or a model AveragedFunction(network, augment)."
+            )
+        if (augment.sampling if sampling is None else sampling) == "grid" and 0 in augment.amounts().values():
+            raise ValueError(
+                "marglik_training: learn=['augmentation'] with draws of a grid needs amounts that are not 0, got "
+                f"{augment.amounts()}: the gradient at 0 is exactly 0 there. Start at 0.05 to 0.1, or pass aug_sampling='shared'."
             )
         super().__init__("augmentation", model, ["augment.raw"], lr, hold_factors=False)
         self._augment, self._n_steps, self._n_data, self._columns = augment, max(n_steps, 1), n_data, columns

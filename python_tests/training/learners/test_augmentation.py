@@ -45,6 +45,11 @@ def trainer(sparse: bool = False, **options) -> MarglikTrainer:
     return MarglikTrainer(model, loader(), progress_bar=False, augment=augment and augment(), **arguments)
 
 
+def at_zero(augment: AffineAugment) -> AffineAugment:
+    augment.set_eta(0.0)
+    return augment
+
+
 def assert_same_runs(one: MarglikTrainer, other: MarglikTrainer) -> None:
     assert one.losses == other.losses and one.margliks == other.margliks and one.history == other.history
     states = one.model.state_dict(), other.model.state_dict()
@@ -193,6 +198,11 @@ def test_amounts_that_are_not_learned_stay_and_are_averaged_over():
         ({"keep": "first"}, "keep"),
         ({"lr_aug": -1.0}, "lr_aug must be positive"),
         ({"lr_aug_min": 0.0}, "lr_aug_min must be positive"),
+        (
+            {"augment": lambda: AffineAugment(4, ["tx", "ty"], 0.0, constraint="raw"), "aug_sampling": "grid"},
+            "amounts that are not 0",
+        ),
+        ({"augment": lambda: at_zero(AffineAugment(4, ["tx", "ty"], 0.1, "grid", "raw"))}, "amounts that are not 0"),
         ({"n_epochs_burnin": 5}, "needs an evidence step after n_epochs_burnin"),
     ],
 )

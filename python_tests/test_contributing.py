@@ -14,6 +14,7 @@ import torch
 from torch.func import functional_call, jacrev
 
 from ella_cuda import marglik_training, ops
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import PATHS, neyshabur
 from python_tests.ops.checks import assert_same
@@ -73,6 +74,18 @@ def test_the_example_layer_is_exact():
     block = torch.einsum("nka,nkl,nlb->ab", jacobian, hessian, jacobian)
     assert_same(la.factors["0.scale"].outputs[0], block)
     assert_same(reduced.factors["0.scale"].outputs[0], block)
+
+
+def test_the_example_augmentation_turns_points():
+    """Against multiplication by complex numbers of modulus 1."""
+    augment = executed("Adding an augmentation")["RotatePoints"](4, init=0.7, constraint="raw", dtype=torch.float64)
+    x, eps = torch.randn(5, 2, dtype=torch.float64), torch.rand(5, 4, 1, dtype=torch.float64) * 2 - 1
+    turned = torch.view_as_complex(x)[:, None] * torch.exp(0.7j * eps[..., 0])
+    assert_same(augment(x, eps=eps), torch.view_as_real(turned))
+    function = AveragedFunction(torch.nn.Linear(2, 3).double(), augment)
+    augment.raw.requires_grad_()
+    function(x).square().sum().backward()
+    assert function(x).shape == (5, 3) and float(augment.raw.grad) != 0
 
 
 class Slope(torch.nn.Module):

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import ella_cuda
-from ella_cuda import data, experiments, groups, laplace, models, training
+from ella_cuda import augment, data, experiments, groups, laplace, models, training
 from ella_cuda.laplace import KronLaplace, likelihoods
 from ella_cuda.laplace.rules import rules_for
 from ella_cuda.nn import RelaxedEquivariance, SpatialBasis
 from python_tests.nn import layers
 
-PACKAGES = [ella_cuda, ella_cuda.nn, ella_cuda.models, groups, laplace, data, training, experiments]
+PACKAGES = [ella_cuda, ella_cuda.nn, augment, ella_cuda.models, groups, laplace, data, training, experiments]
 
 
 class Case(NamedTuple):
@@ -233,6 +233,35 @@ def loaded_run() -> experiments.LoadedRun:
     return experiments.LoadedRun(network(), KronLaplace(network()), run_config(), 3)
 
 
+def augmentations() -> dict[str, dict[str, Case]]:
+    """Draws are those of one seed; held ones are another's."""
+
+    def outputs(module: nn.Module) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        return module(X), *module.state_dict().values()
+
+    def case(make: Callable[[], nn.Module]) -> dict[str, Case]:
+        return {"new": Case(make, outputs), "used": Case(lambda: used(make(), X), outputs)}
+
+    def affine(**options: Any) -> augment.AffineAugment:
+        return augment.AffineAugment(4, ("rotation", "tx"), 0.2, **options)
+
+    def learning() -> nn.Module:
+        made = affine()
+        made.raw.requires_grad_()
+        return made
+
+    sampled = {how: case(lambda how=how: affine(sampling=how))["used"] for how in ("shared", "grid", "sobol")}
+    return {
+        "AffineAugment": {**case(affine), **sampled, "learning": case(learning)["used"]},
+        "LocalDeformation": case(lambda: augment.LocalDeformation(3)),
+        "Augment": {
+            "of an amount": Case(lambda: augment.Augment(3, ("a",)), lambda module: (module.eta, module.amounts()))
+        },
+        "AveragedFunction": case(lambda: augment.AveragedFunction(network(), affine())),
+    }
+
+
 def neyshabur_cases() -> dict[str, Case]:
     cases = {}
     for layer in ("fc+f_fc+conv", "s_fc+s_conv", "f_fc+gconv"):
@@ -252,6 +281,7 @@ MASKS = {
 ADDED = {
     "RelaxedEquivariance": module_cases(lambda: network()[0], (3, 2, 4, 4)),
     "SpatialBasis": basis_cases(),
+    **augmentations(),
     "GroupFilter2d": module_cases(lambda: ella_cuda.nn.GroupConv2d(2, 3)[0], layers.FEATURES),
     "Neyshabur": neyshabur_cases(),
     "Group": {"p4": Case(lambda: groups.as_group("p4"), lambda group: (group.cayley, group.inverse, group.name))},

@@ -23,13 +23,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda import data, experiments, marglik_training, models, reports
+from ella_cuda import augment, data, experiments, marglik_training, models, reports
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.testing import check_kernels
 
 TINY = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 # Whose work is random draws, from torch's generator of the CPU, as torch's own functions' is.
-DRAWS = ("marglik_training", "marglik_training, resumed", "neyshabur")
+DRAWS = ("AffineAugment", "marglik_training", "marglik_training, resumed", "neyshabur")
 
 
 def global_state() -> dict[str, Any]:
@@ -119,6 +119,8 @@ CALLS: dict[str, Callable[[Work], Any]] = {
     "marglik_training": lambda w: w.train(),
     "marglik_training, resumed": lambda w: w.train(),
     "neyshabur": lambda w: models.neyshabur("s_fc+s_conv", 1, 10, 1)(torch.zeros(1, 1, 32, 32)),
+    "AffineAugment": lambda w: augment.AffineAugment(4, sampling="sobol")(w.x),
+    "AffineAugment, on a grid": lambda w: augment.AffineAugment(4, "rotation", sampling="grid")(w.x),
     "load": lambda w: data.load("digits"),
     "prepare": lambda w: experiments.prepare("digits", "translated", 16, 5, 50, 0.2),
     "run_one": lambda w: experiments.run_one(configs("evidence")[0], w.folder / "one", progress=False),

@@ -1,5 +1,6 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
+from ella_cuda.laplace.cotangents import evidence_gradient
 from ella_cuda.laplace.exact import exact_log_marginal_likelihood
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
@@ -38,6 +39,7 @@ __all__ = [
     "SubnetLaplace",
     "SubnetMask",
     "TangentModel",
+    "evidence_gradient",
     "exact_log_marginal_likelihood",
     "prior_groups",
     "register",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, require_loader, run_model, take
+from ella_cuda.laplace.copies import augment_of, checked_draws, copies_of, require_served, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
@@ -112,6 +113,7 @@ class BaseLaplace(Predictive):
         self.sigma_noise = sigma_noise
         self.temperature = temperature
         self._hold_model()
+        self._draws: Tensor | None = None  # of the copies that the model averages over, for all data points
         self._forget()
         self.prior_mean = prior_mean
 
@@ -183,8 +185,11 @@ class BaseLaplace(Predictive):
 
     def present_rules(self) -> list[Rule]:
         """New rules, without factors, of the model's layers as they are; raises as :func:`ella_cuda.laplace.rules.rules_for`."""
-        rules = rules_for(self.model, self.resolution, self.approximation, self.unknown)
-        return restricted(rules, self.subset_of_weights)
+        rules = restricted(
+            rules_for(self.model, self.resolution, self.approximation, self.unknown), self.subset_of_weights
+        )
+        require_served(self.model, rules)
+        return rules
 
     def _served(self, rules: Sequence[Rule]) -> dict[str, nn.Parameter]:
         """The trainable parameters that these rules have, by name; ``unknown="freeze"`` leaves some out."""
@@ -231,10 +236,11 @@ class BaseLaplace(Predictive):
 
     def batch_of(self, batch: Any, where: str) -> tuple[Inputs, Tensor]:
         """What a loader yielded, on the model's device, as tensors that autograd may save; under autocast the reduced inputs of a full
-        network in full. ``where`` begins messages."""
+        network in full. Of a model that averages over copies, the draws are with the inputs. ``where`` begins messages."""
         x, y = pair_on(batch, self._device, where, dict_keys(self.dict_key_x, self.dict_key_y))
         self._inputs_shape = x.shape[1:] if isinstance(x, Tensor) else None
-        return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x, y
+        x = map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
+        return with_draws(self.model, x, self._draws), y
 
     def _fitted(self) -> None:
         if self.n_data == 0:
@@ -536,6 +542,11 @@ class BaseLaplace(Predictive):
         require_loader(loader, "fit_linear_mode: loader")
         check_choice("hessian_at", hessian_at, HESSIANS)
         self.require_unchanged()
+        if augment_of(self.model) is not None and self._draws is None:
+            raise ValueError(
+                "fit_linear_mode: the augmentation draws anew in every pass over the data (sampling='independent'), so that there is no one "
+                "function whose mode to find; fit in the context augment.held(), or with another sampling."
+            )
         if tol is None:
             tol = NEAR[self.model.get_parameter(self.parameter_names[0]).dtype]
         self._find_linear_mode(
@@ -831,6 +842,7 @@ class BaseLaplace(Predictive):
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
             "linear_mode": self._saved_linear_mode(),
+            "draws": None if self._draws is None else self._draws.clone(),
         }
 
     def _saved_linear_mode(self) -> dict[str, Any] | None:
@@ -855,7 +867,8 @@ class BaseLaplace(Predictive):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
         own = self.state_dict().keys()
         none = torch.zeros((), dtype=torch.float64)
-        state = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, **(defaults or {}), **state}
+        old = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, "draws": None}
+        state = {**old, **(defaults or {}), **state}
         if missing := sorted(own - state.keys()):
             raise ValueError(
                 f"load_state_dict: entries missing from the state: {', '.join(missing)}; a {type(self).__name__} takes the states of its own "
@@ -881,6 +894,7 @@ class BaseLaplace(Predictive):
             raise ValueError(f"load_state_dict: square_norms must not be negative, got {square_norms.min().item()}.")
         statistic, fingerprint = (checked_tensor(key, state[key], ()) for key in ("statistic", "fingerprint"))
         linear = LinearMode.of_state(state["linear_mode"], self.n_params, count)
+        draws = checked_draws(self.model, state["draws"])
 
         def restore() -> None:
             self._prior_precision, self._sigma_noise = precision.clone(), sigma.clone()
@@ -891,7 +905,7 @@ class BaseLaplace(Predictive):
                 tensor.to(self._device, copy=True) for tensor in (statistic, square_norms, fingerprint)
             )
             self._linear = None if linear is None else linear.on(self._device)
-            self._loaders = []
+            self._draws, self._loaders = draws, []
 
         return state, n_data, restore
 
@@ -911,6 +925,8 @@ def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:
             outputs = run_model(model, x)
     finally:
         handle.remove()
+    if (copies := copies_of(model)) > 1:
+        seen = [out.unflatten(0, (-1, copies)).mean(1) for out in seen[-1:]]
     if not (seen and isinstance(seen[-1], Tensor) and isinstance(outputs, Tensor) and torch.equal(seen[-1], outputs)):
         raise ValueError(
             f"subset_of_weights='last_layer': the model's output is not that of {rule.label}, the last module of model.named_modules() with "

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.copies import copies_of, require_copies
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
@@ -203,7 +204,7 @@ class CurvaturePass:
     """
 
     def __init__(self, model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> None:
-        self.model, self.memory_budget = model, memory_budget
+        self.model, self.memory_budget, self.copies = model, memory_budget, copies_of(model)
         self.rules = [rule for rule in rules if not isinstance(rule, PerExampleRule)]
         others = [rule for rule in rules if isinstance(rule, PerExampleRule)]
         self.per_example = PerExampleGradients(model, others) if others else None
@@ -227,13 +228,14 @@ class CurvaturePass:
 
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
+        require_copies(self.model, x)
         self._attention = in_plain_products if several else nullcontext
         with (
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
             self._attention(),
         ):
-            self.findings = probe(self.model, self.rules, x, several)
+            self.findings = probe(self.model, self.rules, x, several, self.copies)
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(x)
@@ -246,7 +248,7 @@ class CurvaturePass:
     def most_images(self) -> int:
         """How many images may go through the network together."""
         room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
-        return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES)
+        return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES // self.copies, 1)
 
     def merged_images(self, x: Inputs) -> int:
         """How many images of several batches like x go together: none on the CPU, where a batch costs what its images do; a GPU waits for
@@ -254,7 +256,7 @@ class CurvaturePass:
         many times its own bytes."""
         if not any(t.is_cuda for t in tensors_of(x)):
             return 0
-        each = sum(t[:1].numel() * t.element_size() for t in tensors_of(x))
+        each = self.copies * sum(t[:1].numel() * t.element_size() for t in tensors_of(x))
         return min(self.most_images(), self.memory_budget // max(INPUT_TIMES * each, 1), MOST_MERGED)
 
     def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
@@ -482,12 +484,12 @@ class CurvaturePass:
 
     def _place(self, rule: Rule) -> Place:
         """Of the images in the rule's next call, as in the same call of the probe."""
-        places = self.findings.places.get(rule, (Place(),))
+        places = self.findings.places.get(rule, (Place(copies=self.copies),))
         return places[min(self.uses.of(rule), len(places) - 1)]
 
     def _fits(self, out: Tensor, place: Place) -> bool:
         """Whether the images can be there."""
-        return out.dim() > place.axis and out.shape[place.axis] == self._batch_size * place.folded
+        return out.dim() > place.axis and out.shape[place.axis] == self._batch_size * place.rows
 
     def _used_by_function(self, module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
         """What a function made of a linear layer's parameters, behind our node."""
@@ -506,7 +508,7 @@ class CurvaturePass:
                 return out
             if self._differentiating:
                 return out + self._anchor
-            return self._node(rule, arguments, out, Place(axis))
+            return self._node(rule, arguments, out, Place(axis, 1, self.copies))
 
         return tap
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, run_model, shapes_of, tensors_of
 from ella_cuda.laplace.curvature import at_test_time, hooked, refusing_reentrant, requiring_grad
 from ella_cuda.laplace.data_fit import hyperparameters
@@ -98,6 +99,11 @@ def exact_log_marginal_likelihood(
         raise TypeError(
             f"exact_log_marginal_likelihood: y must be a tensor with all data along its first axis, got {type(y).__name__}; concatenate a "
             "loader's batches with torch.cat."
+        )
+    if isinstance(la.model, AveragedFunction):
+        raise ValueError(
+            "exact_log_marginal_likelihood: an AveragedFunction's factors are those of means over copies; use KronLaplace.fit, and "
+            "ella_cuda.laplace.evidence_gradient for gradients in its amounts."
         )
     precision, sigma = (value.to(device) for value in la.resolve(prior_precision, sigma_noise))
     rules = la.present_rules()

@@ -76,6 +76,19 @@ class Jacobian(NamedTuple):
         whole[..., self.blocks.start : self.blocks.stop, :, :] = of_blocks
         return whole
 
+    def over_copies(self, copies: int) -> Jacobian:
+        """Of the mean over so many copies of each data point, one after the other, whose gradients are here as if they were data points: the
+        outputs' gradients have the mean's weight already, and copies are positions."""
+        if copies == 1:
+            return self
+        outputs = self.outputs.unflatten(1, (-1, copies))
+        if self.inputs is None and self.index is None:
+            return self._replace(outputs=outputs.sum(2))
+        inputs, index = (
+            t if t is None else t.unflatten(0, (-1, copies)).flatten(1, 2) for t in (self.inputs, self.index)
+        )
+        return self._replace(outputs=outputs.flatten(2, 3), inputs=inputs, index=index)
+
     def in_shape(self, shape: FactorShape, other: FactorShape, parameter: Tensor) -> Jacobian:
         """The same Jacobian by the blocks of another factor of the parameter."""
         if shape == other:

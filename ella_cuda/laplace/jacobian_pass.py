@@ -176,6 +176,7 @@ class JacobianPass(CurvaturePass):
                 full = self._names.get(id(parameter))
                 if full is None:
                     continue
+                jacobian = jacobian.over_copies(use.place.copies)
                 jacobian = jacobian.in_shape(shapes[name], self.shapes[full], parameter)
                 key = full, jacobian.blocks
                 calls = self._awaited.setdefault(key, [])
@@ -212,6 +213,10 @@ class _KeptUse(Use):
         found = super().vjp(gradient, input_shape)
         self.uses.see(self, self._batch_first(gradient))
         return found
+
+    def _vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        with self.uses.ready(self):
+            return self.rule.vjp(gradient, input_shape)
 
 
 class _KeptUses(Uses):

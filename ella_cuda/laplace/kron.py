@@ -21,6 +21,7 @@ from ella_cuda.laplace.batches import (
     require_loader,
     run_model,
 )
+from ella_cuda.laplace.copies import fixed_draws, require_constant_amounts, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
@@ -238,6 +239,7 @@ class KronLaplace(BaseLaplace):
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
+        require_constant_amounts(self.model)
         if anew:
             require_memory(self.model, rules)
         data_fit = DataFitGradient(self.model)
@@ -247,6 +249,8 @@ class KronLaplace(BaseLaplace):
             self._describe(parameters)
             self._rules = rules
             self._forget()
+            if outputs_of is None:
+                self._draws = fixed_draws(self.model)
             for rule in self._rules:
                 rule.allocate()
         elif [rule.module for rule in rules] != [rule.module for rule in self._rules] or not torch.allclose(
@@ -382,7 +386,7 @@ class KronLaplace(BaseLaplace):
                 mapping; what its forward pass keeps is added, from a run of its first image. None leaves it out.
         """
         device = next(iter(self.present_parameters().values())).device
-        x = None if x is None else inputs_on(x, device, "memory_estimate")
+        x = None if x is None else with_draws(self.model, inputs_on(x, device, "memory_estimate"), self._draws)
         return self._peak_bytes(x)
 
     def _peak_bytes(self, x: Inputs | None) -> int:
@@ -416,11 +420,16 @@ class KronLaplace(BaseLaplace):
         return self._posterior(self._precisions(prior_precision).detach(), self.data_weight())
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> KronPosterior:
+        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
+        return KronPosterior(self.eigenbases(), precision, scale, dtype)
+
+    def eigenbases(self) -> dict[str, Eigenbasis]:
+        """Of all factors, by parameter name, computed once for a fit."""
+        self._fitted()
         if self._eigenbases is None:
             shapes = {name: self.model.get_parameter(name).shape for name in self.parameter_names}
             self._eigenbases = eigenbases(self._factors, shapes)
-        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
-        return KronPosterior(self._eigenbases, precision, scale, dtype)
+        return self._eigenbases
 
     def effective_parameters(self) -> dict[str, float]:
         r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.

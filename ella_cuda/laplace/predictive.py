@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, tensors_of
+from ella_cuda.laplace.copies import with_draws
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
@@ -284,7 +285,8 @@ class Predictive:
             x = {key: value for key, value in x.items() if key != self.dict_key_y}
         x = inputs_on(x, self._device, type(self).__name__)
         x = map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
-        return map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
+        x = map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
+        return with_draws(self.model, x, self._draws)
 
     @running_the_model
     def _moments_under(

@@ -27,10 +27,17 @@ class Place(NamedTuple):
     Attributes:
         axis: that they are along, 0 or 1.
         folded: how many positions of an image follow each other there: the axis has the images in front, the positions behind.
+        copies: how many copies of an image follow each other there, in front of the positions, see :mod:`ella_cuda.laplace.copies`.
     """
 
     axis: int = 0
     folded: int = 1
+    copies: int = 1
+
+    @property
+    def rows(self) -> int:
+        """How long the axis is for one image."""
+        return self.folded * self.copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,7 @@ class _Call:
     place: Place | None = None  # of the images in the output, where it is known
 
 
-def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True) -> Findings:
+def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = True, copies: int = 1) -> Findings:
     """Run the network on two and on three of the images, and take the outputs of three back to its layers.
 
     Args:
@@ -74,6 +81,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         rules: of its layers.
         x: a batch of at least one image.
         several: whether several columns are to go back at once, if that is possible.
+        copies: of each image, that layers see.
 
     Raises:
         TypeError: the model returns no tensor.
@@ -98,7 +106,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
     of_two, outputs = checked_outputs(of_two, 2), checked_outputs(outputs, 3)
-    places = _places(known, two, calls)
+    places = _places(known, two, calls, copies)
     by_function = frozenset(known[call.module] for call in calls if call.by_function)
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
@@ -226,10 +234,10 @@ def _differ_by_images(one: Tensor, other: Tensor) -> bool:
 
 
 def _places(
-    known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call]
+    known: dict[nn.Module, Rule], two: Sequence[_Call], three: Sequence[_Call], copies: int
 ) -> dict[Rule, tuple[Place, ...]]:
     """Where the images are in the outputs of the layers' calls: along the axis that is 2 in the one and 3 in the other, or these numbers
-    times that of positions. Set in the calls too.
+    times that of positions, all of it times that of copies. Set in the calls too.
     """
     places: dict[Rule, tuple[Place, ...]] = {}
     of_three = collections.defaultdict(list)
@@ -241,12 +249,14 @@ def _places(
         rule, shape = known[call.module], call.shape
         if shape is None or other is None or other.shape is None or len(shape) != len(other.shape):
             continue  # what is no tensor is refused when the layer is called
-        along = [axis for axis, sizes in enumerate(zip(shape, other.shape, strict=True)) if sizes == (2, 3)]
+        sizes = zip(shape, other.shape, strict=True)
+        along = [axis for axis, of in enumerate(sizes) if of == (2 * copies, 3 * copies)]
         allowed = (0, 1) if rule.batch_second and len(shape) > 2 else (0,)
-        place = next((Place(axis) for axis in along if axis in allowed), None)
+        place = next((Place(axis, 1, copies) for axis in along if axis in allowed), None)
         each = other.shape[0] - shape[0] if shape else 0
-        if place is None and rule.batch_second and each > 1 and (shape[0], other.shape[0]) == (2 * each, 3 * each):
-            place = Place(0, each)
+        folds = each > copies and not each % copies and rule.batch_second
+        if place is None and folds and (shape[0], other.shape[0]) == (2 * each, 3 * each):
+            place = Place(0, each // copies, copies)
         if place is None and shape == other.shape:
             raise ValueError(
                 f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
@@ -362,14 +372,14 @@ def _require_independence(
     rest = torch.tensor([i for i in range(3) if i != image], device=outputs.device)  # a wait for the device, once
     for call, gradient in zip(calls, gradients, strict=True):
         if gradient is not None and gradient.shape == call.shape:
-            axis, folded = call.place
-            gradient = gradient.unflatten(axis, (3, folded))
+            axis = call.place.axis
+            gradient = gradient.unflatten(axis, (3, call.place.rows))
             others = gradient.index_select(axis, rest.to(gradient.device))
             # What is not finite is found in the factors.
             parts.append((call, (others.isfinite() & (others != 0)).any()))
     mixed = torch.stack([flag for _, flag in parts]).tolist() if parts else []  # one wait for the device
     for (call, _), wrong in zip(parts, mixed, strict=True):
-        label, (_, folded) = known[call.module].label, call.place
+        label, folded = known[call.module].label, call.place.folded
         if wrong and folded > 1:
             raise ValueError(
                 f"{label}: {folded} positions of every image are folded into the first axis of its output {tuple(call.shape)}, for three "

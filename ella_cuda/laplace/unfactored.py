@@ -13,6 +13,7 @@ from tqdm import tqdm
 from ella_cuda import ops
 from ella_cuda.laplace.base import BaseLaplace
 from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, require_loader
+from ella_cuda.laplace.copies import fixed_draws, require_constant_amounts
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
@@ -251,11 +252,14 @@ class UnfactoredLaplace(BaseLaplace):
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
+        require_constant_amounts(self.model)
         fingerprint = fingerprint_of(self.model)
         if anew:
             self._describe(parameters)
             self._rules = rules
             self._forget()
+            if outputs_of is None:
+                self._draws = fixed_draws(self.model)
             self._hold_model()
             self._layout = Layout(self._shapes(), self._layout.indices)
             self._curvature = self._no_curvature()

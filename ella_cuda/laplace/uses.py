@@ -4,6 +4,9 @@ All positions of all calls are shared positions of one layer. KFAC-expand: A is 
 product of the inputs' mean over them, B that of the gradients' sum. Blocks without an input side are exact: their gradients are summed
 over the calls before the outer product.
 
+Of a network that averages over copies, a rule gets the inputs' mean and the gradients' sum over the copies of a data point, see
+:mod:`ella_cuda.laplace.copies`.
+
 Source: Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural network architectures", NeurIPS 2023.
 """
 
@@ -24,7 +27,7 @@ from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
 
 # What a rule has from the start; the rest is what a call left there.
-_OF_THE_RULE = {"module", "name", "resolution", "factors", "trainable", "tied", "lent", "approximation"}
+_OF_THE_RULE = {"module", "name", "resolution", "factors", "trainable", "tied", "lent", "approximation", "copies"}
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +68,7 @@ class Use:
     def outputs(self, gradient: Tensor) -> None:
         """:meth:`Rule.outputs` of this call, ``(K, *output.shape)``."""
         with self.uses.ready(self):
-            self.rule.outputs(self._batch_first(gradient))
+            self.rule.outputs(summed_over_copies(self.rule, self._batch_first(gradient)))
 
     def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
         """:meth:`Rule.vjp` of this call."""
@@ -73,11 +76,21 @@ class Use:
             input_shape = torch.Size((input_shape[0] // self.place.folded, self.place.folded, *input_shape[1:]))
         elif input_shape is not None and self.place.axis:
             input_shape = torch.Size((input_shape[1], input_shape[0], *input_shape[2:]))
-        with self.uses.ready(self):
-            found = self.rule.vjp(self._batch_first(gradient), input_shape)
+        found = self._vjp(self._batch_first(gradient), input_shape)
         if found is None:
             return None
         return found.flatten(1, 2) if self.place.folded > 1 else self._batch_first(found)
+
+    def _vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        """Of gradients ``(K, N, ...)``. Those of copies go back one by one, and are added to the factors as sums."""
+        with self.uses.ready(self):
+            if self.rule.copies == 1:
+                return self.rule.vjp(gradient, input_shape)
+            self.rule.vjp(summed_over_copies(self.rule, gradient), None)
+            if input_shape is None:
+                return None
+            with _without_factors(self.rule):
+                return self.rule.vjp(gradient, input_shape)
 
     def _batch_first(self, columns: Tensor) -> Tensor:
         """``(K, *output.shape)`` as ``(K, N, ...)``."""
@@ -122,7 +135,8 @@ class Uses:
         reduced = rule.factors if rule.approximation == "reduce" else {}
         collected = {n: _Summed(f.input_moment) for n, f in reduced.items() if f.input_moment is not None}
         with _exchanged(rule, "input_moment", collected):
-            rule.inputs(*(batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
+            placed = (batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments)
+            rule.inputs(*mean_over_copies(rule, placed))
         use.keep_state()
         use.blocks = rule.touched()
         for name, part in use.parts():
@@ -190,6 +204,30 @@ def batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
     if place.folded > 1:
         return tensor.unflatten(ahead, (-1, place.folded))
     return tensor.transpose(ahead, ahead + 1) if place.axis else tensor
+
+
+def mean_over_copies(rule: Rule, arguments: Iterable[Any]) -> list[Any]:
+    """A call's arguments, ``(N S, ...)``, as the rule takes them: ``(N, ...)`` where its rows are linear in them."""
+    if rule.copies == 1 or rule.sees_copies:
+        return list(arguments)
+    return [a.unflatten(0, (-1, rule.copies)).mean(1) if isinstance(a, Tensor) else a for a in arguments]
+
+
+def summed_over_copies(rule: Rule, gradient: Tensor) -> Tensor:
+    """Gradients ``(K, N S, ...)`` as the rule takes them: ``(K, N, ...)`` where its rows are linear in them."""
+    if rule.copies == 1 or rule.sees_copies:
+        return gradient
+    return gradient.unflatten(1, (-1, rule.copies)).sum(2)
+
+
+@contextmanager
+def _without_factors(rule: Rule) -> Iterator[None]:
+    """For the duration of the context, the rule has no factor to add to."""
+    factors, rule.factors = rule.factors, {}
+    try:
+        yield
+    finally:
+        rule.factors = factors
 
 
 def _rows(factor: KroneckerFactor) -> int:

@@ -1,6 +1,7 @@
 """Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch reference (``<name>_torch``) of the same signature;
 :func:`basis_matrix`, which is as small as a weight, is plain torch itself."""
 
+from ella_cuda.ops.affine_copies import affine_copies, affine_copies_torch
 from ella_cuda.ops.basis import basis_matrix, basis_project, basis_project_torch
 from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool, circular_conv2d_pool_torch
@@ -23,6 +24,8 @@ from ella_cuda.ops.polyphase_pool import polyphase_pool, polyphase_pool_torch
 __all__ = [
     "KronEvidence",
     "KronSpectra",
+    "affine_copies",
+    "affine_copies_torch",
     "basis_matrix",
     "basis_project",
     "basis_project_torch",

@@ -39,7 +39,12 @@ ENTRIES = {
     "learners": dict,
     "optimizer": dict,
 }
-BEFORE = {"hyper_optimizer": "adam"}  # settings that older states do not name, and what they were
+BEFORE = {
+    "hyper_optimizer": "adam",
+    "augment": None,
+    "aug_sampling": None,
+    "keep": "last",
+}  # settings that older states do not name, and what they were
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative
 OTHER_THREADS = "the same run up to rounding, not bit for bit"  # what the warning of other threads says
@@ -336,6 +341,8 @@ def restore(
     _check_random_state(source, "random", state["random"], loaders)
     if state["margliks"]:
         _check_random_state(source, "random_at_fit", state.get("random_at_fit"), loaders)
+    if state.get("best") is not None:
+        _check_best(source, state["best"], state, loaders)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
@@ -410,6 +417,15 @@ def _first_difference(name: str, found: Any, expected: Any, rounding: float) -> 
     else:
         return name, found, expected
     return _first_difference(*next(pair for pair in pairs if not _agree(pair[1], pair[2], rounding)), rounding)
+
+
+def _check_best(source: str, best: Any, state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
+    """ValueError where what is kept of the evaluation with the best evidence has another form than the state's own."""
+    prior = state["learners"]["prior"]
+    form = {"epoch": 0, "model": state["model"], **{key: prior[key] for key in ("log_precision", "log_sigma")}}
+    if wrong := _wrong_form(best, form):
+        raise _does_not_fit(source, f"best {wrong}")
+    _check_random_state(source, "random_at_fit of the best evidence", best.get("random_at_fit"), loaders)
 
 
 def _is_number(value: Any) -> bool:
@@ -550,6 +566,16 @@ def restore_random_state(state: dict[str, Any], loaders: Iterable[Any]) -> None:
         generator.set_state(saved)
     random.setstate(_python_state(state["python"]))
     np.random.set_state(_numpy_state(state["numpy"]))
+
+
+@contextlib.contextmanager
+def kept_random_state(loaders: Sequence[Any]) -> Iterator[None]:
+    """What happens in the context moves no generator."""
+    before = random_state(loaders)
+    try:
+        yield
+    finally:
+        restore_random_state(before, loaders)
 
 
 def _python_state(saved: Any) -> tuple[Any, ...]:

@@ -54,6 +54,11 @@ def check_schedule(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_
         )
 
 
+def steps_of(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int) -> int:
+    """How many evidence steps come before the last epoch."""
+    return max((n_epochs - 1) // marglik_frequency - n_epochs_burnin // marglik_frequency, 0)
+
+
 def warn(message: str) -> None:
     """A UserWarning at the line that called ``ella_cuda.training``."""
     frame, level = sys._getframe(), 1

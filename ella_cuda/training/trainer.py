@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
+from ella_cuda.laplace.copies import augment_of
+from ella_cuda.laplace.cotangents import COLUMNS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
 from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
@@ -24,6 +27,7 @@ from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
+    kept_random_state,
     plain,
     random_state,
     require_loadable,
@@ -32,7 +36,7 @@ from ella_cuda.training.checkpoint import (
     threads_of,
     warn_of_unsaved_state,
 )
-from ella_cuda.training.checks import check_schedule, in_words, name_of, positive, whole
+from ella_cuda.training.checks import check_schedule, in_words, name_of, positive, steps_of, whole
 from ella_cuda.training.data import data_digest
 from ella_cuda.training.epoch import train_epoch
 from ella_cuda.training.graph import CudaGraphs, GraphedStep
@@ -51,6 +55,7 @@ from ella_cuda.training.start import make_optimizer, make_scheduler, require_pas
 from ella_cuda.training.step import TrainingStep
 
 Objective = Literal["evidence", "map"]
+Keep = Literal["last", "best"]
 Arguments = ParamSpec("Arguments")
 Result = tuple[KronLaplace, nn.Module, list[float], list[float]]
 
@@ -117,6 +122,13 @@ class MarglikTrainer:
         learners: Sequence[Learner] | None = None,
         lr_lengthscales: float = 0.03,
         lr_anchors: float = 0.003,
+        augment: nn.Module | None = None,
+        lr_aug: float = 0.05,
+        lr_aug_min: float | None = None,
+        aug_sampling: str | None = None,
+        aug_data: int | None = None,
+        aug_columns: str = "all",
+        keep: Keep = "last",
         progress_bar: bool = True,
         objective: Objective = "evidence",
         fisher: str = "exact",
@@ -136,7 +148,8 @@ class MarglikTrainer:
     ) -> None:
         likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
         keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
-        objective, prior_structure, hyper_optimizer, fisher, resolution, approximation, unknown = (
+        model = _averaged(model, augment)
+        objective, prior_structure, hyper_optimizer, fisher, resolution, approximation, unknown, aug_columns, keep = (
             check_choice(f"marglik_training: {name}", choice, choices)
             for name, choice, choices in (
                 ("objective", objective, get_args(Objective)),
@@ -146,6 +159,8 @@ class MarglikTrainer:
                 ("resolution", resolution, RESOLUTIONS),
                 ("approximation", approximation, APPROXIMATIONS),
                 ("unknown", unknown, UNKNOWN),
+                ("aug_columns", aug_columns, COLUMNS),
+                ("keep", keep, get_args(Keep)),
             )
         )
         schedule = {
@@ -176,9 +191,16 @@ class MarglikTrainer:
             "lr_hyp": positive("lr_hyp", lr_hyp),
             "n_hypersteps": n_hypersteps,
         }
-        rates = {
-            "lengthscales": positive("lr_lengthscales", lr_lengthscales),
-            "anchors": positive("lr_anchors", lr_anchors),
+        of_learners = {
+            "lengthscales": {"lr": positive("lr_lengthscales", lr_lengthscales)},
+            "anchors": {"lr": positive("lr_anchors", lr_anchors)},
+            "augmentation": {
+                "lr": positive("lr_aug", lr_aug),
+                "lr_min": lr_aug_min,
+                "n_steps": steps_of(**schedule),
+                "n_data": None if aug_data is None else whole("aug_data", aug_data, 1),
+                "columns": aug_columns,
+            },
         }
         settings = {
             "fisher": fisher,
@@ -208,7 +230,7 @@ class MarglikTrainer:
         )
         self._step = TrainingStep(model, self._optimizer, self._prior.parameters, likelihood)
         self._graphed = GraphedStep(self._step, CudaGraphs(self._prior.parameters[0].device)) if cuda_graph else None
-        self.learners: list[Learner] = [self._prior, *learners_of(learn, model, rates)]
+        self.learners: list[Learner] = [self._prior, *learners_of(learn, model, of_learners)]
         self._points, self._evidence_points = points_of_both(
             train_loader, marglik_loader if objective == "evidence" else None, n_data, progress_bar, keys
         )
@@ -217,6 +239,10 @@ class MarglikTrainer:
         if marglik_loader is not None:
             self._evidence_loader, self._evidence_name = marglik_loader, "marglik_loader"
         self._loaders = [self._train_loader, self._evidence_loader]
+        self._augment, self._aug_sampling, self._keep = augment_of(model), aug_sampling, keep
+        if self._augment is not None:
+            with kept_random_state(self._loaders), self._held():  # refuses a sampling that it does not have
+                pass
         self._settings = {
             "likelihood": repr(likelihood),
             **settings,
@@ -230,6 +256,9 @@ class MarglikTrainer:
             "scheduler_kwargs": in_words(scheduler_kwargs),
             "n_data": self._points.count,
             "depends_on": in_words(depends_on),
+            "augment": repr(getattr(model, "augment", None)) if isinstance(model, AveragedFunction) else None,
+            "aug_sampling": aug_sampling,
+            "keep": keep,
         }
         for learner in self.learners:
             add_settings(self._settings, learner)
@@ -247,10 +276,11 @@ class MarglikTrainer:
         self._accuracy: float | None = None
         self._tried = False
         self._random_at_fit: dict[str, Any] | None = None
+        self._best: dict[str, Any] | None = None
 
     def run(self) -> KronLaplace:
         """Epochs, evidence steps and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the
-        Laplace approximation at the last weights, not fitted for "map"."""
+        Laplace approximation at the weights that are kept, not fitted for "map"."""
         last, frequency = self._schedule["n_epochs"], self._schedule["marglik_frequency"]
         evidence = self._schedule["objective"] == "evidence"
         with self._checkpoint.claimed():
@@ -270,15 +300,18 @@ class MarglikTrainer:
                             self._checkpoint.save(self.state_dict())
                     bar.set_postfix(shown, refresh=False)
                     bar.update()
+        if self._best is not None and self._best["epoch"] != self.epochs:
+            self.model.load_state_dict(self._best["model"])
+            self._prior.put(self._best["log_precision"], self._best["log_sigma"])
+            self._random_at_fit, self.la = self._best["random_at_fit"], None
         if self.la is None:
             self.la = self._new_laplace()
-            if evidence:  # a finished run, resumed: its last fit again
-                after = random_state(self._loaders)
-                if self._random_at_fit is not None:
-                    restore_random_state(self._random_at_fit, self._loaders)
-                with self._differentiable():
-                    self.la.fit(self._evidence_loader)
-                restore_random_state(after, self._loaders)
+            if evidence:  # the fit of a finished run, resumed, or of the best evidence again
+                with kept_random_state(self._loaders):
+                    if self._random_at_fit is not None:
+                        restore_random_state(self._random_at_fit, self._loaders)
+                    with self._held(), self._differentiable():
+                        self.la.fit(self._evidence_loader)
         return self.la
 
     def epoch(self) -> tuple[float, float | None]:
@@ -322,6 +355,10 @@ class MarglikTrainer:
             raise ValueError("evidence_step: objective='map' has no evidence steps; pass objective='evidence'.")
         self._random_at_fit = random_state(self._loaders)
         self.la = None  # before the next one is made, or the factors of both are in memory
+        with self._held():
+            return self._evidence_step(self.epochs >= self._schedule["n_epochs"] if last is None else last)
+
+    def _evidence_step(self, last: bool) -> Evaluation:
         la = self._new_laplace()
         inside = [learner for learner in self.learners if learner.tensors()]
         with self._differentiable():
@@ -334,8 +371,19 @@ class MarglikTrainer:
             evidence = float(la.log_marginal_likelihood()) / la.n_data
         self.margliks.append(-evidence * la.n_data)
         self.la = la
+        if self._keep == "best" and self.margliks[-1] <= min(self.margliks):
+            self._best = {
+                "epoch": self.epochs,
+                "model": {
+                    name: value.clone() if isinstance(value, Tensor) else value
+                    for name, value in self.model.state_dict().items()
+                },
+                "log_precision": self._prior.log_precision.detach().clone(),
+                "log_sigma": self._prior.log_sigma.detach().clone(),
+                "random_at_fit": self._random_at_fit,
+            }
         evaluation = self._evaluation(-evidence, la.effective_parameters())
-        if inside and not (self.epochs >= self._schedule["n_epochs"] if last is None else last):
+        if inside and not last:
             self._move_network(la, inside)
         if self._graphed is not None and (inside or bases_of(self.model)):
             self._graphed.forget()  # bases keep matrices, which are others now
@@ -352,6 +400,7 @@ class MarglikTrainer:
             "history": list(self.history),
             "random": random_state(self._loaders),
             "random_at_fit": self._random_at_fit,
+            "best": self._best,
             "settings": dict(self._settings),
             "threads": threads_of(self.model),
             "model": self.model.state_dict(),
@@ -384,6 +433,7 @@ class MarglikTrainer:
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
         self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
         self.epochs, self._random_at_fit, self.la = state["epoch"], state["random_at_fit"], None
+        self._best = state.get("best")
         if self._graphed is not None:
             self._graphed.forget()
 
@@ -404,24 +454,41 @@ class MarglikTrainer:
                 stack.enter_context(learner.differentiable())
             yield
 
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """For the duration of the context, all passes over the evidence's data average over the same draws."""
+        if self._augment is None:
+            yield
+            return
+        with self._augment.held(sampling=self._aug_sampling):
+            yield
+
     def _move_network(self, la: KronLaplace, learners: Sequence[Learner]) -> None:
         """One step of learners inside the network, all along the gradient at the present values.
 
         Raises:
             FloatingPointError: a gradient is not finite; nothing has moved then.
         """
-        tensors = [(learner, name, t) for learner in learners for name, t in learner.tensors().items()]
-        with self._differentiable(), torch.enable_grad():
-            evidence = la.log_marginal_likelihood() / la.n_data
-            found = torch.autograd.grad(evidence, [tensor for *_, tensor in tensors])
-        for (learner, name, _), gradient in zip(tensors, found, strict=True):
-            if not gradient.isfinite().all():
-                raise FloatingPointError(
-                    f"marglik_training: after epoch {self.epochs} the evidence's gradient in {name!r} of the learner {learner.name!r} is not "
-                    "finite. Lower its learning rate, or leave it out of learn; the last checkpoint, if any, is from before this step."
-                )
-        for learner in learners:
-            learner.step(la, {name: g for (owner, name, _), g in zip(tensors, found, strict=True) if owner is learner})
+        found = {learner: learner.gradients(la, self._evidence_loader) for learner in learners}
+        held = [
+            (learner, *item) for learner in learners if found[learner] is None for item in learner.tensors().items()
+        ]
+        if held:
+            with self._differentiable(), torch.enable_grad():
+                evidence = la.log_marginal_likelihood() / la.n_data
+                gradients = torch.autograd.grad(evidence, [tensor for *_, tensor in held])
+            for (learner, name, _), gradient in zip(held, gradients, strict=True):
+                found[learner] = {**(found[learner] or {}), name: gradient}
+        for learner, its_own in found.items():
+            for name, gradient in its_own.items():
+                if not gradient.isfinite().all():
+                    raise FloatingPointError(
+                        f"marglik_training: after epoch {self.epochs} the evidence's gradient in {name!r} of the learner "
+                        f"{learner.name!r} is not finite. Lower its learning rate, or leave it out of learn; the last checkpoint, if any, is "
+                        "from before this step."
+                    )
+        for learner, its_own in found.items():
+            learner.step(la, its_own)
 
     def _evaluation(self, neg_log_q: float | None, effective: dict[str, float] | None) -> Evaluation:
         records = {learner.name: learner.record() for learner in self.learners}
@@ -443,6 +510,17 @@ class MarglikTrainer:
         if self._on_evaluation is not None:
             self._on_evaluation(evaluation)
         return evaluation
+
+
+def _averaged(model: nn.Module, augment: nn.Module | None) -> nn.Module:
+    """The model, averaged over what ``augment`` makes of its inputs."""
+    if augment is None:
+        return model
+    if isinstance(model, AveragedFunction):
+        raise ValueError(
+            "marglik_training: augment must be None where the model is an AveragedFunction, which has its own."
+        )
+    return AveragedFunction(model, augment)
 
 
 def _length(loader: Any) -> int | None:
@@ -509,7 +587,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             learning rate alone. Takes one more copy of the weights and of the optimizer's state: where a loss is not finite or a label
             no class, the epoch is done again without graphs, so that the error can name the layer and the step.
         learn: what the evidence learns beside the precisions. Words are of sparsified layers: "lengthscales" (log
-            :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels). At the end of every
+            :math:`\omega` of every :class:`ella_cuda.nn.SpatialBasis`) and "anchors" (their locations, in pixels), and "augmentation", see
+            ``augment``. At the end of every
             evidence step but one at the last epoch, which no training would follow, they make one Adam step
             along the evidence's gradient; one, because the data fit's part is a gradient at the present values. With
             ``objective="map"`` they stay. Beside words, objects of :class:`ella_cuda.training.Learner`: a
@@ -518,6 +597,17 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         lr_lengthscales: Adam's learning rate on log ω.
         lr_anchors: Adam's learning rate on anchors, in pixels. Low, since where anchors nearly coincide the interpolating basis changes
             wholly over a fraction of their distance, and the network with it.
+        augment: a module ``(N, ...) -> (N, S, ...)`` such as :class:`ella_cuda.augment.AffineAugment`: what is trained, and returned, is
+            ``AveragedFunction(model, augment)``. Epochs draw as its ``sampling`` says; the fit of an evidence step and its gradients hold one
+            set of draws. With "augmentation" in ``learn`` the evidence learns its amounts by one Adam step at each evidence step, along the
+            gradient with the factors in it (:func:`ella_cuda.laplace.evidence_gradient`); records have them by name.
+        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``. lr_aug_min: at the last step, along half a cosine; None
+            keeps it.
+        aug_sampling: of evidence steps; None is the augmentation's own, but "shared" for "independent", whose draws act as noise that the
+            evidence reduces.
+        aug_data: data points of the gradient in amounts, a random part of each batch, weighted by N over their number; None is all.
+        aug_columns: "all" columns of the output Hessian's square root in that gradient, or "one" at random, as for large data.
+        keep: "last", or "best": at the end, parameters, buffers and precisions are those of the evidence step with the highest evidence.
         progress_bar: whether to show a tqdm bar with loss, accuracy and ``-log q/N``.
         objective: "evidence" or "map".
         fisher: "exact" or "mc" curvature in the evidence steps; see :class:`ella_cuda.laplace.KronLaplace`.
@@ -552,7 +642,7 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not
         fitted, call ``la.fit``), the trained model, ``-log q`` after every evidence step, and the mean loss of every epoch,
         the prior's term included.
-        Unlike laplace-torch, the last weights are kept, not those of the evaluation with the best evidence.
+        Unlike laplace-torch, the last weights are kept, unless ``keep="best"``.
 
     Raises:
         TypeError: an argument is of a wrong type; layers have no curvature rule, all of which are named; a loader yields something else

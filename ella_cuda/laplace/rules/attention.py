@@ -35,6 +35,7 @@ class MultiheadAttentionRule(Rule):
     batch_second = True
     knows_all = False
     reduces = True
+    averages = True
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())

@@ -36,6 +36,12 @@ class Rule(ABC):
     positions, and sets :attr:`positions`; ``outputs`` adds the sum of its gradients over positions. A rule whose layers have no shared
     positions, or whose blocks are exact, says so too.
 
+    Of an :class:`ella_cuda.augment.AveragedFunction` a layer sees S copies of each data point. A class that defines :meth:`inputs`,
+    :meth:`outputs` or :meth:`vjp` says with ``averages = True`` that the rows of the input side are linear in the layer's inputs, those of
+    the output side in the gradient and independent of the inputs, and that :meth:`vjp` adds to those of :attr:`factors` that are there: its
+    methods then get the inputs' mean over copies, and the gradients' sum. With ``sees_copies = True`` too, they get all copies, those of
+    a data point one after the other, and add rows that are means and sums over :attr:`copies`. A class that says neither is refused.
+
     Attributes:
         module: the layer.
         name: its name in the model.
@@ -51,6 +57,7 @@ class Rule(ABC):
             gradient is at every so-manieth position alone, from the first on, and zero elsewhere.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
+        copies: S, of each data point; 1 unless the network averages over copies.
 
     Args:
         module: the layer.
@@ -69,7 +76,10 @@ class Rule(ABC):
     batch_second: bool = False
     takes_reduced: ClassVar[bool] = False
     reduces: ClassVar[bool] = False
+    averages: ClassVar[bool] = False
+    sees_copies: ClassVar[bool] = False
     approximation: str = "expand"
+    copies: int = 1
     positions: int = 1
     before: Before = Before()
     takes_samples: bool = False
@@ -172,6 +182,10 @@ class Rule(ABC):
     def serves(self, approximation: str) -> bool:
         """Whether the rule follows the approximation."""
         return approximation == "expand" or self._promises("reduces", "inputs", "outputs", "vjp")
+
+    def serves_copies(self) -> bool:
+        """Whether the rule follows a network that averages over copies."""
+        return self._promises("averages", "inputs", "outputs", "vjp")
 
     def _promises(self, flag: str, *methods: str) -> bool:
         """Whether the classes that define these methods set the flag; one that defines a method anew has not given the promise."""

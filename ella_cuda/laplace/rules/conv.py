@@ -37,6 +37,7 @@ class Conv2dRule(Rule):
     differentiates = True
     takes_reduced = True
     reduces = True
+    averages = True
 
     def __init__(self, module: nn.Conv2d, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
@@ -154,6 +155,7 @@ class SparseConv2dRule(Conv2dRule):
 
     takes_reduced = True
     reduces = True
+    averages = True
 
     def __init__(self, module: SparseConv2d, name: str, resolution: str = "shared") -> None:
         Rule.__init__(self, module, name, resolution)
@@ -186,6 +188,7 @@ class StridedCircularConv2dRule(Rule):
     """
 
     reduces = True
+    averages = True
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module

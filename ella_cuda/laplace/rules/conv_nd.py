@@ -38,6 +38,7 @@ class ConvNdRule(Rule):
     """
 
     reduces = True
+    averages = True
 
     def shapes(self) -> dict[str, FactorShape]:
         return convolution_shapes(self.module)
@@ -78,6 +79,7 @@ class ConvTransposeRule(Rule):
     """
 
     reduces = True
+    averages = True
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)

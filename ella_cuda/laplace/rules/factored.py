@@ -36,6 +36,7 @@ class FactoredLinear2dRule(Rule):
 
     differentiates = True
     reduces = True
+    averages = True
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""

@@ -30,6 +30,7 @@ class GroupFilter2dRule(Rule):
 
     takes_reduced = True
     reduces = True
+    averages = True
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module

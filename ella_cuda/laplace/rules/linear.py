@@ -27,6 +27,7 @@ class LinearRule(Rule):
     batch_second = True
     takes_reduced = True
     reduces = True
+    averages = True
 
     def shapes(self) -> dict[str, FactorShape]:
         a, b = self.module.in_features, self.module.out_features
@@ -93,6 +94,8 @@ class BilinearRule(Rule):
     """
 
     reduces = True
+    averages = True
+    sees_copies = True
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -107,9 +110,11 @@ class BilinearRule(Rule):
                 products = products / max(self.positions, 1)
             else:
                 products = (x1[..., :, None] * x2[..., None, :]).flatten(-2)
+            products = products.unflatten(0, (-1, self.copies)).mean(1) if self.copies > 1 else products
             self.factors["weight"].input_moment.add(products.reshape(-1, 1, products.shape[-1]))
 
     def outputs(self, gradient: Tensor) -> None:
+        gradient = gradient.unflatten(1, (-1, self.copies)).sum(2) if self.copies > 1 else gradient
         summed = gradient.unflatten(1, (-1, 1)).flatten(2, -2).sum(2).flatten(0, 1)[:, None]  # over positions
         if "weight" in self.factors:
             moment, positions = self.factors["weight"].output_moment, math.prod(gradient.shape[2:-1])

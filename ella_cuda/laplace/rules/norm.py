@@ -24,6 +24,8 @@ class ScaleRule(Rule):
     """
 
     reduces = True
+    averages = True
+    sees_copies = True
 
     def shapes(self) -> dict[str, FactorShape]:
         size = self._size()
@@ -47,9 +49,14 @@ class ScaleRule(Rule):
 
     def outputs(self, gradient: Tensor) -> None:
         if "weight" in self.factors:
-            self.factors["weight"].output_moment.add(self._rows(gradient * self.kept))
+            self._add("weight", self._rows(gradient * self.kept))
         if "bias" in self.factors:
-            self.factors["bias"].output_moment.add(self._rows(gradient))
+            self._add("bias", self._rows(gradient))
+
+    def _add(self, name: str, rows: Tensor) -> None:
+        """Rows ``(K*N*S, 1, size)``, summed over the copies of a data point."""
+        rows = rows.unflatten(0, (-1, self.copies)).sum(1) if self.copies > 1 else rows
+        self.factors[name].output_moment.add(rows)
 
     def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
         values = {"weight": lambda: gradient * self._normalised(arguments[0]), "bias": lambda: gradient}

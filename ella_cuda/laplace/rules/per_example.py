@@ -23,6 +23,9 @@ class PerExampleRule(Rule):
         names: the parameters that it serves.
     """
 
+    averages = True  # gradients of a data point are those of outputs that are averaged already
+    sees_copies = True
+
     def __init__(self, module: nn.Module, name: str, resolution: str, names: Sequence[str]) -> None:
         self._names = tuple(names)
         super().__init__(module, name, resolution)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ella_cuda.training.checks import in_words
+from ella_cuda.training.learners.augmentation import Augmentation
 from ella_cuda.training.learners.learner import BufferLearner, Learner
 from ella_cuda.training.learners.prior import HYPER_OPTIMIZERS, STEP_LIMIT, HyperOptimizer, Prior
 from ella_cuda.training.learners.spatial_basis import Anchors, Lengthscales
@@ -24,11 +25,13 @@ __all__ = [
     "learners_of",
 ]
 
-WORDS = {"anchors": Anchors, "lengthscales": Lengthscales}
+WORDS = {"anchors": Anchors, "augmentation": Augmentation, "lengthscales": Lengthscales}
 
 
-def learners_of(learn: Sequence[str | Learner], model: nn.Module, rates: Mapping[str, float]) -> list[Learner]:
-    """The learners that ``learn`` names, each at its rate, then those that it holds.
+def learners_of(
+    learn: Sequence[str | Learner], model: nn.Module, settings: Mapping[str, Mapping[str, Any]]
+) -> list[Learner]:
+    """The learners that ``learn`` names, each with its settings, then those that it holds.
 
     Raises:
         TypeError: a learner is no object of :class:`Learner`, or its name no string.
@@ -51,7 +54,7 @@ def learners_of(learn: Sequence[str | Learner], model: nn.Module, rates: Mapping
                 "marglik_training: learn must list names and objects of a subclass of ella_cuda.training.Learner that has a name, got "
                 f"{type(entry).__name__}."
             )
-    found = [*(make(model, rates[word]) for word, make in WORDS.items() if word in learn), *own]
+    found = [*(make(model, **settings[word]) for word, make in WORDS.items() if word in learn), *own]
     names = ["prior", *(learner.name for learner in found)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(

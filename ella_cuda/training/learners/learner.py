@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,12 +44,21 @@ class Learner:
             for tensor, required in before:
                 tensor.requires_grad_(required)
 
+    def gradients(self, la: KronLaplace, loader: Iterable[Any]) -> dict[str, Tensor] | None:
+        """The gradients for :meth:`step` by a way of the learner's own; None where those of ``la``, whose factors are held, are wanted.
+
+        Args:
+            la: fitted at the present values.
+            loader: of the evidence's data.
+        """
+        return None
+
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
         """Move what it learns.
 
         Args:
             la: fitted to the evidence's data at the present values.
-            gradients: of ``la.log_marginal_likelihood() / la.n_data`` in :meth:`tensors`, by their names.
+            gradients: of ``la.log_marginal_likelihood() / la.n_data`` in :meth:`tensors`, by their names; see :meth:`gradients`.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement step(la, gradients).")
 

@@ -125,7 +125,11 @@ class Prior(Learner):
         return values | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with torch.no_grad():
-            self.log_precision.copy_(state["log_precision"])
-            self.log_sigma.copy_(state["log_sigma"])
+        self.put(state["log_precision"], state["log_sigma"])
         super().load_state_dict(state)
+
+    def put(self, log_precision: Tensor, log_sigma: Tensor) -> None:
+        """Set the values."""
+        with torch.no_grad():
+            self.log_precision.copy_(log_precision)
+            self.log_sigma.copy_(log_sigma)

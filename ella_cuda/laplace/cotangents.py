@@ -1,0 +1,447 @@
+r"""The evidence's gradient in what acts inside of the network, with the factors in it, one small graph at a time.
+
+At the fit's A and B, :math:`d \log|c A \otimes B + \delta| = \langle C_A, dA\rangle + \langle C_B, dB\rangle`, where the cotangents C
+are known from the eigendecompositions of A and B, which a fit has once. A and B are sums over data. So the gradient of the evidence at
+fixed weights is a sum over batches, of
+
+.. math::
+    \log p(y | f) - \tfrac12 \sum_l \big( \langle C_A, A\rangle + \langle C_B, B\rangle \big)
+
+with the batch's own A and B in the graph. Nothing differentiates an eigendecomposition, and no batch's A or B is formed: what is added
+to them are rows a, and :math:`\langle C, a a^T\rangle = a^T C a`; patches of a convolution are not written out.
+
+Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations", NeurIPS
+2022, appendix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
+from ella_cuda.laplace.copies import augment_of, fixed_draws
+from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
+from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.eigenbases import Eigenbasis
+from ella_cuda.laplace.factors import KroneckerFactor
+from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
+from ella_cuda.laplace.per_example import PerExampleGradients
+from ella_cuda.laplace.probe import Place, probe
+from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
+from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.uses import batch_first, mean_over_copies, summed_over_copies
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.modes import exclusively
+from ella_cuda.nn import SpatialBasis
+from ella_cuda.ops._precision import without_autocast
+
+COLUMNS = ("all", "one")
+GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
+
+
+def evidence_gradient(
+    la: KronLaplace,
+    loader: Iterable[Any],
+    buffers: Sequence[str] | None = None,
+    *,
+    n_data: int | None = None,
+    columns: str = "all",
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """The gradient of ``la.log_marginal_likelihood()`` in buffers of the network, such as the amounts of an augmentation, at the fit's
+    weights and hyperparameters, with all that the factors depend on in it.
+
+    Of a part of the data, both terms are the part's, times N over the part's number: of random parts, the average is the gradient. The
+    network goes over each batch once, in parts of some data points, each with a graph of its own.
+
+    Args:
+        la: fitted, at the network's present parameters and buffers.
+        loader: yields batches as for :meth:`KronLaplace.fit`.
+        buffers: names in ``la.model.named_buffers()``, of leaves; None is those of the augmentation of an
+            :class:`ella_cuda.augment.AveragedFunction`.
+        n_data: how many data points are used, a random part of each batch; None is all.
+        columns: "all" of the output Hessian's square root, or "one": their sum with random signs, which is right on average.
+        generator: of parts and signs, of the CPU; None is torch's global one.
+
+    Returns:
+        The gradients, float64, by the buffers' names.
+
+    Raises:
+        RuntimeError: la is not fitted, or the network changed since.
+        ValueError: a name is no buffer's, or there are none; the loader gives no data; a layer is called twice, shares its weights or is an
+            attention, whose factors are no sums of what one call adds.
+    """
+    require_loader(loader, "evidence_gradient: loader")
+    check_choice("evidence_gradient: columns", columns, COLUMNS)
+    if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1):
+        raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
+    with torch.inference_mode(False), exclusively(la.model):
+        wanted = _buffers(la.model, buffers)
+        la.require_unchanged()
+        run = _Passes(la, columns, generator)
+        parameters = [p for p in la.model.parameters() if p.requires_grad]
+        learnt = [b for b in wanted.values() if not b.requires_grad]
+        fixed_draws(la.model)  # those of single data points begin as they began in the fit
+        seen = passed = 0
+        part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
+        # Every batch has its share on average: what is due of all so far is rounded after a random start.
+        start = 0.0 if part_of_data is None else torch.rand((), generator=generator, dtype=torch.float64).item()
+        with (
+            at_test_time(la.model),
+            requiring_grad(parameters, False),
+            requiring_grad(learnt, True),
+            run.taps(),
+            without_autocast(la.data_weight().device.type),
+        ):
+            gradients = DataFitGradient(la.model)
+            for batch in loader:
+                x, y = la.batch_of(batch, "evidence_gradient")
+                passed += data_points(x)
+                if part_of_data is not None:
+                    few = int(passed * part_of_data + start) - seen
+                    some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
+                    x, y = take(x, some), y[some]
+                for part, targets in run.parts(x, y):
+                    gradients.add(lambda part=part, targets=targets: run.value(part, targets))
+                seen += data_points(x)
+            if not seen:
+                raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
+            found = {name: g * (la.n_data / seen) for name, g in gradients.total().items()}
+            of_projections = run.of_projections(gradients.bases)
+        return {name: found[name] + of_projections.get(id(buffer), 0) for name, buffer in wanted.items()}
+
+
+def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:
+    known = dict(model.named_buffers())
+    if names is None:
+        augment = augment_of(model)
+        names = [] if augment is None else [f"augment.{name}" for name, _ in augment.named_buffers()]
+    if isinstance(names, str) or not names or not set(names) <= known.keys():
+        raise ValueError(
+            f"evidence_gradient: buffers must name buffers of the model ({', '.join(known) or 'it has none'}), got {names!r}."
+        )
+    return {name: known[name] for name in names}
+
+
+def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``sum log(scale l m + prior)`` in A and in B, ``(G, a, a)`` and ``(G or 1, b, b)``, each as ``(root, root^T)``: the roots, float64.
+
+    Args:
+        basis: of A and B. prior: 0-dim precision. scale: of the curvature, 0-dim.
+    """
+    each = scale / basis.precisions(prior, scale)  # (G, a, b)
+    of_inputs = (each * basis.values_out[:, None]).sum(2)  # (G, a)
+    of_outputs = (each * basis.values_in[:, :, None]).sum(1)  # (G, b)
+    if basis.values_out.shape[0] == 1:
+        of_outputs = of_outputs.sum(0, keepdim=True)
+    vectors_in = basis.vectors_in
+    root_in = of_inputs.sqrt()[:, None] if vectors_in is None else vectors_in.double() * of_inputs.sqrt()[:, None]
+    return root_in, basis.vectors_out.double() * of_outputs.sqrt()[:, None]
+
+
+class _Cotangent(SecondMoment):
+    """In the place of a second moment, the inner product of what is added to it with a constant symmetric matrix, in the graph.
+
+    Args:
+        root: R of the matrix :math:`R R^T`, ``(G, d, r)``, of the rows' dtype.
+        groups, size, like, name, basis: of the moment.
+    """
+
+    def __init__(
+        self, root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None
+    ) -> None:
+        super().__init__(0, 0, like, name, basis)
+        self.total = self.total.new_zeros(()).expand(groups, size, size)
+        self.root, self.matrix = root, root @ root.mT
+        self.value: Tensor | None = None
+
+    def taken(self) -> Tensor | None:
+        """The sum since the last call, 0-dim; None where nothing was added."""
+        value, self.value = self.value, None
+        return value
+
+    def _take(self, value: Tensor, alpha: float = 1.0) -> None:
+        value = value if alpha == 1 else alpha * value
+        self.value = value if self.value is None else self.value + value
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self._take(_quadratic(rows.transpose(0, 1), self.matrix.to(rows.dtype)), alpha)
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        matrix = self.matrix[blocks.start : blocks.stop]
+        if rows.shape[1] == 1:
+            matrix = matrix.sum(0, keepdim=True)
+        self._take(_quadratic(rows.transpose(0, 1), matrix.to(rows.dtype)), alpha)
+
+    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
+        matrix = (self.matrix.to(rows.dtype) * weights).sum(0)
+        self._take(((rows @ matrix) * rows).sum())
+
+    def add_counts(self, counts: Tensor) -> None:
+        """Nothing: constants."""
+
+    def add_diagonal(self, values: Tensor, rows: int) -> None:
+        self._take((self.matrix[:, 0, 0].to(values.dtype) * values).sum())
+
+    def add_patches(
+        self,
+        x: Tensor,
+        kernel_size: int | tuple[int, int],
+        padding_mode: str = "circular",
+        alpha: float = 1.0,
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | None = None,
+        dilation: int | tuple[int, int] = 1,
+    ) -> None:
+        kernel, steps, spread = (_pair(size) for size in (kernel_size, stride, dilation))
+        same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread, strict=True))
+        pads, groups = same if padding is None else _pair(padding), self.root.shape[0]
+        if kernel == steps == (1, 1) and not any(pads):
+            parts = x.flatten(2).unflatten(1, (groups, -1)).mT.transpose(0, 1)  # (G, N, T, d)
+            self._take(_quadratic(parts, self.matrix[:, None].to(x.dtype)), alpha)
+            return
+        if padding_mode == "circular" and any(pads):
+            x, pads = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular"), (0, 0)
+        channels = x.shape[1] // groups
+        filters = self.root.mT.reshape(-1, channels, *kernel).to(x.dtype)
+        self._take(F.conv2d(x, filters, None, steps, pads, spread, groups).square().sum(), alpha)
+
+    def count(self, rows: int) -> None:
+        """Nothing: what is added is in the graph."""
+
+
+class _Quadratic(torch.autograd.Function):
+    """The sum of ``row^T C row``: one product for both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
+        products = rows @ matrix
+        ctx.save_for_backward(products)
+        return torch.einsum("...ij,...ij->", rows, products)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (products,) = ctx.saved_tensors
+        return products * (2 * gradient), None
+
+
+def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Of rows ``(..., R, d)`` and a symmetric constant matrix ``(..., d, d)``, 0-dim."""
+    return _Quadratic.apply(rows, matrix)
+
+
+def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+class _Passes:
+    """The evidence of parts of batches, up to constants, in the graph."""
+
+    def __init__(self, la: KronLaplace, columns: str, generator: torch.Generator | None) -> None:
+        self.la, self._columns, self._generator = la, columns, generator
+        self.rules = la.present_rules()
+        for rule in self.rules:
+            _require_served(rule)
+        others = [rule for rule in self.rules if isinstance(rule, PerExampleRule)]
+        self.per_example = PerExampleGradients(la.model, others) if others else None
+        self._layers = [rule for rule in self.rules if rule not in others]
+        self._moments = self._allocate()
+        self._weight = self._weight_of_statistic()
+        self._places: dict[Rule, Place] = {}
+        self._image_bytes, self._noting = 0, False
+        self._tapped: dict[Rule, Tensor] = {}
+        self._arguments: dict[Rule, list[Any]] = {}
+
+    def _allocate(self) -> list[_Cotangent]:
+        """Give the rules factors of cotangents, each parameter its own."""
+        bases, scale = self.la.eigenbases(), self.la.data_weight()
+        precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
+        moments = []
+        for rule in self.rules:
+            shapes = rule.shapes()
+            rule.factors = {}
+            for name in rule.trainable:
+                full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
+                root_in, root_out = cotangents(bases[full], precisions[full], scale)
+                outputs = _moment(root_out, shape.output_groups, shape.row_outputs, like, full, shape.output_basis)
+                inputs = None
+                if not shape.constant_input:
+                    # Of A as a mean over all data.
+                    root_in = root_in.expand(shape.groups, -1, -1) / math.sqrt(self.la.n_data)
+                    inputs = _moment(root_in, shape.groups, shape.row_inputs, like, full, shape.input_basis)
+                rule.factors[name] = KroneckerFactor(shape, inputs, outputs)
+                moments += [outputs] if inputs is None else [inputs, outputs]
+        return moments
+
+    def _weight_of_statistic(self) -> Tensor:
+        """The derivative of the log likelihood in the statistic of the data."""
+        la = self.la
+        with torch.enable_grad():
+            statistic = la.mean_at("network").statistic.detach().clone().requires_grad_()
+            value = la.likelihood_function.log_likelihood(
+                statistic / la.temperature, la.n_targets, la.sigma_noise.detach()
+            )
+            (weight,) = torch.autograd.grad(value, statistic)
+        return weight
+
+    def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
+        """A batch in parts whose graphs the memory budget has room for."""
+        count = data_points(x)
+        if not count:
+            return
+        if not self._image_bytes:
+            self._try_out(x)
+        graph = self._image_bytes * (GRAPH * (self.la.n_outputs if self._columns == "all" else 1) + 2)
+        step = min(max(self.la.memory_budget // max(graph, 1), 1), count)
+        step = -(-count // -(-count // step))
+        for begin in range(0, count, step):
+            some = slice(begin, begin + step)
+            yield take(x, some), y[some]
+
+    def _try_out(self, x: Inputs) -> None:
+        own = {id(p): p for rule in self.rules for name, p in rule.parameters().items() if name in rule.trainable}
+        with requiring_grad(list(own.values()), True):  # as in training
+            found = probe(self.la.model, self._layers, x, several=False, copies=self.rules[0].copies)
+            if self.per_example is not None:
+                with in_plain_products():
+                    self.per_example.try_out(x)
+        for rule, places in found.places.items():
+            if rule in found.by_function or len(places) > 1:
+                how = "is used by a function alone" if rule in found.by_function else "is called several times"
+                raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
+            self._places[rule] = places[0]
+        self._image_bytes = max(found.image_bytes, 1)
+
+    def value(self, x: Inputs, y: Tensor) -> Tensor:
+        """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""
+        likelihood = self.la.likelihood_function
+        with in_plain_products():
+            self._noting = True
+            try:
+                outputs = checked_outputs(run_model(self.la.model, x), data_points(x))
+            finally:
+                self._noting = False
+            with torch.no_grad():
+                likelihood.check(outputs, y)
+            back = (
+                likelihood.columns(outputs, y)[:]
+                if self._columns == "all"
+                else Likelihood.sampled_column(likelihood, outputs, y, self._generator)
+            )
+            tapped = [t for t in self._tapped.values() if t.requires_grad]
+            rows = [torch.autograd.grad(outputs, tapped, c, create_graph=True, allow_unused=True) for c in back]
+        gradients = dict(zip(map(id, tapped), zip(*rows, strict=True), strict=True))
+        for rule, out in self._tapped.items():
+            self._add(rule, out, gradients[id(out)])
+        if self.per_example is not None:
+            with in_plain_products():
+                found = self.per_example.gradients(x, back)
+            for rule in self.per_example.rules:
+                for name in rule.trainable:
+                    rule.add(name, found[rule.full_name(name)], data_too=True)
+        self._tapped.clear()
+        self._arguments.clear()
+        total = self._weight * likelihood.statistic(outputs, y)
+        for moment in self._moments:
+            if (value := moment.taken()) is not None:
+                total = total - 0.5 * value.double()
+        return total
+
+    def _add(self, rule: Rule, out: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """What a layer adds to its factors."""
+        place = self._places[rule]
+        rule.inputs(*self._arguments[rule])
+        if gradients[0] is None:
+            return
+        columns = summed_over_copies(rule, batch_first(torch.stack(list(gradients)), place, 1))
+        if rule.differentiates:
+            rule.vjp(columns, None)
+        else:
+            rule.outputs(columns)
+        rule.release()
+
+    @contextmanager
+    def taps(self) -> Iterator[None]:
+        """For the duration of the context, layers' calls may be noted."""
+        hooks = {rule: self._tap(rule) for rule in self._layers}
+        with hooked(hooks):
+            yield
+
+    def _tap(self, rule: Rule) -> Callable[..., Tensor]:
+        place = self._places
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+            if (
+                not self._noting
+            ):  # a checkpoint computes the layer anew, and counts what functions save: a copy saves nothing
+                return out.clone()
+            kind, out = type(out), plain_tensor(out)
+            arguments = (
+                plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
+            )
+            placed = (batch_first(a, place[rule]) if isinstance(a, Tensor) else a for a in arguments)
+            seen = mean_over_copies(rule, placed)
+            if rule.copies == 1 or rule.sees_copies:  # what follows may work in place on what a layer got
+                seen = [a.clone() if isinstance(a, Tensor) else a for a in seen]
+            self._arguments[rule] = seen
+            out = out if out.requires_grad else out.detach().requires_grad_()
+            self._tapped[rule] = out
+            out = out.clone()  # which the next layer may change in place
+            return out if kind is Tensor else out.as_subclass(kind)
+
+        return hook
+
+    def of_projections(self, bases: Sequence[SpatialBasis]) -> dict[int, Tensor]:
+        """The part of the gradient in bases that the factors' projections have, rows held: of all the fit's data, by the buffers' ids."""
+        learnt = [b for basis in bases for b in basis.buffers(recurse=False) if b.requires_grad]
+        if not learnt:
+            return {}
+        terms = []
+        with torch.enable_grad():
+            for rule in self.rules:
+                for name, factor in rule.factors.items():
+                    fitted = self.la.factors[rule.full_name(name)]
+                    for mine, theirs in (
+                        (factor.input_moment, fitted.input_moment),
+                        (factor.output_moment, fitted.output_moment),
+                    ):
+                        if mine is not None and mine.basis is not None and mine.basis.learns():
+                            root = mine.before_projection
+                            terms.append(-0.5 * (theirs.projected() * (root @ root.mT)).sum())
+            found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
+        return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
+
+
+def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None) -> _Cotangent:
+    """The root of a factor's cotangent as that of its rows at all positions."""
+    rows = root
+    if basis is not None:
+        with torch.no_grad():
+            psi = basis.matrix().double()
+        parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
+        rows = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
+    found = _Cotangent(rows, groups, size, like, name, basis)
+    found.before_projection = root
+    return found
+
+
+def _require_served(rule: Rule) -> None:
+    """ValueError where a layer's factors are more than what one call adds to them."""
+    reason = None
+    if rule.tied or rule.lent:
+        names = ", ".join(rule.full_name(name) for name in (*rule.tied, *sorted(rule.lent)))
+        reason = f"has weights of several layers ({names}: one tied parameter)"
+    elif isinstance(rule, MultiheadAttentionRule):
+        reason = "has its projections inside"
+    if reason:
+        raise ValueError(f"evidence_gradient: {rule.label} {reason}; freeze its parameters.")

@@ -1,0 +1,364 @@
+"""Curvature of averaged functions: means over copies before outer products, exact Jacobians and blocks, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, Rule, TangentModel, register
+from ella_cuda.nn import FactoredLinear2d, GroupConv2d, GroupLift, SparseConv2d, SparseFactoredLinear2d
+
+SIZE, CLASSES, COPIES = 6, 3, 4
+
+
+class Same(nn.Module):
+    """Copies that are all the image."""
+
+    def __init__(self, n_samples: int) -> None:
+        super().__init__()
+        self.n_samples = n_samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, None].expand(-1, self.n_samples, *x.shape[1:])
+
+
+class Scaled(nn.Module):
+    """FixUp's scalars, which no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.bias
+
+
+class Twice(nn.Module):
+    """One layer on two parts of the image, and a layer of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bilinear = nn.Linear(SIZE * SIZE // 2, 4), nn.Bilinear(4, 4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.flatten(1).chunk(2, 1)
+        return self.bilinear(torch.tanh(self.linear(one)), torch.tanh(self.linear(two)))
+
+
+class Sequence(nn.Module):
+    """Rows of the image as a sequence: attention, a norm and a layer with positions, and one with the batch second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(SIZE, 2, batch_first=True)
+        self.norm, self.mixed, self.head = nn.LayerNorm(SIZE), nn.Linear(SIZE, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, 0]
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.head(torch.tanh(self.mixed(x.transpose(0, 1))).mean(0))
+
+
+def head(channels: int, size: int = SIZE) -> list[nn.Module]:
+    return [nn.Flatten(), nn.Linear(channels * size * size, CLASSES)]
+
+
+NETWORKS = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 5), nn.Tanh(), nn.Linear(5, CLASSES)),
+    "conv": lambda: nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(2, 4, 3, groups=2, bias=False), nn.Flatten(),
+        nn.ReLU(inplace=True), nn.Linear(4, CLASSES),
+    ),
+    "norms": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3, 2, padding_mode="circular", padding=1), nn.GroupNorm(2, 4), nn.PReLU(4), nn.BatchNorm2d(4).eval(),
+        *head(4, 3),
+    ),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(1, 2, 3, padding=1), nn.Tanh(), *head(2)),
+    "factored": lambda: nn.Sequential(FactoredLinear2d(1, 2, SIZE, SIZE), nn.Tanh(), FactoredLinear2d(2, CLASSES, SIZE, 1), nn.Flatten()),
+    "sparse": lambda: nn.Sequential(
+        SparseFactoredLinear2d(1, 2, SIZE, SIZE), nn.Tanh(), SparseConv2d(2, 2), nn.Tanh(), *head(2)
+    ),
+    "group": lambda: nn.Sequential(GroupLift(), GroupConv2d(1, 2), nn.Tanh(), *head(8)),
+    "fixup": lambda: nn.Sequential(nn.Conv2d(1, 2, 3), Scaled(), nn.Tanh(), *head(2, 4)),
+    "twice": Twice,
+    "sequence": Sequence,
+}  # fmt: skip
+
+
+def network(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    made = NETWORKS[name]().double()
+    with torch.no_grad():
+        for p in made.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return made
+
+
+def data(n: int = 9) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 1, SIZE, SIZE, generator=generator, dtype=torch.float64)
+    return x, torch.randint(CLASSES, (n,), generator=generator)
+
+
+def averaged(name: str, sampling: str = "shared", copies: int = COPIES) -> AveragedFunction:
+    return AveragedFunction(network(name), AffineAugment(copies, init=0.3, sampling=sampling, dtype=torch.float64))
+
+
+def held(model: AveragedFunction, name: str) -> tuple[nn.Module, Tensor]:
+    """The same function at fixed draws, in plain torch, and its draws."""
+    torch.manual_seed(7)
+    eps = model.augment.draw()
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = model.network
+
+        def forward(self, x: Tensor) -> Tensor:
+            copies = model.augment(x, eps=eps)
+            return torch.stack([self.network(copies[:, s]) for s in range(copies.shape[1])]).mean(0)
+
+    return Held(), eps
+
+
+def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:
+    for factor, expected in zip(one.factors.values(), other.factors.values(), strict=True):
+        torch.testing.assert_close(factor.inputs, expected.inputs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(factor.outputs, expected.outputs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_copies_that_are_all_the_same_are_no_copies(name, approximation):
+    x, y = data()
+    model = AveragedFunction(network(name), Same(COPIES))
+    one = KronLaplace(model, approximation=approximation).fit([(x, y)])
+    assert_same_factors(one, KronLaplace(network(name), approximation=approximation).fit([(x, y)]))
+
+
+@pytest.mark.parametrize("name", ["conv", "fixup"])
+def test_one_copy_is_a_data_point(name):
+    x, y = data()
+    model = averaged(name, copies=1)
+    la = KronLaplace(model).fit([(x, y)])
+    moved = model.copies(x, la.state_dict()["draws"])[:, 0]
+    assert_same_factors(la, KronLaplace(network(name)).fit([(moved, y)]))
+
+
+@pytest.mark.parametrize("copies", [1, COPIES])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_blocks_without_an_input_side_are_exact(name, copies, dense_ggn):
+    """Biases, norms and scales: the blocks of the averaged function's own Gauss-Newton matrix."""
+    x, y = data()
+    model = averaged(name, copies=copies)
+    plain, eps = held(model, name)
+    with model.augment.held(eps):
+        la = KronLaplace(model).fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    expected = dense_ggn(plain, x, y)
+    bare = [n for n, factor in la.factors.items() if factor.input_moment is None]
+    assert bare or name == "sparse"
+    for parameter in bare:
+        found = la.factors[parameter].to_dense()[0]
+        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
+
+
+def factors_by_hand(model: AveragedFunction, eps: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """A and B of the convolution and of the linear layer of "conv1", of one copy after the other, in plain torch."""
+    conv, linear = model.network[0], model.network[3]
+    n, copies = len(x), model.copies(x, eps)
+    images, outs, inputs, logits = [], [], [], []
+    for s in range(copies.shape[1]):
+        image = copies[:, s]
+        out = conv(image)
+        hidden = torch.tanh(out).flatten(1)
+        images.append(image)
+        outs.append(out)
+        inputs.append(hidden)
+        logits.append(linear(hidden))
+    mean = torch.stack(logits).mean(0)
+    p = mean.softmax(1)
+    root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]
+    patches = torch.stack([nn.functional.unfold(image, 3) for image in images]).mean(0)  # (N, 9, T)
+    seen = torch.stack(inputs).mean(0)
+    sides = [torch.einsum("nat,nbt->ab", patches, patches) / n, seen.T @ seen / n, 0, 0]
+    for k in range(CLASSES):
+        found = torch.autograd.grad(mean, [*outs, *logits], root[:, :, k].detach(), retain_graph=True)
+        g, h = (torch.stack(part).sum(0) for part in (found[: len(outs)], found[len(outs) :]))
+        sides[2] = sides[2] + torch.einsum("ndhw,nehw->de", g, g) / g[0, 0].numel()
+        sides[3] = sides[3] + h.T @ h
+    return tuple(t.detach() for t in sides)
+
+
+@pytest.mark.parametrize("budget", [1, None])
+@pytest.mark.parametrize("sampling", ["shared", "independent"])
+def test_means_over_copies_come_before_outer_products(sampling, budget):
+    x, y = data()
+    layers = nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(2 * (SIZE - 2) ** 2, CLASSES)
+    model = AveragedFunction(
+        nn.Sequential(*layers).double(), AffineAugment(COPIES, dtype=torch.float64, init=0.4, sampling=sampling)
+    )
+    n = len(x) if sampling == "independent" else 1
+    eps = model.augment.draw(n)
+    with model.augment.held(eps):  # of a batch of all data points, where each has its own
+        la = KronLaplace(model, memory_budget=budget)
+        la.fit([(x, y)])
+    of_conv, of_linear, to_conv, to_linear = factors_by_hand(model, eps, x)
+    for name, inputs, outputs in (("network.0.weight", of_conv, to_conv), ("network.3.weight", of_linear, to_linear)):
+        torch.testing.assert_close(la.factors[name].inputs[0], inputs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(la.factors[name].outputs[0], outputs, rtol=1e-9, atol=1e-12)
+
+
+def test_a_single_point_of_linear_layers_at_equal_inputs_has_exact_blocks(dense_ggn):
+    """Where a layer's inputs are the same in all copies, the product of means is the block."""
+
+    class Noisy(nn.Module):
+        """A layer before the copies differ."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x[:, :2]) + x[:, 2:]))
+
+    class Shifts(Augment):
+        def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
+            moved = (eta * eps).expand(len(x), -1, -1)
+            return torch.cat([x[:, None, :2].expand(-1, eps.shape[1], -1), moved], 2)
+
+    torch.manual_seed(0)
+    model = AveragedFunction(Noisy().double(), Shifts(5, ("one", "two", "three"), 0.8, "shared", dtype=torch.float64))
+    x, y = torch.randn(1, 2).double(), torch.tensor([1])
+    plain, eps = held(model, "")
+    with model.augment.held(eps):
+        la = KronLaplace(model).fit([(x, y)])
+    block = la.factors["network.first.weight"].to_dense()[0]  # (input, output)
+    expected = dense_ggn(plain, x, y)["network.first.weight"].view(3, 2, 3, 2).permute(1, 0, 3, 2).reshape(6, 6)
+    torch.testing.assert_close(block, expected)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_full_and_diagonal_curvature_and_predictions_are_those_of_the_average(name, dense_ggn):
+    x, y = data(5)
+    model = averaged(name)
+    plain, eps = held(model, name)
+    with model.augment.held(eps):
+        full, diagonal = (kind(model, prior_precision=2.0).fit([(x, y)]) for kind in (FullLaplace, DiagLaplace))
+        kron = KronLaplace(model, prior_precision=2.0).fit([(x, y)])
+    expected = FullLaplace(plain, prior_precision=2.0).fit([(x, y)])
+    torch.testing.assert_close(full.H, expected.H, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(diagonal.H, expected.H.diagonal(), rtol=1e-8, atol=1e-11)
+    blocks = dense_ggn(plain, x, y)
+    torch.testing.assert_close(torch.cat([b.diagonal() for b in blocks.values()]), diagonal.H, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(full(x), expected(x))  # after the context: the fit's draws
+    parameters = dict(plain.named_parameters())
+
+    def outputs(values: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(plain, values, (x,))
+
+    rows = torch.autograd.functional.jacobian(
+        lambda *values: outputs(dict(zip(parameters, values, strict=True))), tuple(parameters.values())
+    )
+    jacobian = torch.cat([j.flatten(2) for j in rows], 2)
+    found = kron.functional_variance(x)
+    torch.testing.assert_close(found, kron.posterior_precision.inv_square_form(jacobian), rtol=1e-7, atol=1e-10)
+
+
+def test_draws_are_the_fits_and_saved(tmp_path):
+    x, y = data()
+    model = averaged("conv")
+    la = KronLaplace(model).fit([(x, y)])
+    before = torch.get_rng_state()
+    torch.testing.assert_close(la(x), la(x), rtol=0, atol=0)
+    other = KronLaplace(model)
+    other.load_state_dict(la.state_dict())
+    torch.testing.assert_close(other(x), la(x), rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(KronLaplace(model).fit([(x, y)])(x), la(x))
+    with pytest.raises(ValueError, match="draws must be None"):
+        KronLaplace(network("conv")).load_state_dict(
+            {**KronLaplace(network("conv")).state_dict(), "draws": la.state_dict()["draws"]}
+        )
+    independent = KronLaplace(averaged("conv", "independent")).fit([(x, y)])
+    assert independent.state_dict()["draws"] is None and not torch.equal(independent(x), independent(x))
+
+
+def test_batches_parts_and_the_linear_mode_average_over_the_same_draws():
+    x, y = data()
+    model = averaged("conv")
+    with model.augment.held():
+        whole, parts = (
+            KronLaplace(model).fit([(x, y)]),
+            KronLaplace(model, memory_budget=1).fit(list(zip(x.split(2), y.split(2), strict=True))),
+        )
+    assert_same_factors(parts, whole)
+    whole.fit_linear_mode([(x, y)])
+    outputs = TangentModel(model)(whole.linear_mode, (x, whole.state_dict()["draws"].expand(len(x), -1, -1)))
+    found = torch.nn.functional.cross_entropy(outputs, y, reduction="sum")
+    torch.testing.assert_close(-whole.mean_at("linear").statistic, found)
+    with pytest.raises(ValueError, match="draws anew in every pass"):
+        KronLaplace(averaged("conv", "independent")).fit([(x, y)]).fit_linear_mode([(x, y)])
+
+
+def test_the_last_layer_alone():
+    x, y = data()
+    model = averaged("conv")
+    with model.augment.held():
+        last = KronLaplace(model, subset_of_weights="last_layer").fit([(x, y)])
+        whole = KronLaplace(model).fit([(x, y)])
+    for name in ("network.6.weight", "network.6.bias"):
+        torch.testing.assert_close(last.factors[name].to_dense(), whole.factors[name].to_dense())
+
+
+def test_what_would_be_wrong_is_refused():
+    x, y = data()
+    with pytest.raises(ValueError, match="'0' is an AveragedFunction inside of the model"):
+        KronLaplace(nn.Sequential(averaged("mlp"), nn.Linear(CLASSES, CLASSES).double()))
+    indices = AveragedFunction(nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 3)), Same(2))
+    with pytest.raises(ValueError, match="EmbeddingRule does not serve an AveragedFunction"):
+        KronLaplace(indices)
+
+    class Lying(Same):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super().forward(x)] * 2, 1)
+
+    with pytest.raises(ValueError, match="made 4 copies of an input, and its n_samples is 2"):
+        KronLaplace(AveragedFunction(network("mlp"), Lying(2))).fit([(x, y)])
+    with pytest.raises(TypeError, match="must say in its attribute n_samples"):
+        KronLaplace(AveragedFunction(network("mlp"), nn.Identity()))
+    model = averaged("conv")
+    with model.augment.held(torch.zeros(2, 6).double()), pytest.raises(ValueError, match="holds draws of 2 copies"):
+        KronLaplace(model).fit([(x, y)])
+    model.augment.raw.requires_grad_()
+    for kind in (KronLaplace, FullLaplace):
+        with pytest.raises(ValueError, match=r"'raw' requires a gradient; .*evidence_gradient"):
+            kind(model).fit([(x, y)])
+
+
+def test_a_rule_of_ones_own_must_promise():
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(SIZE * SIZE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) * self.weight
+
+    @register(Times)
+    class TimesRule(Rule):
+        def shapes(self):
+            from ella_cuda.laplace import FactorShape
+
+            return {"weight": FactorShape.bias(SIZE * SIZE)}
+
+        def inputs(self, x: Tensor) -> None:
+            self.kept = x.flatten(1)
+
+        def outputs(self, gradient: Tensor) -> None:
+            self.factors["weight"].output_moment.add((gradient * self.kept).flatten(0, 1)[:, None])
+
+    model = AveragedFunction(nn.Sequential(Times(), nn.Linear(SIZE * SIZE, CLASSES)).double(), Same(2))
+    with pytest.raises(ValueError, match="TimesRule does not serve an AveragedFunction"):
+        KronLaplace(model)

@@ -1,0 +1,215 @@
+"""Learning the amounts of an augmentation: the evidence keeps an invariance that the training loss gives up; runs that go on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ella_cuda import marglik_training
+from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.laplace import evidence_gradient
+from ella_cuda.nn import SparseConv2d
+from ella_cuda.training import MarglikTrainer
+from python_tests.laplace.rings import Turn, network, rings
+
+NAMES = ("tx", "ty", "rotation", "sx", "sy", "shear")
+
+
+def convolutional(sparse: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    first = SparseConv2d(1, 2) if sparse else nn.Conv2d(1, 2, 3, padding=1)
+    return nn.Sequential(first, nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+
+
+def loader(n: int = 30) -> DataLoader:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(n, 1, 8, 8, generator=generator), torch.randint(3, (n,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=10, shuffle=True)
+
+
+def trainer(sparse: bool = False, **options) -> MarglikTrainer:
+    model = convolutional(sparse)
+    arguments = {
+        "augment": lambda: AffineAugment(4, init=0.2),
+        "learn": ["augmentation"],
+        "n_epochs": 6,
+        "n_hypersteps": 2,
+    }
+    arguments |= options
+    augment = arguments.pop("augment")
+    return MarglikTrainer(model, loader(), progress_bar=False, augment=augment and augment(), **arguments)
+
+
+def assert_same_runs(one: MarglikTrainer, other: MarglikTrainer) -> None:
+    assert one.losses == other.losses and one.margliks == other.margliks and one.history == other.history
+    states = one.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert torch.equal(one.la.log_marginal_likelihood(), other.la.log_marginal_likelihood())
+
+
+def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
+    """Rings under an arc of 120 degrees, one network, one start of 30 degrees: the loss moves the amount to 0, the evidence to 100 and
+    more."""
+    (x, y), start = rings(), math.radians(30)
+    model = AveragedFunction(network(), Turn(31, start))
+    raw = model.augment.raw.requires_grad_()
+    groups = [{"params": list(model.parameters())}, {"params": [raw], "lr": 0.02}]
+    optimizer = torch.optim.Adam(groups, 1e-2)
+    for _ in range(250):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert abs(math.degrees(raw.item())) < 1
+    schedule = {"n_epochs": 150, "n_epochs_burnin": 50, "marglik_frequency": 5, "lr_aug": 0.1}
+    _, model, margliks, _ = marglik_training(
+        network(),
+        [(x, y)],
+        augment=Turn(31, start),
+        learn=("augmentation",),
+        optimizer_kwargs={"lr": 1e-2},
+        hyper_optimizer="mackay",
+        prior_structure="scalar",
+        progress_bar=False,
+        **schedule,
+    )
+    assert math.degrees(model.augment.amounts()["turn"]) > 100
+    assert margliks[-1] < margliks[0] - 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"keep": "best", "optimizer_kwargs": {"lr": 0.1}},
+        {"aug_sampling": "independent", "aug_data": 20},
+        {"aug_columns": "one", "aug_sampling": "sobol"},
+        {"augment": lambda: AffineAugment(4, "rotation", 0.2, "grid", "raw"), "lr_aug_min": 0.01},
+    ],
+)
+def test_a_resumed_run_is_an_uninterrupted_one(options, tmp_path):
+    whole = trainer(**options)
+    amounts = whole.model.augment.raw.clone()
+    whole.run()
+    assert not torch.equal(whole.model.augment.raw, amounts)
+    part = trainer(**options)
+    for _ in range(3):
+        part.epoch()
+        part.evidence_step()
+    torch.save(part.state_dict(), tmp_path / "state.pt")
+    rest = trainer(**options)
+    rest.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    rest.run()
+    assert_same_runs(whole, rest)
+
+
+def test_a_finished_run_is_found_again(tmp_path):
+    for keep in ("last", "best"):
+        one, other = (trainer(checkpoint=tmp_path / f"{keep}.pt", keep=keep, lr_aug=0.8) for _ in range(2))
+        one.run()
+        other.run()
+        assert_same_runs(one, other)
+
+
+def test_the_best_evidence_is_kept_with_its_amounts():
+    unsteady = {"optimizer_kwargs": {"lr": 0.1}, "n_epochs": 2}  # too fast, so that the evidence falls
+    made = trainer(keep="best", **unsteady)
+    la = made.run()
+    best = min(range(len(made.margliks)), key=made.margliks.__getitem__)
+    assert best < len(made.margliks) - 1
+    assert la.log_marginal_likelihood().item() == pytest.approx(-made.margliks[best], rel=1e-9)
+    recorded = made.history[best]
+    assert made.model.augment.amounts() == recorded["learned"]["augmentation"]
+    assert la.prior_precision.tolist() == recorded["prior_precision"]
+    last = trainer(**unsteady)
+    assert last.run().log_marginal_likelihood().item() == pytest.approx(-made.margliks[-1], rel=1e-9)
+
+
+def test_a_step_goes_along_the_evidences_gradient():
+    made = trainer(lr_aug=0.03)
+    before = made.model.augment.raw.clone()
+    made.epoch()
+    assert torch.equal(made.model.augment.raw, before) and not made.model.augment.raw.requires_grad
+    evaluation = made.evidence_step()
+    draws = made.la.state_dict()["draws"]
+    assert draws.shape == (1, 4, 6) and made.model.augment.sampling == "independent"
+    moved = made.model.augment.raw.clone()
+    made.model.augment.raw.copy_(before)
+    gradient = evidence_gradient(made.la, loader())["augment.raw"]
+    torch.testing.assert_close(moved - before, (0.03 * gradient.sign()).float())  # Adam's first step
+    assert tuple(evaluation.learned["augmentation"]) == NAMES
+    assert evaluation.learned["augmentation"]["tx"] == pytest.approx(0.2)
+
+
+def test_rates_follow_half_a_cosine_and_none_moves_after_the_last_epoch():
+    made = trainer(lr_aug=0.1, lr_aug_min=0.02, n_epochs=11, marglik_frequency=2, n_epochs_burnin=2)
+    rates, step = [], made.learners[1].optimizer.step
+    made.learners[1].optimizer.step = lambda: (rates.append(made.learners[1].optimizer.param_groups[0]["lr"]), step())
+    made.run()
+    expected = [0.02 + 0.04 * (1 + math.cos(math.pi * t / 3)) for t in range(4)]  # after epochs 4, 6, 8, 10
+    assert rates == pytest.approx(expected)
+    amounts = [h["learned"]["augmentation"]["rotation"] for h in made.history]
+    assert amounts[-1] == made.model.augment.amounts()["rotation"] and amounts[0] == amounts[1] != amounts[2]
+
+
+def test_it_learns_beside_lengthscales():
+    made = trainer(sparse=True, learn=["augmentation", "lengthscales"], n_epochs=2)
+    scale, amounts = made.model.network[0].basis.inverse_lengthscale.clone(), made.model.augment.raw.clone()
+    made.run()
+    assert not torch.equal(made.model.network[0].basis.inverse_lengthscale, scale)
+    assert not torch.equal(made.model.augment.raw, amounts)
+    assert not any(b.requires_grad for b in made.model.buffers())
+
+
+def test_amounts_stay_within_their_limits():
+    made = trainer(augment=lambda: AffineAugment(4, "rotation", 3.14, constraint="raw"), lr_aug=1.0, n_epochs=4)
+    made.run()
+    made.model.augment.raw.requires_grad_()
+    assert made.model.augment.eta.abs().item() < math.pi + 1e-6
+    assert torch.autograd.grad(made.model.augment.eta.sum(), made.model.augment.raw)[0].item() != 0
+
+
+def test_amounts_that_are_not_learned_stay_and_are_averaged_over():
+    made = trainer(learn=(), n_epochs=2)
+    amounts = made.model.augment.raw.clone()
+    la = made.run()
+    assert torch.equal(made.model.augment.raw, amounts) and la.state_dict()["draws"] is not None
+    learned = trainer(objective="map", n_epochs=2)
+    learned.run()
+    assert torch.equal(learned.model.augment.raw, amounts)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"augment": None}, r"learn=\['augmentation'\] needs a network that is averaged"),
+        ({"aug_data": 0}, "aug_data must be at least 1"),
+        ({"aug_columns": "two"}, "aug_columns"),
+        ({"aug_sampling": "two"}, "sampling must be one of"),
+        ({"keep": "first"}, "keep"),
+        ({"lr_aug": -1.0}, "lr_aug must be positive"),
+        ({"lr_aug_min": 0.0}, "lr_aug_min must be positive"),
+        ({"n_epochs_burnin": 5}, "needs an evidence step after n_epochs_burnin"),
+    ],
+)
+def test_what_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        trainer(**options)
+
+
+def test_one_augmentation_alone():
+    with pytest.raises(ValueError, match="augment must be None where the model is an AveragedFunction"):
+        MarglikTrainer(AveragedFunction(convolutional(), AffineAugment(2)), loader(), augment=AffineAugment(2))
+
+
+def test_a_checkpoint_of_another_augmentation_is_refused(tmp_path):
+    path = tmp_path / "c.pt"
+    trainer(checkpoint=path, n_epochs=2).run()
+    with pytest.raises(ValueError, match="augment"):
+        trainer(checkpoint=path, n_epochs=2, augment=lambda: AffineAugment(5, init=0.2)).run()
+    with pytest.raises(ValueError, match="aug_data"):
+        trainer(checkpoint=path, n_epochs=2, aug_data=3).run()

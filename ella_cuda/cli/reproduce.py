@@ -24,7 +24,7 @@ from ella_cuda.cli.grid import (
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import GridConfig
+from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig
 from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
 
 
@@ -55,7 +55,10 @@ def add_reproduce(commands: Any) -> None:
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
     studies.add_options(reproduce)
-    add_attributes(reproduce, without=(*settings_of(GridConfig), "train_size", "holdout", "group", "group_conv"))
+    add_attributes(
+        reproduce,
+        without=(*settings_of(GridConfig), *settings_of(AmountsConfig), "train_size", "holdout", "group", "group_conv"),
+    )
     widths = ", ".join(f"{table.name}: {table.width}" for table in TABLES.values() if table.width)
     reproduce.epilog += f"\nwidth whatever the data: {widths}"
     add_session(reproduce)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
-from ella_cuda.experiments.run import build_network, own_random_state, prepare_for
+from ella_cuda.experiments.run import averaged, build_network, own_random_state, prepare_for
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
@@ -24,7 +25,7 @@ ADVICE = "do the run again"
 class LoadedRun(NamedTuple):
     """What :func:`load_run` gives."""
 
-    model: Neyshabur  # in evaluation mode
+    model: Neyshabur | AveragedFunction  # in evaluation mode
     la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
@@ -62,7 +63,7 @@ def load_run(
     config, network = _described(run_dir)
     path = run_dir / CHECKPOINT_FILE
     with torch.random.fork_rng(devices=[]):
-        model = build_network(config, **network)
+        model = averaged(config, build_network(config, **network))
     try:
         state = load_checkpoint(path, {}, model)
     except FileNotFoundError as error:

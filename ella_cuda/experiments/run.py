@@ -186,13 +186,15 @@ def run_one(
         return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
 
 
-def sampled(augment: AffineAugment, dataset: Dataset) -> list[list[Any]]:
+def sampled(
+    augment: AffineAugment, dataset: Dataset, count: int = SAMPLED, copies: int = SHOWN_COPIES
+) -> list[list[Any]]:
     """Some test images, each as its first channel is and as copies at the amounts that were learned: rows of images ``(H, W)`` of pixels
     from 0, black, to 255."""
-    some = stratified_order(dataset.test_labels, dataset.test_ids, 0, "samples")[:SAMPLED]
+    some = stratified_order(dataset.test_labels, dataset.test_ids, 0, "samples")[:count]
     images = dataset.test_images[some.to(dataset.test_images.device)]
     generator = torch.Generator().manual_seed(0)
-    draws = 2 * torch.rand(len(images), SHOWN_COPIES, len(augment.names), generator=generator) - 1
+    draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
     with torch.no_grad():
         shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)[:, :, 0]
     pixels = (255 * (shown - dataset.black[0]) / (dataset.white[0] - dataset.black[0])).round().clamp(0, 255)

@@ -180,13 +180,13 @@ def write_history(run_dir: Path, losses: Sequence[float], evaluations: Sequence[
     write_file(run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": evaluations}, allow_nan=False))
 
 
-def write_samples(run_dir: Path, images: Sequence[Any]) -> None:
-    """Keep what a learned augmentation makes of images: rows of images of pixels in 0..255."""
-    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed({"images": images})))
+def write_samples(run_dir: Path, images: Sequence[Any], draws: Sequence[Any]) -> None:
+    """Keep what a learned augmentation makes of images, rows of images of pixels in 0..255, and the draws that the run was evaluated with."""
+    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed({"images": images, "draws": draws})))
 
 
-def read_samples(run_dir: Path) -> list[list[Any]]:
-    """What :func:`write_samples` kept.
+def read_samples(run_dir: Path) -> dict[str, Any]:
+    """What :func:`write_samples` kept: ``images`` and ``draws``.
 
     Raises:
         ValueError: the file is damaged, or was edited.
@@ -194,9 +194,9 @@ def read_samples(run_dir: Path) -> list[list[Any]]:
     path = run_dir / SAMPLES_FILE
     advice = "delete it, and the run's row in summary.json, to have it made anew"
     found = read_json(path, advice)
-    if (wrong := _missing(found, {"images": list})) or not fits_seal(found):
+    if (wrong := _missing(found, {"images": list, "draws": list})) or not fits_seal(found):
         raise damaged(path, wrong or "its digest does not fit", advice)
-    return found["images"]
+    return found
 
 
 def of_network(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.claim import LOCK_FILE, claim
@@ -35,7 +35,6 @@ from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
-from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
@@ -115,12 +114,9 @@ def averaged(config: RunConfig, network: Neyshabur) -> nn.Module:
     return AveragedFunction(network, augment).to(next(network.parameters()).device)
 
 
-@contextmanager
-def same_copies(model: nn.Module, la: KronLaplace) -> Iterator[None]:
-    """For the duration of the context, a network that averages over copies takes the draws of the approximation's fit."""
-    draws = la.state_dict()["draws"] if isinstance(model, AveragedFunction) else None
-    with nullcontext() if draws is None else model.augment.held(draws):
-        yield
+def same_copies(model: nn.Module, draws: Tensor | None) -> AbstractContextManager[Any]:
+    """For the duration of the context, a network that averages over copies takes these draws."""
+    return model.augment.held(draws) if isinstance(model, AveragedFunction) and draws is not None else nullcontext()
 
 
 @contextmanager
@@ -278,7 +274,8 @@ def _run(
             la.fit(evidence_loader)
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
-    with same_copies(model, la):
+    draws = la.state_dict()["draws"] if isinstance(model, AveragedFunction) else None
+    with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
     precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
@@ -288,7 +285,7 @@ def _run(
     amounts = {}
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
-        write_samples(run_dir, sampled(model.augment, dataset))
+        write_samples(run_dir, sampled(model.augment, dataset), draws.tolist())
     write_history(run_dir, losses, diary.evaluations)
     row = {
         "run": config.name,

@@ -129,9 +129,9 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         title = f"{sizes_said(first)}: {first['train_size']:,} images, {first['epochs']} epochs, {first['hidden']:,} hidden units; {seeds}"
         blocks.append(table(title, head, lines, [], left=1).rstrip())
     notes = (
-        f"Amounts over the full range: rotation 180°, translations 8/14 of half the image, scales and shear log 2 = {math.log(2):.2f}. The "
-        "data's own: 1 for rotated ±180°, 0.5 for ±90°, 1 for translated and scaled, whose two scales are one. Read off a figure: of Immer, van "
-        "der Ouderaa et al.'s code, MNIST, about ±0.03, with all images, 1,000 epochs and 1,000 hidden units."
+        f"Amounts over the full range: rotation 180°, translations 8/14 of half the image, scales and shear log 2 = {math.log(2):.2f}. "
+        "The data's own: 1 for rotated ±180°, 0.5 for ±90°, 1 for translated and scaled, whose two scales are one. Read off a figure: of "
+        "Immer, van der Ouderaa et al.'s code, MNIST, about ±0.03, with all images, 1,000 epochs and 1,000 hidden units."
     )
     return "\n\n".join([PART.title, *blocks, notes])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +26,7 @@ PRECISION_STEPS = 20  # updates of the precision in each of them
 TITLES = {
     "full": "full",
     "kron": "Kronecker, means over copies",
-    "second": "Kronecker, second moments over copies (wrong)",
+    "second": "Kronecker, second moments (wrong)",
 }
 # A program in plain torch of the same recipe, other data: at fixed angles the training's NLL, and the evidence of each curvature.
 REFERENCE = {
@@ -217,9 +216,7 @@ def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
     seeds = sorted(study.settings["seed"] for study, _ in found)
     said = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
     points = rings(POINTS, ARC, found[0][0].settings["seed"])
-    return draw_rings(
-        results, (points.x.tolist(), points.y.tolist()), copy.copy(REFERENCE), TITLES, f"{PART.title}; {said}"
-    )
+    return draw_rings(results, (points.x.tolist(), points.y.tolist()), REFERENCE, TITLES, f"{PART.title}; {said}")
 
 
 PART = Part(

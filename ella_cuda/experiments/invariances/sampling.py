@@ -14,6 +14,7 @@ from ella_cuda.experiments.invariances.sizes import of_small, seeds_said
 from ella_cuda.experiments.studies import Part, Study, Work
 from ella_cuda.experiments.studies.text import table, with_error
 from ella_cuda.reports.pictures.invariances import draw_sampling
+from ella_cuda.reports.text import counted
 
 POINTS, FINE = 120, 90  # data, and copies of the model that they are from
 SAMPLINGS = ("independent", "shared", "grid")
@@ -148,7 +149,10 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
     """Means over seeds."""
     return draw_sampling(
-        [result for _, result in found], TRUE, ANGLES, f"{PART.title}; means over {len(found)} seed(s)"
+        [result for _, result in found],
+        TRUE,
+        ANGLES,
+        f"{PART.title}; {'mean over ' if len(found) > 1 else ''}{counted(len(found), 'seed')}",
     )
 
 

@@ -104,7 +104,7 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
         makers["amounts"] = lambda: draw_run_amounts(row, history()["evaluations"])
         if (run_dir / SAMPLES_FILE).exists():
             makers["samples"] = lambda: draw_samples(
-                {"": read_samples(run_dir)},
+                {"": read_samples(run_dir)["images"]},
                 f"{run_title(row)}: test images, and copies at the learned amounts",
             )
     if paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():

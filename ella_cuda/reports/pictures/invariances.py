@@ -65,12 +65,14 @@ def draw_rings(
     axes[1].set_yticks(range(0, 181, 45))
     plain_axes(axes[1], "learned angle", "step", "degrees")
     fixed = [found["angle"] for found in results[0]["fixed"]]
-    for way, name in titles.items():
+    for way in titles:
         values = np.mean([[found[way] for found in result["fixed"]] for result in results], 0)
         style = {"color": FACTOR_COLOURS[way], "marker": "o"}
         axes[2].plot(fixed, values, linewidth=1.0, markersize=3, **style)
         if len(reference.get(way, ())) == len(fixed):
-            (legend[f"{name}, reference"],) = axes[2].plot(fixed, reference[way], **style, **HOLLOW)
+            axes[2].plot(fixed, reference[way], **style, **HOLLOW)
+            hollow = {"marker": "o", "color": "#777777", **HOLLOW}
+            (legend["reference, other data"],) = axes[2].plot([], [], **hollow)
     axes[2].set_xticks(range(0, 181, 45))
     plain_axes(axes[2], "evidence at fixed angles", "degrees", "nats")
     finish(figure, title, legend)

@@ -227,6 +227,20 @@ def test_a_rescaled_network_is_the_same_function(norm):
     assert names == ["first", "middle"]
 
 
+def test_statistics_are_those_of_the_weights(tmp_path):
+    looks = []
+
+    def look(model, points, epoch):
+        looks.append((epoch, model.first_norm.running_mean.clone(), model.first(points.x).mean(0).detach()))
+
+    model, points = regression.trained(4, "batch", 0, 6, study.Work(tmp_path), 2, look)
+    assert [epoch for epoch, *_ in looks] == [2, 4, 6]
+    for _, kept, mean in looks:
+        torch.testing.assert_close(kept, mean)
+    assert not model.training
+    torch.testing.assert_close(model.first_norm.running_mean, model.first(points.x).mean(0))
+
+
 def test_clusters_are_of_their_ends_and_differ_by_seed():
     points = regression.two_clusters(200, 0)
     (a, b), (c, d) = regression.LEFT, regression.RIGHT
@@ -289,6 +303,7 @@ def test_wrong_networks_are_refused(args, words):
 def test_networks_are_a_table_beside_the_talks_and_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(networks, "NETWORKS", dict.fromkeys(("cnn", "fixup")))
     monkeypatch.setattr(networks, "ROUNDS", 2)
+    monkeypatch.setitem(networks.SIZES, "digits", {**networks.SIZES["digits"], "epochs": 2})
     options = ["linearised", "--part", "networks", "--data", "digits", "--scale", "0.02", "--seed", "0", "1"]
     options += ["--jobs", "1", "--device", "cpu"]
     run(*options, "--out", str(tmp_path / "whole"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -173,6 +174,7 @@ PAIRS = [  # x, kernel, stride, padding, dilation: patches read the same pairs o
     ((9, 18, 5, 4), 3, 1, 2, 1),
     ((5, 17, 7, 5), (3, 5), 1, (1, 2), 1),
     ((6, 21, 6, 5), (2, 3), 1, (0, 1), 1),
+    ((5, 17, 5, 7), (5, 3), 1, (2, 1), 1),
     ((5, 16, 6, 5), 5, 1, 2, 1),
     ((17, 33, 8, 8), 3, 2, 1, 1),
     ((9, 20, 7, 6), 3, (2, 1), 1, 1),
@@ -228,10 +230,12 @@ def test_more_pairs_of_pixels_than_are_packed_at_once(shape, kernel, wide, devic
         ((8000, 16, 4, 4), 3, None),
         ((20, 64, 28, 28), 5, 0),  # pairs of pixels fall apart into many classes
         ((40, 32, 3, 3), 13, None),
+        ((1, 16, 1, 9000), (1, 25), None),  # lists of pairs are long
+        ((1, 16, 9000, 1), (25, 1), None),
     ],
 )
 def test_scratch_does_not_grow_with_images_or_kernels(shape, kernel, padding):
-    x, d = torch.ones(shape), shape[1] * kernel**2
+    x, d = torch.ones(shape), shape[1] * math.prod(pair(kernel))
     factor = torch.zeros(d, d)
     call = functools.partial(ops.conv_kron_accumulate_, factor, x, kernel, "zeros", padding=padding)
     assert checks.peak_bytes(call) <= 24e6

@@ -85,11 +85,12 @@ class PixelPairs {
 
   // Whether that may be worth it: channels fill vectors, positions outweigh the time in which the factor is written, and its
   // blocks are not large. `has_lags`: sums by lags are the other way, which is faster with large images and few channels; else
-  // products of whole patches are.
+  // products of whole patches are. Classes are found pair by pair: long axes have too many.
   static bool suits(const ConvGeometry& g, bool has_lags) {
-    constexpr int64_t kFewestPositions = 128, kLargestKernel = 25;
+    constexpr int64_t kFewestPositions = 128, kLargestKernel = 25, kMostMet = 1 << 15;  // some ms and MiB
     return !g.circular && g.C >= kFewest && g.H * g.W > 0 && g.positions() >= kFewestPositions &&
-           g.kernel_h * g.kernel_w <= kLargestKernel && (!has_lags || (g.C >= 2 * kFewest && g.H * g.W <= 4 * g.C));
+           g.kernel_h * g.kernel_w <= kLargestKernel && (!has_lags || (g.C >= 2 * kFewest && g.H * g.W <= 4 * g.C)) &&
+           g.kernel_h * g.kernel_h * g.out_h + g.kernel_w * g.kernel_w * g.out_w <= kMostMet;
   }
 
   // Whether products are fewer than those of patches and sums long, and what is kept is not large.

@@ -77,7 +77,8 @@ def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, d
             "image_size": sizes["image_size"],
             "train_size": share(scale, sizes["train_size"], 50),
             "test_size": share(scale, sizes["test_size"], 50),
-            "epochs": share(scale, sizes["epochs"], 2),
+            "epochs": sizes["epochs"],
+            "batch_size": share(scale, BATCH, 16),  # as many steps at every scale
             "parameters": share(scale, PARAMETERS, 400),
         }
         for seed in seeds:
@@ -104,7 +105,7 @@ def run(study: Study, work: Work) -> dict[str, Any]:
     data = dataset.train_images, dataset.train_labels
     marglik_training(
         model,
-        TensorLoader(*data, BATCH, shuffle=True, data_digest=dataset.digest),
+        TensorLoader(*data, s["batch_size"], shuffle=True, data_digest=dataset.digest),
         "classification",
         optimizer_kwargs={"lr": RATE},
         n_epochs=s["epochs"],

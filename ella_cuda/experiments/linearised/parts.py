@@ -8,6 +8,6 @@ from ella_cuda.experiments.studies import Experiment
 EXPERIMENT = Experiment(
     "linearised",
     "the evidence at the network's weights and at the linear model's mode (Antorán et al., ICML 2022)",
-    "widths, epochs, images and parameters",
+    "widths and epochs, and of networks' images and parameters",
     (toy.PART, sweep.PART, stopping.PART, networks.PART),
 )

@@ -58,7 +58,7 @@ def normalised_mlp(width: int, norm: str = "batch") -> nn.Sequential:
     def normalisation() -> nn.Module:
         if norm == "layer":
             return nn.LayerNorm(width, eps=TINY, elementwise_affine=False)
-        return nn.BatchNorm1d(width, eps=TINY, affine=False)
+        return nn.BatchNorm1d(width, eps=TINY, momentum=1.0, affine=False)  # statistics of the last batch, all points
 
     layers = {
         "first": nn.Linear(1, width, bias=bias),
@@ -112,6 +112,7 @@ def trained(
 
     def look(evaluation: Evaluation) -> None:
         if on_evaluation is not None:
+            _settle(model, points)
             on_evaluation(model, points, evaluation.epoch)
 
     marglik_training(
@@ -130,7 +131,17 @@ def trained(
         on_evaluation=look,
         description=work.folder.name,
     )
+    _settle(model, points)
     return model.eval(), points
+
+
+@torch.no_grad()
+def _settle(model: nn.Sequential, points: Points) -> None:
+    """Give BatchNorm the statistics at the present weights; those of training are of the weights before the last step."""
+    before = model.training
+    model.train()
+    model(points.x)
+    model.train(before)
 
 
 def full_laplace(model: nn.Module, points: Points) -> FullLaplace:

@@ -20,7 +20,7 @@ from ella_cuda.experiments.linearised.sweep import NORM_TITLES
 from ella_cuda.experiments.studies import Part, Study, Work, share
 from ella_cuda.experiments.studies.text import table, with_error
 from ella_cuda.reports.pictures.linearised import draw_stopping
-from ella_cuda.reports.text import EVIDENCE_AT, SHARED
+from ella_cuda.reports.text import EVIDENCE_AT, SHARED, counted
 
 WIDTH, FIRST, DOUBLINGS = 16, 25, 7
 
@@ -112,7 +112,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
     """All seeds' means."""
     made = [row for study, result in found for row in rows(study, result)]
-    return draw_stopping(made, f"{PART.title}; means over {len({r['seed'] for r in made})} seed(s)")
+    return draw_stopping(made, f"{PART.title}; means over {counted(len({r['seed'] for r in made}), 'seed')}")
 
 
 PART = Part(

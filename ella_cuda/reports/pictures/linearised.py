@@ -100,15 +100,18 @@ def draw_sweep(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
         for which in "xy":
             logarithmic_scale(axis, which)
         plain_axes(axis, f"{norm} norm,\n{EVIDENCE_AT[at]}", "k", "mean variance" if axis is axes[0] else "")
+    variances = [r["variance"] for r in rows]
+    for axis in axes:  # of the same scale
+        axis.set_ylim(min(variances) / 1.3, max(variances) * 1.3)
     finish(figure, title, legend)
     return figure
 
 
 def draw_stopping(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
-    """Over training, how far both predictives are apart, and their negative log densities of new data; a line for each seed and its mean.
+    """Over training, how far both predictives are apart, and the error bars of both with a single precision; means over seeds.
 
     Args:
-        rows: ``norm, seed, structure, epoch, distance, nll_network, nll_linear`` each.
+        rows: ``norm, seed, structure, epoch, distance, error_bar_network, error_bar_linear`` each.
         title: of the picture.
 
     Returns:
@@ -132,16 +135,16 @@ def draw_stopping(rows: Sequence[Mapping[str, Any]], title: str = "") -> Any:
             if structure != "scalar":
                 continue
             for at, colour in COLOURS.items():
-                epochs, values = _means(some, f"nll_{at}")
+                epochs, values = _means(some, f"error_bar_{at}")
                 options["linestyle"] = LINE_STYLES[k]
-                (legend[f"NLL, {norm} norm, {EVIDENCE_AT[at]}"],) = axes[1].plot(
+                (legend[f"error bar, {norm} norm, {EVIDENCE_AT[at]}"],) = axes[1].plot(
                     epochs, values, color=colour, **options
                 )
     for axis in axes:
-        logarithmic_scale(axis, "x")
-    logarithmic_scale(axes[0], "y")
+        for which in "xy":
+            logarithmic_scale(axis, which)
     plain_axes(axes[0], "between both predictives", "epochs", "Wasserstein distance")
-    plain_axes(axes[1], "of new data, single precision", "epochs", "NLL, nats")
+    plain_axes(axes[1], "mean error bar, single precision", "epochs", "standard deviation")
     finish(figure, title, legend)
     return figure
 

@@ -59,6 +59,7 @@ def test_the_sweep_has_a_panel_for_each_evidence_and_a_line_for_each_number_of_p
     check_page(figure)
     shown = [axis for axis in figure.axes if axis.get_visible()]
     assert len(shown) == 4
+    assert len({axis.get_ylim() for axis in shown}) == 1
     for axis in shown:
         single, grouped = (line.get_ydata() for line in axis.lines)
         np.testing.assert_allclose(single, [0.6, 1.5, 10.5])
@@ -68,7 +69,7 @@ def test_the_sweep_has_a_panel_for_each_evidence_and_a_line_for_each_number_of_p
 def test_early_stopping_shows_means_over_seeds():
     rows = [
         {"norm": norm, "seed": seed, "structure": structure, "epoch": epoch, "distance": (1 + 2 * seed) / epoch}
-        | {"nll_network": 2.0 + seed, "nll_linear": 1.0 + seed}
+        | {"error_bar_network": 2.0 + seed, "error_bar_linear": 1.0 + seed}
         for norm in ("batch", "layer")
         for seed in (0, 1)
         for structure in ("scalar", "normalised")
@@ -76,10 +77,10 @@ def test_early_stopping_shows_means_over_seeds():
     ]
     figure = draw_stopping(rows, TITLE)
     check_page(figure)
-    distances, nll = (axis for axis in figure.axes if axis.get_visible())
-    assert (len(distances.lines), len(nll.lines)) == (4, 4)
+    distances, bars = (axis for axis in figure.axes if axis.get_visible())
+    assert (len(distances.lines), len(bars.lines)) == (4, 4)
     np.testing.assert_allclose(distances.lines[0].get_ydata(), [2.0, 0.2, 0.02])
-    np.testing.assert_allclose(nll.lines[0].get_ydata(), 2.5)
+    np.testing.assert_allclose(bars.lines[0].get_ydata(), 2.5)
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])

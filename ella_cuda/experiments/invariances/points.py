@@ -13,6 +13,8 @@ from ella_cuda.augment import Augment, AveragedFunction
 
 NOISE = 0.06  # standard deviation of the rings
 FACTORS = ("full", "kron", "second")
+UPDATES, TOLERANCE = 200, 1e-6  # of a precision
+LOWEST, HIGHEST = 1e-6, 1e6
 
 
 class Turn(Augment):
@@ -58,17 +60,19 @@ def network(width: int, seed: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2)).double()
 
 
-def evidence(model: AveragedFunction, points: Points, raw: Tensor, precision: Tensor, factors: str) -> Tensor:
-    r"""The Laplace evidence of an averaged :func:`network`, in the graph of ``raw`` and ``precision``, weights held.
+def curvature(
+    model: AveragedFunction, points: Points, raw: Tensor, factors: str
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    r"""Of an averaged :func:`network`, in the graph of ``raw``: the log likelihood, and the blocks of the curvature, Kronecker products.
 
-    With "full" the curvature is the matrix :math:`\sum_n \bar J_n^T \Lambda_n \bar J_n` of means over copies. With "kron" each layer's
-    block is the Kronecker product of the second moments of means over copies, as :class:`ella_cuda.laplace.KronLaplace` has it. With
-    "second" it is that of second moments over copies too, as if copies were data points: this is wrong, and here to show what comes of it.
+    With "full" the one block is the matrix :math:`\sum_n \bar J_n^T \Lambda_n \bar J_n` of means over copies. With "kron" each layer's
+    block is the product of the second moments of means over copies, as :class:`ella_cuda.laplace.KronLaplace` has it. With "second" it is
+    that of second moments over copies too, as if copies were data points: this is wrong, and here to show what comes of it.
 
     Args:
         model: of :class:`Turn` and :func:`network`.
         points: the data.
-        raw: amounts, as ``model.augment.raw``. precision: one of all parameters, 0-dim.
+        raw: amounts, as ``model.augment.raw``.
         factors: of :data:`FACTORS`.
 
     Raises:
@@ -85,10 +89,10 @@ def evidence(model: AveragedFunction, points: Points, raw: Tensor, precision: Te
     p = mean.softmax(1)
     root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None]  # root root^T is the likelihood's Hessian
     columns = [
-        torch.autograd.grad(mean, [hidden, outputs], root[:, :, k], create_graph=True) for k in range(root.shape[2])
+        torch.autograd.grad(mean, [hidden, outputs], root[:, :, k], retain_graph=True, create_graph=raw.requires_grad)
+        for k in range(root.shape[2])
     ]
-    norms = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
-    total = -F.cross_entropy(mean, y, reduction="sum") - 0.5 * precision * norms
+    one, blocks = torch.ones(1, 1, dtype=x.dtype), []
     if factors == "full":
         rows = []
         for gradients in columns:
@@ -97,18 +101,46 @@ def evidence(model: AveragedFunction, points: Points, raw: Tensor, precision: Te
                 parts += [torch.einsum("nsi,nsj->nij", g, a).flatten(1), g.sum(1)]
             rows.append(torch.cat(parts, 1))
         jacobian = torch.cat(rows)
-        return total - 0.5 * _log_det(jacobian.T @ jacobian, precision)
-    for i, a in enumerate(inputs):
+        blocks.append((one, jacobian.T @ jacobian))
+    for i, a in enumerate(inputs) if factors != "full" else ():
         if factors == "kron":
-            a, gradients = a.mean(1), [column[i].sum(1) for column in columns]
-            inner, outer = a.T @ a / len(x), sum(g.T @ g for g in gradients)
+            rows, gradients = a.mean(1), [column[i].sum(1) for column in columns]
+            inner, outer = rows.T @ rows / len(x), sum(g.T @ g for g in gradients)
         else:
-            a, gradients = a.flatten(0, 1), [column[i].flatten(0, 1) for column in columns]
-            inner, outer = a.T @ a / len(a), sum(g.T @ g for g in gradients) * copies.shape[1]
-        total = total - 0.5 * _log_det(torch.kron(inner, outer), precision) - 0.5 * _log_det(outer, precision)
-    return total
+            rows, gradients = a.flatten(0, 1), [column[i].flatten(0, 1) for column in columns]
+            inner, outer = rows.T @ rows / len(rows), sum(g.T @ g for g in gradients) * copies.shape[1]
+        blocks += [(inner, outer), (one, outer)]  # of weight and bias
+    return -F.cross_entropy(mean, y, reduction="sum"), blocks
 
 
-def _log_det(curvature: Tensor, precision: Tensor) -> Tensor:
-    """Of ``curvature / precision + I``."""
-    return torch.logdet(curvature / precision + torch.eye(len(curvature), dtype=curvature.dtype))
+def evidence(model: AveragedFunction, points: Points, raw: Tensor, precision: float, factors: str) -> Tensor:
+    """The Laplace evidence, in the graph of ``raw``, weights held; see :func:`curvature`.
+
+    Args:
+        precision: one of all parameters.
+    """
+    total, blocks = curvature(model, points, raw, factors)
+    for inner, outer in blocks:
+        block = torch.kron(inner, outer) / precision
+        total = total - 0.5 * torch.logdet(block + torch.eye(len(block), dtype=block.dtype))
+    return total - 0.5 * precision * square_norm(model)
+
+
+def best_precision(model: AveragedFunction, points: Points, factors: str) -> float:
+    """The one with the most evidence at the model's weights and angle, by MacKay's fixed point."""
+    _, blocks = curvature(model, points, model.augment.raw, factors)
+    with torch.no_grad():
+        sides = [[torch.linalg.eigvalsh(side).clamp(min=0) for side in block] for block in blocks]
+        values = torch.cat([torch.outer(*block).flatten() for block in sides])
+        norm, precision = square_norm(model), torch.ones((), dtype=torch.float64)
+        for _ in range(UPDATES):
+            before = precision
+            precision = ((values / (values + precision)).sum() / norm).clamp(LOWEST, HIGHEST)
+            if (precision / before - 1).abs() < TOLERANCE:
+                break
+    return precision.item()
+
+
+def square_norm(model: AveragedFunction) -> Tensor:
+    """Of all parameters."""
+    return torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()

@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ella_cuda.augment import AveragedFunction
-from ella_cuda.experiments.invariances.points import FACTORS, Points, Turn, evidence, network, rings
+from ella_cuda.experiments.invariances.points import (
+    FACTORS,
+    Points,
+    Turn,
+    best_precision,
+    evidence,
+    network,
+    rings,
+    square_norm,
+)
 from ella_cuda.experiments.invariances.sizes import of_small, seeds_said
 from ella_cuda.experiments.studies import Part, Study, Work
 from ella_cuda.experiments.studies.text import table, with_error
@@ -22,7 +30,6 @@ ANGLES = (0, 30, 60, 90, 120, 150, 180)
 START = 30.0  # degrees; at 0 the gradient is 0
 RATE, ANGLE_RATE = 1e-2, 0.05  # Adam's, of weights and of the angle, the latter down to a tenth along half a cosine
 BURN_IN, EVERY = 100, 5  # steps before the first evidence step, and between these
-PRECISION_STEPS = 20  # updates of the precision in each of them
 TITLES = {
     "full": "full",
     "kron": "Kronecker, means over copies",
@@ -62,7 +69,7 @@ def run(study: Study, work: Work) -> dict[str, Any]:
 def fixed(angle: float, points: Points, settings: Any) -> dict[str, Any]:
     """The evidence at an angle in degrees, with each curvature, the precision chosen by the full one; and its derivatives by radian."""
     model, precision = _trained("full", math.radians(angle), points, settings, learn=False)[:2]
-    found: dict[str, Any] = {"angle": angle, "precision": precision.item()}
+    found: dict[str, Any] = {"angle": angle, "precision": precision}
     with torch.no_grad():
         found["nll"] = F.cross_entropy(model(points.x), points.y, reduction="sum").item()
     for way in FACTORS:
@@ -78,8 +85,8 @@ def learned(way: str, points: Points, settings: Any) -> dict[str, Any]:
     model, precision, angles = _trained(way, math.radians(START), points, settings)
     with torch.no_grad():
         nll = F.cross_entropy(model(points.x), points.y, reduction="sum").item()
-    values = {other: _value(model, points, precision, other) for other in FACTORS}
-    return {"angles": angles, "nll": nll, "precision": precision.item(), **values}
+    values = {other: evidence(model, points, model.augment.raw, precision, other).item() for other in FACTORS}
+    return {"angles": angles, "nll": nll, "precision": precision, **values}
 
 
 def collapsed(points: Points, settings: Any) -> dict[str, Any]:
@@ -105,21 +112,20 @@ def _model(angle: float, settings: Any) -> AveragedFunction:
 
 def _trained(
     way: str, angle: float, points: Points, settings: Any, learn: bool = True
-) -> tuple[AveragedFunction, Tensor, list[list[float]]]:
+) -> tuple[AveragedFunction, float, list[list[float]]]:
     """The network, the precision and the angles in degrees by step, after steps on the weights and, between these, on precision and angle."""
     model, steps = _model(angle, settings), settings["steps"]
-    raw, precision = model.augment.raw, torch.ones((), dtype=torch.float64)
+    raw, precision = model.augment.raw, 1.0
     weights = torch.optim.Adam(model.parameters(), RATE)
     turning = torch.optim.Adam([raw], ANGLE_RATE)
     angles = [[0, math.degrees(angle)]]
     for step in range(1, steps + 1):
         weights.zero_grad()
-        norms = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
-        (F.cross_entropy(model(points.x), points.y) + 0.5 * precision * norms / len(points.x)).backward()
+        (F.cross_entropy(model(points.x), points.y) + 0.5 * precision * square_norm(model) / len(points.x)).backward()
         weights.step()
         if step < settings["burn_in"] or step % EVERY:
             continue
-        precision = _precision(model, points, precision, way)
+        precision = best_precision(model, points, way)
         if learn:
             leaf = raw.clone().requires_grad_()
             raw.grad = -torch.autograd.grad(evidence(model, points, leaf, precision, way), leaf)[0]
@@ -129,27 +135,6 @@ def _trained(
             model.augment.project_()
         angles.append([step, math.degrees(model.augment.amounts()["rotation"])])
     return model, precision, angles
-
-
-def _precision(model: AveragedFunction, points: Points, start: Tensor, way: str) -> Tensor:
-    """The precision with the most evidence, by Newton's steps on its logarithm of at most 1."""
-    log = start.log()
-    for _ in range(PRECISION_STEPS):
-        leaf = log.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(
-            evidence(model, points, model.augment.raw, leaf.exp(), way), leaf, create_graph=True
-        )
-        (bend,) = torch.autograd.grad(slope, leaf)
-        slope = slope.detach()
-        step = (slope / bend.abs().clamp(min=1e-3)).clamp(-1, 1)
-        log = (log + step).clamp(math.log(1e-4), math.log(1e6))
-        if step.abs() < 1e-4:
-            break
-    return log.exp()
-
-
-def _value(model: AveragedFunction, points: Points, precision: Tensor, way: str) -> float:
-    return evidence(model, points, model.augment.raw, precision, way).item()
 
 
 def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:

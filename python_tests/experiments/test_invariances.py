@@ -197,13 +197,14 @@ def test_the_rings_evidence_is_the_librarys():
     (mine,) = torch.autograd.grad(points.evidence(model, data, raw, 0.3, "kron"), raw)
     torch.testing.assert_close(mine, evidence_gradient(la, [tuple(data)])["augment.raw"])
     wrong = points.evidence(model, data, model.augment.raw, 0.3, "second")
-    assert wrong.item() < found.item() - 1
+    assert wrong.item() < found.item() - 0.1
     with pytest.raises(ValueError, match="factors must be one of full, kron, second"):
         points.evidence(model, data, raw, 0.3, "diagonal")
 
 
-def test_second_moments_of_one_copy_are_means():
-    model, data = averaged(copies=1)
+def test_second_moments_of_copies_that_are_the_same_are_means():
+    model, data = averaged()
+    model.augment.set_eta(0.0)
     values = [points.evidence(model, data, model.augment.raw, 0.3, factors).item() for factors in ("kron", "second")]
     assert values[0] == pytest.approx(values[1], rel=1e-12)
 
@@ -216,10 +217,10 @@ def test_the_best_precision_is_the_evidences_maximum(factors):
     assert values[1] > max(values[0], values[2])
 
 
-def test_curvatures_of_the_rings_move_the_angle_in_their_directions(tmp_path):
+def test_curvatures_of_the_rings_move_the_angle_in_their_directions():
     """At the weights of a trained network the evidence of means over copies rises with a small angle, that of second moments falls."""
     (planned,) = EXPERIMENT.plan(["rings"], scale=0.02)
-    settings = {**planned.settings, "width": 20, "copies": 15, "steps": 150, "burn_in": 40}
+    settings = {**planned.settings, "width": 50, "copies": 15, "steps": 400, "burn_in": 100}
     found = rings.fixed(30, points.rings(rings.POINTS, rings.ARC, 0), settings)
     assert found["slope_full"] > 0.5 and found["slope_kron"] > 0.5 and found["slope_second"] < -0.5
 

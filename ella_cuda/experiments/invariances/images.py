@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,11 @@ COPIES, SMALL_COPIES = 31, 16
 HIDDEN, CHANNELS = 1000, (6, 16, 120, 84)
 BATCH, RATE = 1000, 5e-3  # of the weights, by Adam, down to 1e-6 along a cosine
 LEAST_RATE = 1e-6
-AMOUNT_RATE, REACH = 0.05, 8.0  # of the amounts; at least so far for all steps together, before the softplus
+AMOUNT_RATE, REACH, FASTEST = (
+    0.05,
+    8.0,
+    0.3,
+)  # of the amounts, before the softplus: larger where few steps shall reach so far
 INIT = 0.1
 BURN_IN = 10
 EVIDENCE_BATCH = 256
@@ -65,11 +69,14 @@ def settings_of(data: str, scale: float) -> dict[str, Any]:
 def sizes_said(settings: Mapping[str, Any]) -> str:
     """The sizes in words."""
     s = settings
-    side = f"{s['image_size']} x {s['image_size']} pixels, {s['copies']} copies"
-    small = (
-        f"; of two cores' size, `--scale 1` is the published one, {TWO_CORES:g} the usual" if s["batch"] < BATCH else ""
-    )
-    return f"{s['data']}, {side}{small}"
+    return f"{s['data']}, {s['image_size']} x {s['image_size']} pixels, {s['copies']} copies"
+
+
+def small_said(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence where rows are of less than the published size."""
+    if all(r["batch"] == BATCH and r["image_size"] == IMAGE_SIZE for r in rows):
+        return ""
+    return f"Sizes are below the published ones, which `--scale 1` has; those of {TWO_CORES:g} are for two cores.\n"
 
 
 def schedule(epochs: int) -> dict[str, int]:
@@ -187,7 +194,7 @@ def trained(
     steps = max(epochs - settings["burn_in"] - 1, 1)
     options: dict[str, Any] = {"optimizer_kwargs": {"lr": RATE}}
     if method == "evidence":
-        rate = max(AMOUNT_RATE, REACH / steps)
+        rate = min(max(AMOUNT_RATE, REACH / steps), FASTEST)
         augment = AffineAugment(settings["copies"], init=INIT).to(work.device)
         options |= {
             "augment": augment,

@@ -15,6 +15,7 @@ from ella_cuda.experiments.invariances.images import (
     schedule,
     settings_of,
     sizes_said,
+    small_said,
     trained,
 )
 from ella_cuda.experiments.invariances.sizes import seeds_said
@@ -133,7 +134,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         "The data's own: 1 for rotated ±180°, 0.5 for ±90°, 1 for translated and scaled, whose two scales are one. Read off a figure: of "
         "Immer, van der Ouderaa et al.'s code, MNIST, about ±0.03, with all images, 1,000 epochs and 1,000 hidden units."
     )
-    return "\n\n".join([PART.title, *blocks, notes])
+    return "\n\n".join([PART.title, *blocks, small_said(rows) + notes])
 
 
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:

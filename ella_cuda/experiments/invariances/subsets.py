@@ -14,6 +14,7 @@ from ella_cuda.experiments.invariances.images import (
     schedule,
     settings_of,
     sizes_said,
+    small_said,
     trained,
 )
 from ella_cuda.experiments.invariances.sizes import seeds_said
@@ -98,7 +99,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         "image in each epoch, turned by up to 180°; its evidence is that of the images as they are. Augerino: cross entropy - 0.01 |eta|, "
         "averaged over copies, all amounts learned; its evidence has a precision chosen after training. Evidence: all amounts learned by it."
     )
-    return "\n\n".join([PART.title, *blocks, notes])
+    return "\n\n".join([PART.title, *blocks, small_said(rows) + notes])
 
 
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:

@@ -88,9 +88,11 @@ def draw_amounts(
                 every = max(1, len(epochs) // 6)
                 (handle,) = axis.plot(epochs, values, linewidth=1.0, markersize=3, markevery=every, **styles[name])
                 legend.setdefault(name, handle)
-        for name, value in (true or {}).get(kind, {}).items():
-            style = {"color": styles.get(name, {}).get("color", "#000000"), "linestyle": ":", "linewidth": 1.2}
-            legend[f"{name}, of the data"] = axis.axhline(value, **style)
+        for k, (name, value) in enumerate((true or {}).get(kind, {}).items()):
+            style = {"color": styles.get(name, {}).get("color", "#000000"), "linewidth": 1.2}
+            axis.axhline(value, linestyle=(3 * k, (1, 5)), **style)  # several of one value take turns
+            (dotted,) = axis.plot([], [], color="#777777", linestyle=":", linewidth=1.2)
+            legend["of the data"] = dotted
         plain_axes(axis, kind, "epoch", unit if i % 3 == 0 else "")
         whole_epochs(axis)
         axis.set_ylim(0, 1.06 * highest[kind])

@@ -37,7 +37,7 @@ def draw_rings(
         results: of seeds: ``learned`` by curvature with ``angles`` (steps and degrees), ``collapsed`` with these, ``fixed`` with ``angle``
             and the evidence by curvature.
         points: inputs ``(N, 2)`` and classes.
-        reference: by curvature, the evidence at the fixed angles.
+        reference: by curvature, the evidence at 0, 30, ..., 180 degrees.
         titles: of the curvatures. title: of the picture.
 
     Returns:
@@ -69,8 +69,8 @@ def draw_rings(
         values = np.mean([[found[way] for found in result["fixed"]] for result in results], 0)
         style = {"color": FACTOR_COLOURS[way], "marker": "o"}
         axes[2].plot(fixed, values, linewidth=1.0, markersize=3, **style)
-        if len(reference.get(way, ())) == len(fixed):
-            axes[2].plot(fixed, reference[way], **style, **HOLLOW)
+        if way in reference:
+            axes[2].plot(range(0, 181, 30), reference[way], **style, **HOLLOW)
             hollow = {"marker": "o", "color": "#777777", **HOLLOW}
             (legend["reference, other data"],) = axes[2].plot([], [], **hollow)
     axes[2].set_xticks(range(0, 181, 45))

@@ -12,7 +12,6 @@ from ella_cuda.reports.pictures.page import (
     MARKERS,
     TEXT_WIDTH,
     finish,
-    logarithmic_scale,
     panels,
     plain_axes,
 )
@@ -21,6 +20,7 @@ FACTOR_COLOURS = {"full": "#000000", "kron": "#1f4e9c", "second": "#cc4c02"}
 LOSS_COLOUR = "#777777"
 SAMPLING_COLOURS = {"independent": "#cc4c02", "shared": "#009e73", "grid": "#1f4e9c"}
 METHOD_COLOURS = ("#000000", "#009e73", "#cc4c02", "#1f4e9c", "#8000e0")
+NEAREST = 2.0  # of labels on a logarithmic axis, as a ratio
 HOLLOW = {"linestyle": "", "markerfacecolor": "none", "markersize": 5}
 
 
@@ -164,7 +164,19 @@ def draw_subsets(rows: Sequence[Mapping[str, Any]], methods: Mapping[str, str], 
             legend[name] = axis.errorbar(
                 sizes, [v.mean() for v in values], yerr=errors, linewidth=1.0, elinewidth=0.8, capsize=1.5, **style
             )
-        logarithmic_scale(axis, "x")
+        axis.set_xscale("log")
+        axis.minorticks_off()
+        ticks = _apart(sorted({r["size"] for r in rows}))
+        axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
         plain_axes(axis, "", "training images", what)
     finish(figure, title, legend)
     return figure
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Those that have room for a label on a logarithmic axis, the last among them."""
+    kept: list[int] = []
+    for size in reversed(sizes):
+        if not kept or kept[-1] >= NEAREST * size:
+            kept.append(size)
+    return kept[::-1]

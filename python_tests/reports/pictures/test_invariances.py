@@ -66,9 +66,9 @@ def test_subsets_are_means_over_seeds_with_their_errors():
     accuracy, nll, evidence = shown(figure)
     assert [len(axis.containers) for axis in (accuracy, nll, evidence)] == [2, 2, 1]
     line, _, (bars,) = nll.containers[0].lines
-    np.testing.assert_allclose(line.get_ydata(), [1.05] * 4)
+    np.testing.assert_allclose(np.array(line.get_ydata(), float), [1.05] * 4)
     assert accuracy.get_xticks().tolist() == [312, 1250, 6000]
-    np.testing.assert_allclose(bars.get_segments()[0][:, 1], [1.0, 1.1])
+    np.testing.assert_allclose(np.array(bars.get_segments()[0], float)[:, 1], [1.0, 1.1])
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["MAP", "no evidence"]
 
 

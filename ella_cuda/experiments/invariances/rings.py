@@ -28,7 +28,7 @@ from ella_cuda.reports.pictures.invariances import draw_rings
 POINTS, ARC, WIDTH, COPIES, STEPS = 200, 120.0, 50, 31, 600
 ANGLES = (0, 30, 60, 90, 120, 150, 180)
 START = 30.0  # degrees; at 0 the gradient is 0
-RATE, ANGLE_RATE = 1e-2, 0.05  # Adam's, of weights and of the angle, the latter down to a tenth along half a cosine
+RATE, ANGLE_RATE = 1e-2, 0.1  # Adam's, of weights and of the angle, the latter down to a tenth along half a cosine
 BURN_IN, EVERY = 100, 5  # steps before the first evidence step, and between these
 TITLES = {
     "full": "full",

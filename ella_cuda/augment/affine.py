@@ -190,13 +190,8 @@ class AffineAugment(Augment):
         if x.dim() != 4:
             raise ValueError(f"{self._name}: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
 
-    def maps(self, eps: Tensor, size: tuple[int, int]) -> Tensor:
-        """The maps from copies to images of that height and width, in normalised coordinates: ``(..., k) -> (..., 2, 3)``."""
-        return self._maps(eps, self.eta, size)
-
-    def _maps(self, eps: Tensor, eta: Tensor, size: tuple[int, int]) -> Tensor:
-        height, width = (max(side - 1, 1) for side in size)  # corners are aligned: pixel centres are side - 1 apart
-        return affine_matrix(eps, eta, self.names, width / height)[..., :2, :]
-
     def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-        return affine_copies(x, self._maps(eps, eta, tuple(x.shape[2:])))
+        height, width = (
+            max(side - 1, 1) for side in x.shape[2:]
+        )  # corners are aligned: pixel centres are side - 1 apart
+        return affine_copies(x, affine_matrix(eps, eta, self.names, width / height)[..., :2, :])

@@ -65,11 +65,10 @@ class AveragedFunction(nn.Module):
 
     def _chunks(self, x: Tensor, eps: Tensor | None, size: int) -> Iterator[Tensor]:
         if isinstance(self.augment, Augment):
-            eps = self.augment.eps_for(x) if eps is None else eps[None] if eps.dim() == 2 else eps
-            for some in eps.split(size, 1):
+            for some in self.augment.eps_for(x, eps).split(size, 1):
                 yield self.copies(x, some)
         else:
-            yield from self.copies(x).split(size, 1)
+            yield from self.copies(x, eps).split(size, 1)
 
     def _outputs(self, copies: Tensor) -> Tensor:
         """``(N, S, ...) -> (N, S, ...)`` through the network."""

@@ -261,13 +261,14 @@ class Augment(nn.Module):
         if isinstance(self._held, _Stream):
             self._held.rewind()
 
-    def eps_for(self, x: Tensor) -> Tensor:
-        """The draws that a call with x takes: those held, or new ones."""
-        n = len(x)
+    def eps_for(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
+        """The draws that a call with x takes, ``(N or 1, S, ...)``: given ones, those held, or new ones."""
+        if eps is not None:
+            return self._checked(eps)
         if self._held is None:
-            return self.draw(n)
+            return self.draw(len(x))
         if isinstance(self._held, _Stream):
-            return self.draw(n, "independent", self._held.generator)
+            return self.draw(len(x), "independent", self._held.generator)
         return self._held
 
     def eps_shape(self) -> tuple[int, ...]:
@@ -329,8 +330,7 @@ class Augment(nn.Module):
     def _copies(self, x: Tensor, eps: Tensor | None) -> Tensor:
         self._check_kind("x", x)
         self.check_input(x)
-        eps = self._checked(self.eps_for(x) if eps is None else eps, len(x))
-        return self.transform(x, eps, self.eta)
+        return self.transform(x, self._checked(self.eps_for(x, eps), len(x)), self.eta)
 
     def check_input(self, x: Tensor) -> None:
         """ValueError unless x has a shape that the transformation takes."""

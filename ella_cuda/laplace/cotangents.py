@@ -17,7 +17,7 @@ Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural netwo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
+from ella_cuda.laplace.chains import Seen, chain_of
 from ella_cuda.laplace.copies import augment_of, fixed_draws
 from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
@@ -87,7 +88,7 @@ def evidence_gradient(
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
         la.require_unchanged()
-        run = _Passes(la, columns, generator)
+        run = _Passes(la, wanted, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
         learnt = [b for b in wanted.values() if not b.requires_grad]
         fixed_draws(la.model)  # those of single data points begin as they began in the fit
@@ -247,7 +248,9 @@ def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
 class _Passes:
     """The evidence of parts of batches, up to constants, in the graph."""
 
-    def __init__(self, la: KronLaplace, columns: str, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, la: KronLaplace, wanted: Mapping[str, Tensor], columns: str, generator: torch.Generator | None
+    ) -> None:
         self.la, self._columns, self._generator = la, columns, generator
         self.rules = la.present_rules()
         for rule in self.rules:
@@ -256,6 +259,11 @@ class _Passes:
         self.per_example = PerExampleGradients(la.model, others) if others else None
         self._layers = [rule for rule in self.rules if rule not in others]
         self._moments = self._allocate()
+        self.chain = None
+        if augment_of(la.model) is not None and all(name.startswith("augment.") for name in wanted):
+            chain = chain_of(la.model.network)
+            if chain is not None and [rule.module for rule in self.rules] == chain.layers:
+                self.chain = chain
         self._weight = self._weight_of_statistic()
         self._places: dict[Rule, Place] = {}
         self._image_bytes, self._noting = 0, False
@@ -301,7 +309,8 @@ class _Passes:
             return
         if not self._image_bytes:
             self._try_out(x)
-        graph = self._image_bytes * (GRAPH * (self.la.n_outputs if self._columns == "all" else 1) + 2)
+        columns = self.la.n_outputs if self._columns == "all" else 1
+        graph = self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
         step = min(max(self.la.memory_budget // max(graph, 1), 1), count)
         step = -(-count // -(-count // step))
         for begin in range(0, count, step):
@@ -324,23 +333,21 @@ class _Passes:
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""
-        likelihood = self.la.likelihood_function
+        if self.chain is not None:
+            return self._along_chain(x, y)
         with in_plain_products():
             self._noting = True
             try:
                 outputs = checked_outputs(run_model(self.la.model, x), data_points(x))
             finally:
                 self._noting = False
-            with torch.no_grad():
-                likelihood.check(outputs, y)
-            back = (
-                likelihood.columns(outputs, y)[:]
-                if self._columns == "all"
-                else Likelihood.sampled_column(likelihood, outputs, y, self._generator)
-            )
+            back = self._columns_of(outputs, y)
             tapped = [t for t in self._tapped.values() if t.requires_grad]
             rows = [torch.autograd.grad(outputs, tapped, c, create_graph=True, allow_unused=True) for c in back]
-        gradients = dict(zip(map(id, tapped), zip(*rows, strict=True), strict=True))
+        gradients = {
+            id(t): None if g[0] is None else torch.stack(g)
+            for t, g in zip(tapped, zip(*rows, strict=True), strict=True)
+        }
         for rule, out in self._tapped.items():
             self._add(rule, out, gradients[id(out)])
         if self.per_example is not None:
@@ -351,19 +358,51 @@ class _Passes:
                     rule.add(name, found[rule.full_name(name)], data_too=True)
         self._tapped.clear()
         self._arguments.clear()
-        total = self._weight * likelihood.statistic(outputs, y)
+        return self._total(outputs, y)
+
+    def _total(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """The log likelihood at these outputs, with what was added to the factors."""
+        total = self._weight * self.la.likelihood_function.statistic(outputs, y)
         for moment in self._moments:
             if (value := moment.taken()) is not None:
                 total = total - 0.5 * value.double()
         return total
 
+    def _columns_of(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Of the output Hessian's square root, in the outputs' graph."""
+        likelihood = self.la.likelihood_function
+        with torch.no_grad():
+            likelihood.check(outputs, y)
+        if self._columns == "all":
+            return likelihood.columns(outputs, y)[:]
+        return Likelihood.sampled_column(likelihood, outputs, y, self._generator)
+
+    def _along_chain(self, x: Inputs, y: Tensor) -> Tensor:
+        """A function of the copies whose gradient at them is that of :meth:`value`."""
+        copies = self.la.model.copies(*x)
+
+        def derivatives(seen: Seen, outputs: Tensor) -> tuple[Seen, Tensor]:
+            with torch.enable_grad():
+                leaves = [t.requires_grad_() for part in seen for t in part]
+                for rule, a, g in zip(self._layers, *seen, strict=True):
+                    rule.inputs(a)
+                    rule.vjp(g, None)
+                    rule.release()
+                found = torch.autograd.grad(self._total(outputs, y), [*leaves, outputs], allow_unused=True)
+            found = [torch.zeros_like(t) if d is None else d for t, d in zip([*leaves, outputs], found, strict=True)]
+            count = len(seen.inputs)
+            return Seen(found[:count], found[count:-1]), found[-1]
+
+        gradient = self.chain.gradient(copies.detach(), lambda outputs: self._columns_of(outputs, y), derivatives)
+        return (copies * gradient).sum()
+
     def _add(self, rule: Rule, out: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """What a layer adds to its factors."""
         place = self._places[rule]
         rule.inputs(*self._arguments[rule])
-        if gradients[0] is None:
+        if gradients is None:
             return
-        columns = summed_over_copies(rule, batch_first(torch.stack(list(gradients)), place, 1))
+        columns = summed_over_copies(rule, batch_first(gradients, place, 1))
         if rule.differentiates:
             rule.vjp(columns, None)
         else:

@@ -122,6 +122,7 @@ class MarglikTrainer:
         learners: Sequence[Learner] | None = None,
         lr_lengthscales: float = 0.03,
         lr_anchors: float = 0.003,
+        hold_factors: bool = True,
         augment: nn.Module | None = None,
         lr_aug: float = 0.05,
         lr_aug_min: float | None = None,
@@ -192,8 +193,8 @@ class MarglikTrainer:
             "n_hypersteps": n_hypersteps,
         }
         of_learners = {
-            "lengthscales": {"lr": positive("lr_lengthscales", lr_lengthscales)},
-            "anchors": {"lr": positive("lr_anchors", lr_anchors)},
+            "lengthscales": {"lr": positive("lr_lengthscales", lr_lengthscales), "hold_factors": hold_factors},
+            "anchors": {"lr": positive("lr_anchors", lr_anchors), "hold_factors": hold_factors},
             "augmentation": {
                 "lr": positive("lr_aug", lr_aug),
                 "lr_min": lr_aug_min,
@@ -258,6 +259,7 @@ class MarglikTrainer:
             "depends_on": in_words(depends_on),
             "augment": repr(getattr(model, "augment", None)) if isinstance(model, AveragedFunction) else None,
             "aug_sampling": aug_sampling,
+            "hold_factors": hold_factors,
             "keep": keep,
         }
         for learner in self.learners:
@@ -597,6 +599,9 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         lr_lengthscales: Adam's learning rate on log ω.
         lr_anchors: Adam's learning rate on anchors, in pixels. Low, since where anchors nearly coincide the interpolating basis changes
             wholly over a fraction of their distance, and the network with it.
+        hold_factors: whether the gradients in ω and anchors are those at held factors, as in the paper: the data fit's, and that of the
+            factors' projections. Otherwise factors follow them (:func:`ella_cuda.laplace.evidence_gradient`), for some more passes over
+            the data; the two may differ in sign.
         augment: a module ``(N, ...) -> (N, S, ...)`` such as :class:`ella_cuda.augment.AffineAugment`: what is trained, and returned, is
             ``AveragedFunction(model, augment)``. Epochs draw as its ``sampling`` says; the fit of an evidence step and its gradients hold one
             set of draws. With "augmentation" in ``learn`` the evidence learns its amounts by one Adam step at each evidence step, along the

@@ -103,6 +103,13 @@ def test_single_precision_is_as_accurate_as_torchs():
     assert error(affine_matrix(eps, eta).double(), exact) <= 2 * error(oracle(eps, eta).double(), exact)
 
 
+def test_turns_of_many_circles_have_derivatives():
+    """The series, which is not taken there, is beyond single precision's range."""
+    eta = torch.tensor([1e4], requires_grad=True)
+    affine_matrix(torch.ones(1), eta, "rotation")[0, 0].backward()
+    assert float(eta.grad) == pytest.approx(-math.sin(1e4), rel=1e-4)
+
+
 def test_broadcasts_over_leading_axes():
     eps, eta = torch.randn(2, 3, 4, 2), torch.randn(2)
     found = affine_matrix(eps, eta, ("shear", "tx"))

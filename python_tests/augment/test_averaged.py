@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.augment import AffineAugment, AveragedFunction, LocalDeformation
 from python_tests.augment.augments import DOUBLE, RotatePoints, smooth_images
 from python_tests.ops.checks import assert_same
 
@@ -58,6 +58,30 @@ def test_chunks_without_a_graph_give_the_same_numbers(chunk_size, kind):
     sizes.clear()
     chunked(x)  # a graph keeps all of them anyway
     assert sizes == [3 * copies]
+
+
+def test_chunks_take_the_held_draws():
+    function = AveragedFunction(network(), AffineAugment(5, init=0.4, **DOUBLE), 2)
+    x = torch.randn(3, 1, 6, 6, dtype=torch.float64)
+    with function.augment.held(), torch.no_grad():
+        found = function(x)
+        assert torch.equal(function(x), found)
+        with torch.enable_grad():
+            assert_same(function(x).detach(), found)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_given_draws_are_taken(chunk_size):
+    x, eps = torch.randn(3, 1, 6, 6, dtype=torch.float64), torch.rand(5, 6, **DOUBLE) * 2 - 1
+    function = AveragedFunction(network(), AffineAugment(2, init=0.4, **DOUBLE), chunk_size)
+    with torch.no_grad():
+        found = function(x, eps=eps)  # of 5 copies, whatever the augmentation draws
+        assert_same(found, function.network(function.augment(x, eps=eps).flatten(0, 1)).view(3, 5, 4).mean(1))
+        assert_same(function(x, eps[None].expand(3, -1, -1)), found)
+        deformed = AveragedFunction(network(), LocalDeformation(5, **DOUBLE), chunk_size)
+        assert_same(deformed(x, torch.zeros(5, 2, 8, 8, **DOUBLE)), deformed.network(x))
+        with pytest.raises(TypeError, match="eps"):  # of an augmentation that draws nothing
+            AveragedFunction(network(), Flips(), chunk_size)(x, eps)
 
 
 class Flips(nn.Module):

@@ -150,6 +150,8 @@ def test_held_draws_are_the_same_in_every_call():
     assert not torch.equal(augment(x), augment(x))
     with raw(4, ("rotation", "tx"), sampling="grid").held() as eps:
         assert torch.equal(eps, raw(4, ("rotation", "tx"), sampling="grid").draw())
+    with augment.held(sampling="grid") as eps:  # another than the module's own
+        assert torch.equal(eps, augment.draw(1, "grid"))
 
 
 def test_independent_draws_are_held_by_rewinding():

@@ -80,6 +80,14 @@ def test_gradient_in_strength_and_smoothness():
         assert float(gradient[i]) == pytest.approx(float(difference), rel=1e-5)
 
 
+def test_under_autocast_displacements_are_in_single_precision():
+    x, deformation = smooth_images(2, 1, 9, 9).float(), LocalDeformation(3, (0.2, 0.5))
+    with deformation.held():
+        expected = deformation(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(deformation(x), expected)
+
+
 def test_an_average_over_deformations():
     function = AveragedFunction(torch.nn.Flatten(), LocalDeformation(3, sampling="shared"))
     assert function(torch.randn(2, 1, 5, 5)).shape == (2, 25)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
+from ella_cuda.laplace.chains import chain_of
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.rings import rings, trained
 from python_tests.laplace.test_averaged import CLASSES, COPIES, NETWORKS, SIZE, averaged, data, network
@@ -107,6 +108,71 @@ def test_it_does_not_depend_on_the_batches(size, budget):
     la.memory_budget = budget
     parts = evidence_gradient(la, list(zip(x.split(size), y.split(size), strict=True)))["augment.raw"]
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-11)
+
+
+class Hidden(nn.Module):
+    """A chain that is none to see."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+CHAINS = {
+    "smooth functions": lambda: [
+        *(nn.Conv2d(1, 2, 3, padding=2, dilation=2), nn.GELU(), nn.Conv2d(2, 4, 2, stride=2, groups=2), nn.Softplus()),
+        *(nn.Flatten(), nn.Linear(36, 6), nn.Sigmoid(), nn.Identity(), nn.Linear(6, CLASSES, bias=False)),
+    ],
+    "pools": lambda: [
+        *(nn.MaxPool2d(2, 1), nn.Conv2d(1, 3, (2, 3), padding=(0, 1), bias=False), nn.MaxPool2d(3, 1, padding=1), nn.Tanh()),
+        *(nn.MaxPool2d(2, ceil_mode=True), nn.Dropout(), nn.Flatten(), nn.Linear(18, CLASSES)),
+    ],
+    "nested": lambda: [
+        nn.Flatten(), nn.Sequential(nn.Linear(36, 5), nn.ELU()), nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True)), nn.Linear(6, CLASSES),
+    ],
+    "one layer": lambda: [nn.Flatten(), nn.Linear(36, CLASSES)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("copies", [1, COPIES])
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_of_layers_are_differentiated_as_autograd_does(name, copies):
+    x, y = data()
+    torch.manual_seed(4)
+    network = nn.Sequential(*CHAINS[name]()).double()
+    augment = AffineAugment(copies, init=0.3, dtype=torch.float64)
+    plain, hidden = AveragedFunction(network, augment), AveragedFunction(Hidden(network), augment)
+    assert chain_of(network) is not None and chain_of(hidden.network) is None
+    with augment.held():
+        for columns in ("all", "one"):
+            found = [
+                evidence_gradient(
+                    fitted(model, [(x, y)]), [(x, y)], columns=columns, generator=torch.Generator().manual_seed(1)
+                )["augment.raw"]
+                for model in (plain, hidden)
+            ]
+            torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+            assert found[0].abs().min() > 1e-8
+
+
+def test_what_is_no_chain():
+    shared = nn.Linear(3, 3)
+    hooked = nn.Sequential(nn.Linear(3, 3))
+    hooked[0].register_forward_hook(lambda module, args, out: 2 * out)
+    networks = [
+        nn.Sequential(shared, nn.Tanh(), shared),
+        hooked,
+        nn.Sequential(nn.Conv2d(1, 2, 3, padding_mode="circular")),
+        nn.Sequential(nn.Conv2d(1, 2, 3, padding="same")),
+        nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)),
+        nn.Sequential(nn.Flatten(0), nn.Linear(3, 3)),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))),
+        nn.Sequential(nn.Tanh()),
+    ]
+    assert [chain_of(network) for network in networks] == [None] * len(networks)
 
 
 def test_parts_of_the_data_are_right_on_average():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace, evidence_gradient
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.training.checks import positive
 from ella_cuda.training.learners.learner import BufferLearner
@@ -39,19 +38,13 @@ class Augmentation(BufferLearner):
                 "marglik_training: learn=['augmentation'] needs a network that is averaged over an ella_cuda.augment.Augment; pass "
                 "augment=AffineAugment(n_samples), or a model AveragedFunction(network, augment)."
             )
-        super().__init__("augmentation", model, ["augment.raw"], lr)
+        super().__init__("augmentation", model, ["augment.raw"], lr, hold_factors=False)
         self._augment, self._n_steps, self._n_data, self._columns = augment, max(n_steps, 1), n_data, columns
         self.lr_min = self.lr if lr_min is None else positive("lr_aug_min", lr_min)
         self._steps = 0
 
-    @contextmanager
-    def differentiable(self) -> Iterator[None]:
-        """Nothing: factors would not follow the amounts."""
-        yield
-
     def gradients(self, la: KronLaplace, loader: Iterable[Any]) -> dict[str, Tensor]:
-        found = evidence_gradient(la, loader, list(self.tensors()), n_data=self._n_data, columns=self._columns)
-        return {name: gradient / la.n_data for name, gradient in found.items()}
+        return self._followed(la, loader, n_data=self._n_data, columns=self._columns)
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
         share = min(self._steps / max(self._n_steps - 1, 1), 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.training.checks import positive
 
 
@@ -93,6 +93,8 @@ class BufferLearner(Learner):
         buffers: their names in the network.
         lr: Adam's learning rate.
         logarithmic: whether Adam moves their logarithms, so that they stay positive.
+        hold_factors: whether the gradient is that at held factors, which costs no further pass over the data; otherwise factors follow the
+            buffers, see :func:`ella_cuda.laplace.evidence_gradient`.
 
     Raises:
         AttributeError: the network has no buffer of that name.
@@ -101,9 +103,15 @@ class BufferLearner(Learner):
     """
 
     def __init__(
-        self, name: str, model: nn.Module, buffers: Sequence[str], lr: float, logarithmic: bool = False
+        self,
+        name: str,
+        model: nn.Module,
+        buffers: Sequence[str],
+        lr: float,
+        logarithmic: bool = False,
+        hold_factors: bool = True,
     ) -> None:
-        self.name, self.logarithmic = name, logarithmic
+        self.name, self.logarithmic, self.hold_factors = name, logarithmic, hold_factors
         self.lr = positive("lr", lr, f"learner {name!r}")
         self._model, self._names = model, tuple(buffers)
         self._leaves = [buffer.detach().double().clone().requires_grad_() for buffer in self.tensors().values()]
@@ -112,6 +120,22 @@ class BufferLearner(Learner):
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: self._model.get_buffer(name) for name in self._names}
+
+    @contextmanager
+    def differentiable(self) -> Iterator[None]:
+        if not self.hold_factors:
+            yield
+            return
+        with super().differentiable():
+            yield
+
+    def gradients(self, la: KronLaplace, loader: Iterable[Any]) -> dict[str, Tensor] | None:
+        return None if self.hold_factors else self._followed(la, loader)
+
+    def _followed(self, la: KronLaplace, loader: Iterable[Any], **how: Any) -> dict[str, Tensor]:
+        """:func:`ella_cuda.laplace.evidence_gradient` for a data point."""
+        found = evidence_gradient(la, loader, list(self._names), **how)
+        return {name: gradient / la.n_data for name, gradient in found.items()}
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
         self._read()
@@ -133,7 +157,8 @@ class BufferLearner(Learner):
                 leaf.copy_(buffer.double().log() if self.logarithmic else buffer)
 
     def settings(self) -> dict[str, Any]:
-        return {f"lr_{self.name}": self.lr}
+        held = {} if self.hold_factors else {f"hold_factors_{self.name}": False}
+        return {f"lr_{self.name}": self.lr, **held}
 
     def record(self) -> dict[str, Any]:
         return {name: buffer.tolist() for name, buffer in self.tensors().items()}

@@ -26,8 +26,8 @@ def _buffers(model: nn.Module, word: str, buffer: str) -> list[str]:
 class Anchors(BufferLearner):
     """The anchors of all bases, in pixels."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        super().__init__("anchors", model, _buffers(model, "anchors", "anchors"), lr)
+    def __init__(self, model: nn.Module, lr: float, hold_factors: bool = True) -> None:
+        super().__init__("anchors", model, _buffers(model, "anchors", "anchors"), lr, hold_factors=hold_factors)
 
     def record(self) -> None:
         """Nothing: a checkpoint has them, and histories stay small."""
@@ -36,8 +36,9 @@ class Anchors(BufferLearner):
 class Lengthscales(BufferLearner):
     """log ω of all bases."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        super().__init__("lengthscales", model, _buffers(model, "lengthscales", "inverse_lengthscale"), lr, True)
+    def __init__(self, model: nn.Module, lr: float, hold_factors: bool = True) -> None:
+        buffers = _buffers(model, "lengthscales", "inverse_lengthscale")
+        super().__init__("lengthscales", model, buffers, lr, True, hold_factors)
 
     def record(self) -> None:
         """Nothing: ω is in every evaluation, learned or not."""

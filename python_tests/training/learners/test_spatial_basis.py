@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
+from ella_cuda.training import MarglikTrainer
 from ella_cuda.training.learners import learners_of
 from python_tests.ops.checks import assert_same
 
@@ -247,7 +248,9 @@ def test_what_is_learned_is_kept_as_plain_strings():
 
 
 def test_learn_must_list_what_there_is():
-    with pytest.raises(ValueError, match=r"learn must list any of anchors, lengthscales, got \['omega'\]"):
+    with pytest.raises(
+        ValueError, match=r"learn must list any of anchors, augmentation, lengthscales, got \['omega'\]"
+    ):
         run(network(), ["omega"])
     with pytest.raises(
         ValueError, match=r"learn must be a list of names, got 'anchors'; pass a list, such as \['anchors'\]"
@@ -272,3 +275,27 @@ def test_there_must_be_something_to_learn():
         run(model)
     run(model, ["anchors"], n_epochs=4)
     assert math.isfinite(float(model[0].s_conv.weight.sum()))
+
+
+@pytest.mark.parametrize("word", BOTH)
+def test_factors_may_follow(word):
+    """The first step of Adam has the signs of the evidence's gradient with the factors in it."""
+    held, followed = network().double(), network().double()
+    loader = [(x.double(), y) for x, y in DataLoader(data(), batch_size=10)]
+    schedule = {"n_epochs": 2, "progress_bar": False, "learn": [word]}
+    trainers = [MarglikTrainer(m, loader, hold_factors=m is held, **schedule) for m in (held, followed)]
+    before = shape(followed)
+    for trainer in trainers:
+        trainer.epoch()
+        trainer.evidence_step()
+    moved = shape(followed)
+    names = [name for name in before if not torch.equal(before[name], moved[name])]
+    ends = {"anchors": "anchors", "lengthscales": "inverse_lengthscale"}[word]
+    assert names and all(name.endswith(ends) for name in names)
+    assert not any(b.requires_grad for b in followed.buffers())
+    assert any(not torch.equal(shape(held)[name], moved[name]) for name in names)
+    for name in names:
+        followed.get_buffer(name).copy_(before[name])
+    gradients = evidence_gradient(trainers[1].la, loader, names)
+    for name in names:
+        assert torch.equal((moved[name] - before[name]).sign(), gradients[name].sign()), name

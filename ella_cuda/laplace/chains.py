@@ -1,0 +1,301 @@
+r"""Second derivatives of networks that are chains of layers, all columns together and without a graph of any column.
+
+What is wanted is the gradient in a network's inputs of a function :math:`F(\bar a, \bar g, \bar f)` of the mean inputs of layers, the summed
+gradients at their outputs and the averaged outputs. The gradients g of a column are what goes back through the chain. With
+:math:`v = \partial F / \partial \bar g` the derivative of :math:`\langle v, g\rangle` is that of the outputs along tangents t that v is added
+to at each layer: they go forward through the same linear maps. Where a function :math:`\phi` is between, its second derivative puts
+:math:`\phi''(h) \sum_c t_c g_c` into the way back of F itself, which there is one of for all columns. Autograd would go through the
+graph of every column's gradients for the same numbers.
+
+Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+class Link(ABC):
+    """A module of a chain, or two, at the inputs of one pass, copies ``(N, S, ...)`` of data points. Columns of tangents and gradients are
+    ``(K, N, S, ...)``; tangents that are the same for all copies may be ``(K, N, 1, ...)``.
+
+    Attributes:
+        out: the output, ``(N, S, ...)``.
+        curved: whether there is a second derivative.
+    """
+
+    out: Tensor
+    curved: bool = False
+
+    @abstractmethod
+    def along(self, t: Tensor) -> Tensor:
+        """The derivative along tangents at the input."""
+
+    @abstractmethod
+    def back(self, g: Tensor) -> Tensor:
+        """Gradients at the input of those at the output."""
+
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
+        derivative there."""
+        raise NotImplementedError
+
+
+class Layer(Link):
+    """A linear layer or a convolution."""
+
+    def __init__(self, module: nn.Linear | nn.Conv2d, x: Tensor) -> None:
+        self.module, self.shape = module, x.shape
+        self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def along(self, t: Tensor) -> Tensor:
+        m, (n, s) = self.module, self.shape[:2]
+        t = t if t.shape[2] == s else t.expand(-1, -1, s, *t.shape[3:])
+        if isinstance(m, nn.Linear):
+            return F.linear(t, m.weight)
+        found = F.conv2d(t.reshape(-1, *t.shape[3:]), m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        return found.view(-1, n, s, *found.shape[1:])
+
+    def back(self, g: Tensor) -> Tensor:
+        m = self.module
+        if isinstance(m, nn.Linear):
+            return g @ m.weight
+        rows = g.reshape(-1, *g.shape[3:])
+        pads = [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
+        if (
+            m.stride == (1, 1)
+            and m.groups == 1
+            and min(pads) >= 0
+            and self.shape[3:].numel() <= 2 * g.shape[4:].numel()
+        ):
+            # A convolution with the mirrored kernel, which of few channels is several times faster than torch's transpose of one.
+            found = F.conv2d(rows, m.weight.transpose(0, 1).flip(2, 3), None, 1, pads, m.dilation)
+            return found.view(-1, *self.shape)
+        sides = zip(self.shape[3:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[4:], strict=True)
+        beyond = [size - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for size, p, d, k, step, o in sides]
+        found = F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
+        return found.view(-1, *self.shape)
+
+
+class Reshaped(Link):
+    """Another shape, or the same."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.shape = x.shape
+        self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def along(self, t: Tensor) -> Tensor:
+        return t.reshape(*t.shape[:3], *self.out.shape[2:])
+
+    def back(self, g: Tensor) -> Tensor:
+        return g.reshape(-1, *self.shape)
+
+
+class Pooled(Link):
+    """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
+
+    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: Elementwise | None = None) -> None:
+        self.module, self.x, self.curved = module, x.flatten(0, 1), function is not None and function.curved
+        m, seen = module, self.x if function is None else function.out.flatten(0, 1)
+        out, self.places = F.max_pool2d(
+            seen, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, return_indices=True
+        )
+        self.out, self._flat = out.unflatten(0, x.shape[:2]), self.places.flatten(2).unflatten(0, x.shape[:2])
+        self._first = None if function is None else self._there(function.first[None])[0]
+        self._second = self._there(function.second[None])[0] if self.curved else None
+
+    def _there(self, values: Tensor) -> Tensor:
+        """``(K, N, S or 1, ...)`` where the largest values are."""
+        places = self._flat.expand(len(values), *self._flat.shape)
+        flat = values.flatten(4).expand(-1, -1, places.shape[2], -1, -1)
+        return flat.gather(4, places).view(len(values), *self.out.shape)
+
+    def along(self, t: Tensor) -> Tensor:
+        found = self._there(t)
+        return found if self._first is None else found.mul_(self._first)
+
+    def back(self, g: Tensor) -> Tensor:
+        return self._spread(g if self._first is None else g * self._first)
+
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        return self._spread((self._there(t).mul_(g).sum(0) * self._second)[None])[0]
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values at the largest ones among zeros."""
+        m, found = self.module, values.new_empty(len(values), *self.x.shape)
+        sizes = [_pair(size) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
+        for of_column, into in zip(values.flatten(1, 2), found, strict=True):
+            torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+                of_column, self.x, *sizes, m.ceil_mode, self.places, grad_input=into
+            )
+        return found.unflatten(1, self.out.shape[:2])
+
+
+def _pair(size: int | tuple[int, int]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)
+
+
+class Elementwise(Link):
+    """A function of every entry, with its two derivatives."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self.curved = not isinstance(module, nn.ReLU)
+        if isinstance(module, nn.Tanh):
+            self.out = x.tanh()
+            self.first = 1 - self.out * self.out
+            self.second = -2 * self.out * self.first
+            return
+        if isinstance(module, nn.ReLU):
+            self.out = x.relu()
+            self.first = (self.out > 0).to(x.dtype)
+            return
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = module.forward(x)
+            (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+        self.out, self.first, self.second = out.detach(), first.detach(), second
+
+    def along(self, t: Tensor) -> Tensor:
+        return t * self.first
+
+    back = along
+
+    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+        return (t * g).sum(0) * self.second
+
+
+class Seen(NamedTuple):
+    """What F is a function of.
+
+    Attributes:
+        inputs: of each layer the mean over copies, ``(N, ...)``. gradients: at its output the sum over copies, ``(K, N, ...)``.
+    """
+
+    inputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+class Chain:
+    """A network of modules one after the other.
+
+    Args:
+        modules: as :func:`chain_of` gives them.
+
+    Attributes:
+        layers: those with parameters, in order.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.layers = [m for m in modules if isinstance(m, LAYERS)]
+        self._parts: list[list[nn.Module]] = []
+        for module in modules:
+            if isinstance(module, nn.MaxPool2d) and self._parts and isinstance(self._parts[-1][-1], ELEMENTWISE):
+                self._parts[-1].append(module)  # a function and the pool behind it
+            else:
+                self._parts.append([module])
+
+    @torch.no_grad()
+    def gradient(
+        self,
+        copies: Tensor,
+        columns_of: Callable[[Tensor], Tensor],
+        derivatives: Callable[[Seen, Tensor], tuple[Seen, Tensor]],
+    ) -> Tensor:
+        """The gradient of F in the copies ``(N, S, ...)``.
+
+        Args:
+            copies: of N data points.
+            columns_of: of the averaged outputs ``(N, ...)``, columns ``(K, N, ...)`` in their graph.
+            derivatives: ``(seen, outputs) -> (those of F in seen, that in the outputs)``.
+        """
+        links, x, inputs, s = [], copies, [], copies.shape[1]
+        for part in self._parts:
+            if isinstance(part[0], LAYERS):
+                inputs.append(x.mean(1))
+            links.append(_link(part, x))
+            x = links[-1].out
+        outputs = x.mean(1).requires_grad_()
+        with torch.enable_grad():
+            columns = columns_of(outputs)
+        first = next(i for i, link in enumerate(links) if isinstance(link, Layer))
+        # Columns back to the first layer's output; what is behind each curved function is kept.
+        g = (columns.detach() / s)[:, :, None].expand(-1, -1, s, *columns.shape[2:])
+        behind: dict[int, Tensor] = {}
+        gradients: list[Tensor] = []
+        for i in range(len(links) - 1, first - 1, -1):
+            if isinstance(links[i], Layer):
+                gradients.insert(0, g.sum(2))
+            elif links[i].curved:
+                behind[i] = g
+            if i > first:
+                g = links[i].back(g)
+        of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
+        # Tangents forward, from there.
+        bent: dict[int, Tensor] = {}
+        tangents = iter(of_seen.gradients)
+        t: Tensor | None = None
+        for i in range(first, len(links)):
+            if i in behind:
+                bent[i] = links[i].bent(t, behind.pop(i))
+            t = None if t is None else links[i].along(t)
+            if isinstance(links[i], Layer):
+                added = next(tangents)[:, :, None]
+                t = added if t is None else t.add_(added)
+        if columns.requires_grad:
+            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, t.mean(2))[0]
+        # Back with F itself.
+        b = (of_outputs / s)[None, :, None].expand(1, -1, s, *of_outputs.shape[1:])
+        for i in range(len(links) - 1, -1, -1):
+            b = links[i].back(b)
+            if i in bent:
+                b = b + bent.pop(i)
+            if isinstance(links[i], Layer):
+                b = b + of_seen.inputs.pop()[:, None] / s
+        return b[0]
+
+
+def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
+    module = part[0]
+    if isinstance(module, LAYERS):
+        return Layer(module, x)
+    if isinstance(module, nn.MaxPool2d):
+        return Pooled(module, x)
+    if not isinstance(module, ELEMENTWISE):
+        return Reshaped(module, x)
+    function = Elementwise(module, x)
+    return Pooled(part[1], x, function) if len(part) == 2 else function
+
+
+def chain_of(network: nn.Module) -> Chain | None:
+    """The network as a chain; None where it is none of known modules, each called once, without hooks of a user's."""
+    modules: list[nn.Module] = []
+    if not _add(network, modules) or len(set(modules)) < len(modules):
+        return None
+    return Chain(modules) if any(isinstance(m, LAYERS) for m in modules) else None
+
+
+def _add(module: nn.Module, modules: list[nn.Module]) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) or "forward" in vars(module):
+        return False
+    if type(module) is nn.Sequential:
+        return all(_add(child, modules) for child in module)
+    modules.append(module)
+    if type(module) is nn.Flatten:
+        return module.start_dim >= 1
+    if type(module) is nn.Conv2d:
+        return module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    if getattr(module, "inplace", False) and type(module) is not nn.ReLU and type(module) not in IDENTITIES:
+        return False
+    return type(module) in (*IDENTITIES, *ELEMENTWISE, nn.Linear, nn.MaxPool2d)

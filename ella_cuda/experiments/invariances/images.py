@@ -27,11 +27,8 @@ COPIES, SMALL_COPIES = 31, 16
 HIDDEN, CHANNELS = 1000, (6, 16, 120, 84)
 BATCH, RATE = 1000, 5e-3  # of the weights, by Adam, down to 1e-6 along a cosine
 LEAST_RATE = 1e-6
-AMOUNT_RATE, REACH, FASTEST = (
-    0.05,
-    8.0,
-    0.3,
-)  # of the amounts, before the softplus: larger where few steps shall reach so far
+AMOUNT_RATE = 0.05  # of the amounts, before the softplus
+REACH, FASTEST = 8.0, 0.3  # where steps are few, the rate with which all reach so far, at most the second
 INIT = 0.1
 BURN_IN = 10
 EVIDENCE_BATCH = 256

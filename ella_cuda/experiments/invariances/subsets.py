@@ -43,7 +43,6 @@ def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, d
         for size in (*(n for n in SIZES if n < everything), everything):
             epochs = share(scale, ALL_EPOCHS if size == everything else EPOCHS, 3)
             sizes = {**common, **schedule(epochs), "task": TASK, "train_size": size}
-            sizes["batch"] = min(sizes["batch"], max(size // 3, 1))
             for method in METHODS:
                 for seed in seeds:
                     made[f"subsets-{name}-{size}-{method}-seed{seed}"] = {**sizes, "method": method, "seed": seed}

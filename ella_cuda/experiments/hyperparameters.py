@@ -280,7 +280,7 @@ class AmountsConfig:
         maximum=3.0,
         help="amounts at the start: half images of tx, ty, radians of rotation, logarithms of sx, sy, shear",
     )
-    lr_aug: float = setting(0.1, help="Adam's learning rate on amounts, through a softplus")
+    lr_aug: float = setting(0.2, help="Adam's learning rate on amounts, through a softplus")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

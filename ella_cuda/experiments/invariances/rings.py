@@ -165,7 +165,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
     slopes = [
         [
             f"{angle:g}°",
-            *(with_error([r[f"slope_{way}"] for r in fixed if r["angle"] == angle], "{:+.1f}") for way in FACTORS),
+            *(_signed([r[f"slope_{way}"] for r in fixed if r["angle"] == angle]) for way in FACTORS),
         ]
         for angle in dict.fromkeys(r["angle"] for r in fixed)
     ]
@@ -190,9 +190,16 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         table(f"Angle that is learned from {START:g}°", ["by", "angle"], learned, [], left=1).rstrip(),
         f"The arc of the data has {ARC:g}°. NLL and evidence in nats of all points, at weights of one training with a precision by the full "
         "curvature. Ref.: a program in plain torch of the same recipe, other data.\n"
-        "Second moments over copies take copies for data points: their evidence falls with the angle.",
+        "Second moments over copies take copies for data points: their evidence falls with the angle.\n"
+        "The angle is learned along the derivative, which is that at the weights of the moment; at fixed angles weights are trained for each. "
+        "So it can rest before the angle with the most evidence.",
     ]
     return "\n\n".join(blocks)
+
+
+def _signed(values: Sequence[float]) -> str:
+    """Mean ± standard error, the mean with its sign."""
+    return with_error(values, "{:+.1f}").replace("± +", "± ")
 
 
 def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:

@@ -59,7 +59,7 @@ def settings_of(data: str, scale: float) -> dict[str, Any]:
         "train_size": train,
         "test_size": test,
         "copies": COPIES if scale >= LARGE else of_small(scale, SMALL_COPIES, 2),
-        "batch": share(scale, BATCH, 100),
+        "batch": share(scale, BATCH, 20),
     }
 
 

@@ -191,8 +191,8 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         f"The arc of the data has {ARC:g}°. NLL and evidence in nats of all points, at weights of one training with a precision by the full "
         "curvature. Ref.: a program in plain torch of the same recipe, other data.\n"
         "Second moments over copies take copies for data points: their evidence falls with the angle.\n"
-        "The angle is learned along the derivative, which is that at the weights of the moment; at fixed angles weights are trained for each. "
-        "So it can rest before the angle with the most evidence.",
+        "The angle is learned along the derivative, which is that at the weights of the moment; at fixed angles weights are trained for "
+        "each. So it can rest before the angle with the most evidence.",
     ]
     return "\n\n".join(blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ FACTOR_COLOURS = {"full": "#000000", "kron": "#1f4e9c", "second": "#cc4c02"}
 LOSS_COLOUR = "#777777"
 SAMPLING_COLOURS = {"independent": "#cc4c02", "shared": "#009e73", "grid": "#1f4e9c"}
 METHOD_COLOURS = ("#000000", "#009e73", "#cc4c02", "#1f4e9c", "#8000e0")
-NEAREST = 2.0  # of labels on a logarithmic axis, as a ratio
+NEAREST = 0.22  # of labels, as a share of the axis
 HOLLOW = {"linestyle": "", "markerfacecolor": "none", "markersize": 5}
 
 
@@ -177,6 +178,6 @@ def _apart(sizes: Sequence[int]) -> list[int]:
     """Those that have room for a label on a logarithmic axis, the last among them."""
     kept: list[int] = []
     for size in reversed(sizes):
-        if not kept or kept[-1] >= NEAREST * size:
+        if not kept or math.log(kept[-1] / size) >= NEAREST * math.log(sizes[-1] / sizes[0]):
             kept.append(size)
     return kept[::-1]

@@ -23,6 +23,8 @@ ENVIRONMENT_FILE = "environment.json"  # versions and device, an entry for each 
 CHECKPOINT_FILE = "checkpoint.pt"
 DIARY_FILE = "progress.json"  # what it has done so far
 HISTORY_FILE = "history.json"  # of a finished run
+SAMPLES_FILE = "samples.json"  # of a finished run that learned an augmentation
+NETWORK = "network."  # what begins the names of a network's tensors where it is averaged over copies
 
 UNSEALED = ("seconds",)  # of rows and diaries: what their digests do not cover, since sessions differ in it
 GRID_ADVICE = "start anew in another folder"
@@ -176,6 +178,30 @@ def read_history(run_dir: Path) -> dict[str, Any]:
 def write_history(run_dir: Path, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Keep what a finished run has done."""
     write_file(run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": evaluations}, allow_nan=False))
+
+
+def write_samples(run_dir: Path, images: Sequence[Any], draws: Sequence[Any]) -> None:
+    """Keep what a learned augmentation makes of images, rows of images of pixels in 0..255, and the draws that the run was evaluated with."""
+    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed({"images": images, "draws": draws})))
+
+
+def read_samples(run_dir: Path) -> dict[str, Any]:
+    """What :func:`write_samples` kept: ``images`` and ``draws``.
+
+    Raises:
+        ValueError: the file is damaged, or was edited.
+    """
+    path = run_dir / SAMPLES_FILE
+    advice = "delete it, and the run's row in summary.json, to have it made anew"
+    found = read_json(path, advice)
+    if (wrong := _missing(found, {"images": list, "draws": list})) or not fits_seal(found):
+        raise damaged(path, wrong or "its digest does not fit", advice)
+    return found
+
+
+def of_network(named: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, what belongs to a run's network, whether the run averaged it over copies or not."""
+    return {name.removeprefix(NETWORK): value for name, value in named.items()}
 
 
 def _missing(found: Any, expected: dict[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, at_mode, others, tagged, outputs, loading = blocks(USE)
+    own, predicting, at_mode, others, augmented, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -46,6 +46,13 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     assert apart.log_marginal_likelihood(at="linear") > apart.log_marginal_likelihood()
     exec(compile(others, "use.md", "exec"), names)
     assert names["last"].parameter_names == ["4.weight", "4.bias"] and len(names["chosen"]) == 50
+    assert augmented.count("n_epochs=4") == 1  # fewer here
+    exec(compile(augmented.replace("n_epochs=4", "n_epochs=2"), "use.md", "exec"), names)
+    assert names["copies"].shape == (5, 8, 1, 16, 16) and list(names["averaged"].augment.amounts()) == [
+        "rotation",
+        "tx",
+        "ty",
+    ]
     exec(compile(tagged, "use.md", "exec"), names)
     assert names["with_token"].n_data and "diagonal" in names["with_token"].summary()
     monkeypatch.setattr(laplace.likelihoods, "LIKELIHOODS", dict(laplace.likelihoods.LIKELIHOODS))

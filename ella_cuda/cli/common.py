@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.experiments.linearised import TABLE, is_study_folder
+from ella_cuda.experiments import invariances, linearised
+from ella_cuda.experiments.studies import experiment_of
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+EXPERIMENTS = {one.name: one for one in (linearised.EXPERIMENT, invariances.EXPERIMENT)}  # of `ella-cuda reproduce`
 
 
 class UsageError(Exception):
@@ -35,9 +37,9 @@ def grid_of(folder: str | os.PathLike[str]) -> tuple[list[experiments.RunConfig]
     Raises:
         UsageError: not the folder of runs.
     """
-    if is_study_folder(folder):
+    if (name := experiment_of(folder)) in EXPERIMENTS:
         raise UsageError(
-            f"{folder} was started by `ella-cuda reproduce {TABLE}` and holds no such runs; its tables are files in it. Go on with: "
+            f"{folder} was started by `ella-cuda reproduce {name}` and holds no such runs; its tables are files in it. Go on with: "
             f"ella-cuda reproduce --resume {folder}"
         )
     try:

@@ -18,7 +18,7 @@ from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import SOURCES, TASKS
 from ella_cuda.experiments import DENSE_PATH, RunConfig
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import ROTATED
+from ella_cuda.experiments.hyperparameters import ROTATED, AmountsConfig
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
@@ -173,6 +173,12 @@ def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
         if f"lr_{kind}" in options and not any(kind in c.learn for c in configs):
             raise UsageError(f"--lr-{kind} is a rate of what is learned; no run learns {kind} (--learn {kind}).")
     known = settings_of(RunConfig)
+    if not any(c.learns_amounts for c in configs) and (
+        of_amounts := [flag(name) for name in settings_of(AmountsConfig) if name in options]
+    ):
+        raise UsageError(
+            f"{', '.join(of_amounts)}: of a learned augmentation; no run learns one (--learn augmentation)."
+        )
     for path in dict.fromkeys(one.path for name, one in known.items() if one.path and name in options):
         if not any(path in c.paths for c in configs):
             *first, last = (flag(name) for name, one in known.items() if one.path == path)

@@ -13,6 +13,7 @@ from typing import Any
 from ella_cuda import experiments
 from ella_cuda.cli.common import DONE, UsageError, grid_of
 from ella_cuda.reports import layer_table, results_table, save_pictures
+from ella_cuda.reports.results import amounts_table
 from ella_cuda.reports.text import counted, duration, number
 
 
@@ -21,8 +22,8 @@ def add_inspect(commands: Any) -> None:
     inspect = commands.add_parser(
         "inspect",
         help="show runs, finished or begun",
-        description="Show results, prior precisions, effective parameters, layer types, lengthscales and anchors of a "
-        "folder of `train` or `reproduce`, finished or not, and draw them.",
+        description="Show results, prior precisions, effective parameters, layer types, lengthscales, anchors and augmentations of "
+        "a folder of `train` or `reproduce`, finished or not, and draw them.",
     )
     inspect.add_argument("dir", metavar="DIR", help="the folder")
     inspect.add_argument(
@@ -55,6 +56,8 @@ def _inspect(args: argparse.Namespace) -> int:
     print(f"{folder}: {counted(len(finished), 'run')} finished, {len(running)} begun, {len(waiting)} waiting")
     if finished:
         print("\n" + results_table(finished))
+    if amounts := amounts_table(rows):
+        print("\n" + amounts)
     for row in running:
         ago = duration(time.time() - row["last_written"])
         print(

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.cli import linearised
-from ella_cuda.cli.common import DONE, UsageError
+from ella_cuda.cli import studies
+from ella_cuda.cli.common import DONE, EXPERIMENTS, UsageError
 from ella_cuda.cli.grid import (
     add_attributes,
     add_session,
@@ -24,7 +24,7 @@ from ella_cuda.cli.grid import (
 from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import GridConfig
+from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig
 from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
 
 
@@ -35,9 +35,9 @@ def add_reproduce(commands: Any) -> None:
         "reproduce",
         help="run a table of the paper, at any scale, and print it beside the paper's numbers",
         description=f"Run a table of the paper (van der Ouderaa et al., NeurIPS 2023) and print our numbers beside its. {tables}. Numbers "
-        f"not given are the data set's recipe's. {linearised.DESCRIPTION}",
+        f"not given are the data set's recipe's. {studies.description()}",
     )
-    choices = (*TABLES, linearised.TABLE)
+    choices = (*TABLES, *EXPERIMENTS)
     reproduce.add_argument("table", nargs="?", choices=choices, metavar="TABLE", help=", ".join(choices))
     reproduce.add_argument(
         "--scale",
@@ -54,8 +54,11 @@ def add_reproduce(commands: Any) -> None:
     )
     rows = "; ".join(f"{name}: {' '.join(row.key for row in table.rows)}" for name, table in TABLES.items())
     reproduce.add_argument("--row", nargs="+", metavar="ROW", help=f"only these rows of the table (all). {rows}")
-    linearised.add_options(reproduce)
-    add_attributes(reproduce, without=(*settings_of(GridConfig), "train_size", "holdout", "group", "group_conv"))
+    studies.add_options(reproduce)
+    add_attributes(
+        reproduce,
+        without=(*settings_of(GridConfig), *settings_of(AmountsConfig), "train_size", "holdout", "group", "group_conv"),
+    )
     widths = ", ".join(f"{table.name}: {table.width}" for table in TABLES.values() if table.width)
     reproduce.epilog += f"\nwidth whatever the data: {widths}"
     add_session(reproduce)
@@ -64,10 +67,10 @@ def add_reproduce(commands: Any) -> None:
 
 def _reproduce(args: argparse.Namespace) -> int:
     given = given_options(args)
-    if linearised.asked(given):
-        return linearised.reproduce(args, given)
+    if (experiment := studies.asked(given)) is not None:
+        return studies.reproduce(experiment, args, given)
     if "part" in given:
-        raise UsageError(f"--part is of `ella-cuda reproduce {linearised.TABLE}`.")
+        raise UsageError(f"--part is of {' and '.join(f'`ella-cuda reproduce {name}`' for name in EXPERIMENTS)}.")
     if "resume" in given:
         configs, options = resumed("reproduce", Path(args.resume), given)
     else:
@@ -82,9 +85,7 @@ def _reproduce(args: argparse.Namespace) -> int:
 def _table(given: dict[str, Any], args: argparse.Namespace) -> tuple[list[RunConfig], dict[str, Any]]:
     """The runs of the table, and the options completed by the plan that says what they answer."""
     if "table" not in given:
-        raise UsageError(
-            f"name a table ({', '.join((*TABLES, linearised.TABLE))}), or a folder to go on with by --resume."
-        )
+        raise UsageError(f"name a table ({', '.join((*TABLES, *EXPERIMENTS))}), or a folder to go on with by --resume.")
     options = grid_options(given) | {"scale": given.get("scale", 1.0)}
 
     def images_of(data: str) -> int:

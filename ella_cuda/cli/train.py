@@ -29,7 +29,7 @@ from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED
 from ella_cuda.models import SPARSE_PATHS
 from ella_cuda.reports import layer_table, results_table
-from ella_cuda.reports.results import learned, rotations_table
+from ella_cuda.reports.results import amounts_table, learned, rotations_table
 from ella_cuda.reports.text import layer_title
 
 
@@ -59,6 +59,8 @@ def _train(args: argparse.Namespace) -> int:
     print(results_table(rows))
     if turned := rotations_table(rows):
         print(f"\n{turned}")
+    if amounts := amounts_table(rows):
+        print(f"\n{amounts}")
     if missing := _left_out(configs, options):
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     for row in rows:
@@ -102,8 +104,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
             paths = set(layer.split("+"))
             if objective == "evidence" and DENSE_PATH in paths and not dense_too:
                 continue
-            learns = objective == "evidence" and paths & SPARSE_PATHS  # others have nothing to learn: one run
-            for learn in options["learn"] if learns else [NOTHING]:
+            for learn in _learned_by(options["learn"], objective, paths):
                 word = "" if learn == NOTHING else learn
                 configs.append(configure(data, task, layer, objective, seed, learn=word, **attributes(options)))
     except ValueError as error:
@@ -114,3 +115,13 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
         )
     check_effect(options, configs)
     return configs, options
+
+
+def _learned_by(words: Sequence[str], objective: str, paths: set[str]) -> list[str]:
+    """What the runs of a network learn beside the precisions: one run, of nothing, where it has nothing of what is asked for."""
+    here = [
+        word
+        for word in words
+        if objective == "evidence" and (word in (NOTHING, "augmentation") or paths & SPARSE_PATHS)
+    ]
+    return here or [NOTHING]

@@ -5,7 +5,7 @@ from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
 from ella_cuda.data.idx import read_idx
 from ella_cuda.data.loader import TensorLoader
-from ella_cuda.data.preprocess import holdout, normalize, normalized_as, resize, subsample
+from ella_cuda.data.preprocess import black_as_zero, holdout, normalize, normalized_as, resize, subsample
 from ella_cuda.data.sources import SOURCES, load
 from ella_cuda.data.tasks import TASKS, make_task
 from ella_cuda.data.warp import rotated
@@ -18,6 +18,7 @@ __all__ = [
     "FlipsShifts",
     "TensorLoader",
     "augmentation",
+    "black_as_zero",
     "holdout",
     "load",
     "make_task",

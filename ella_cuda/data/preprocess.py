@@ -63,6 +63,18 @@ def normalize(dataset: Dataset) -> Dataset:
     )
 
 
+def black_as_zero(dataset: Dataset) -> Dataset:
+    """The images shifted so that black is 0, which is what an augmentation puts where a copy shows what is outside of its image."""
+    black = dataset.black[:, None, None]
+    return replace(
+        dataset,
+        train_images=dataset.train_images - black,
+        test_images=dataset.test_images - black,
+        black=torch.zeros_like(dataset.black),
+        white=dataset.white - dataset.black,
+    )
+
+
 def normalized_as(images: Tensor, dataset: Dataset) -> Tensor:
     """Images ``(N, C, h, w)`` with pixels in 0..1, shifted and scaled as a data set's were."""
     black = dataset.black[:, None, None]

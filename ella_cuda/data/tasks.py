@@ -16,6 +16,7 @@ from ella_cuda.data.warp import turned, warp
 
 QUADRANTS = 4
 MAX_TRANSLATION = 8 / 32  # of the image's size, each way
+FAR_TRANSLATION = 8 / 28  # 8/14 of half the size
 MAX_MAGNIFICATION = 2.0  # and its inverse
 
 
@@ -52,7 +53,8 @@ def make_task(dataset: Dataset, task: str, image_size: int = 32, seed: int = 0) 
     magnified about its centre by a factor whose logarithm is uniform in ±log 2, so 1/2 to 2. Interpolation is bilinear.
     What comes from outside the image is 0, black, as around a digit, and what leaves it is lost: of an MNIST digit,
     which fills 20 of 28 pixels, that begins at magnification 1.4. Ranges, interpolation and border are those of the
-    published experiments. Translation is not circular, though that would be a convolution's exact symmetry here:
+    published experiments. ``rotated-90`` has angles in ±90°, ``translated-8of14`` shifts of up to 8/14 of half the image's size: those of
+    learned augmentation. Translation is not circular, though that would be a convolution's exact symmetry here:
     invariance would then hold by construction, and a photograph would get a seam. The two agree while nothing but
     black crosses the edge.
 
@@ -131,17 +133,35 @@ def _quadrant(
 def _rotated(
     images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
 ) -> tuple[Tensor, Tensor]:
+    return _turned_by(math.pi, images, ids, size, seed), labels
+
+
+def _rotated_90(
+    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    return _turned_by(math.pi / 2, images, ids, size, seed), labels
+
+
+def _turned_by(most: float, images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
     """Each image turned counter-clockwise, as it is looked at, by its angle."""
-    angle = uniform(ids, seed, "angle", -math.pi, math.pi)
-    return turned(resize(images, size), angle), labels
+    return turned(resize(images, size), uniform(ids, seed, "angle", -most, most))
 
 
 def _translated(
     images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    most = MAX_TRANSLATION * size
+    return _moved_by(MAX_TRANSLATION * size, images, ids, size, seed), labels
+
+
+def _translated_far(
+    images: Tensor, labels: Tensor, ids: Tensor, num_classes: int, size: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    return _moved_by(FAR_TRANSLATION * size, images, ids, size, seed), labels
+
+
+def _moved_by(most: float, images: Tensor, ids: Tensor, size: int, seed: int) -> Tensor:
     moved = torch.stack([uniform(ids, seed, f"shift {way}", -most, most) for way in ("right", "down")], dim=-1)
-    return warp(resize(images, size), torch.eye(2, dtype=torch.float64).expand(len(ids), 2, 2), -moved), labels
+    return warp(resize(images, size), torch.eye(2, dtype=torch.float64).expand(len(ids), 2, 2), -moved)
 
 
 def _scaled(
@@ -163,6 +183,8 @@ TASKS: dict[str, Task] = {
         positional=True,
     ),
     "rotated": Task("each image turned by up to 180° either way", _rotated),
+    "rotated-90": Task("each image turned by up to 90° either way", _rotated_90),
     "translated": Task("each image moved by up to 8 of 32 pixels in each direction", _translated),
+    "translated-8of14": Task("each image moved by up to 8/14 of half its size in each direction", _translated_far),
     "scaled": Task("each image at 1/2 to 2 times its size", _scaled),
 }

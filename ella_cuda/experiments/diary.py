@@ -11,7 +11,7 @@ from torch import nn
 from ella_cuda.experiments.hyperparameters import RunConfig
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
-from ella_cuda.run_folder import DIARY_FILE, read_diary, write_diary
+from ella_cuda.run_folder import DIARY_FILE, of_network, read_diary, write_diary
 from ella_cuda.training import Evaluation
 from ella_cuda.training.checkpoint import threads_of
 
@@ -59,6 +59,9 @@ class Diary:
         entry = dataclasses.asdict(evaluation)
         entry["prior_precision"] = dict(zip(self.names, evaluation.prior_precision, strict=True))
         entry["anchors"] = self.anchors()
+        entry["inverse_lengthscale"] = of_network(evaluation.inverse_lengthscale)
+        if evaluation.effective_parameters is not None:
+            entry["effective_parameters"] = of_network(evaluation.effective_parameters)
         self.evaluations.append(entry)
         state = {**self.fixed, "seconds": self.seconds(), "evaluations": self.evaluations}
         write_diary(self.folder, state)

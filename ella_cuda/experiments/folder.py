@@ -59,6 +59,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 "loss": last["loss"],
                 "train_accuracy": 100 * last["accuracy"],
                 "neg_log_marginal_likelihood": last["neg_log_marginal_likelihood"],
+                **{key: last["learned"][key] for key in ("augmentation",) if key in last.get("learned", {})},
                 "seconds": round(diary["seconds"], 2),
                 "layers": layers,
                 "other_parameters": others,
@@ -88,6 +89,6 @@ def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     names = diary["evaluations"][-1]["inverse_lengthscale"]
     if not names or not path.exists():
         return {}
-    model, start = read_checkpoint(path)["model"], diary.get("anchors_at_start", {})
+    model, start = run_folder.of_network(read_checkpoint(path)["model"]), diary.get("anchors_at_start", {})
     found = {name: {"now": model[f"{name}.anchors"].tolist()} for name in names}
     return {name: entry | ({"start": start[name]} if name in start else {}) for name, entry in found.items()}

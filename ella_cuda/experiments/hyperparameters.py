@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ella_cuda.augment import GENERATORS
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
 from ella_cuda.experiments.declaring import SINGLE, setting, settings_of
 from ella_cuda.groups import GROUPS
@@ -20,8 +21,10 @@ from ella_cuda.training.learners import HYPER_OPTIMIZERS, STEP_LIMIT
 
 OBJECTIVES = tuple(OBJECTIVE_TITLES)  # in the order of the tables
 RESTARTS = ("none", "evidence")  # of the learning rate
-# Of the bases of sparsified layers, under evidence; joined by "+" as paths are.
-LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales")
+# Of the bases of sparsified layers, under evidence; joined by "+" as paths are. Or the amounts of an augmentation.
+LEARN = ("", "anchors", "lengthscales", "anchors+lengthscales", "augmentation")
+# In place of the recipes, where amounts are learned: they need many evidence steps.
+AUGMENTED = {"burn_in": 4, "frequency": 2, "restarts": "none"}
 DENSE_PATH = "fc"  # its curvature costs more than all else together: by evidence only on request
 DENSE_REASON = "the curvature of an FC path is large; --all runs it"  # why it was not run
 MIN_HOLDOUT = 1e-6  # of the images of any data set here, less than one
@@ -39,6 +42,11 @@ def _check_layer(name: str, value: str) -> None:
     paths = value.split("+")
     if not set(paths) <= set(PATHS) or len(set(paths)) != len(paths):
         raise ValueError(f"{name} must be different names out of {', '.join(PATHS)} joined by '+', got {value!r}.")
+
+
+def _check_generators(name: str, value: str) -> None:
+    if not value or not set(value.split("+")) <= set(GENERATORS):
+        raise ValueError(f"{name} must be names out of {', '.join(GENERATORS)}, got {value!r}.")
 
 
 def _check_cooldown(name: str, value: float) -> None:
@@ -92,7 +100,9 @@ class GridConfig:
         choices=LEARN,
         read=as_learn,
         axis=True,
-        help="what of sparsified layers (s_fc, s_conv) the evidence learns beside the precisions; of several words each is a run of its own",
+        help="what the evidence learns beside the precisions, of sparsified layers (s_fc, s_conv) or augmentation: the amounts of affine "
+        f"transformations that the network averages over, with {', '.join(f'{k} {v}' for k, v in AUGMENTED.items())} in place of the "
+        "recipe's; of several words each is a run of its own",
     )
 
 
@@ -251,6 +261,29 @@ class EvidenceConfig(CurvatureConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AmountsConfig:
+    """A learned augmentation: arguments of :class:`ella_cuda.augment.AffineAugment`, and its rate."""
+
+    generators: str = setting(
+        "+".join(sorted(GENERATORS)),
+        several=True,
+        check=_check_generators,
+        help=f"transformations of --learn augmentation, out of {', '.join(GENERATORS)} (all)",
+    )
+    copies: int = setting(
+        4,
+        maximum=4096,
+        help="copies of each image that a network with a learned augmentation averages over, in all passes",
+    )
+    amount_init: float = setting(
+        0.1,
+        maximum=3.0,
+        help="amounts at the start: half images of tx, ty, radians of rotation, logarithms of sx, sy, shear",
+    )
+    lr_aug: float = setting(0.2, help="Adam's learning rate on amounts, through a softplus")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """What else a trained network is asked about."""
 
@@ -266,7 +299,9 @@ class EvaluationConfig:
 
 # Fields begin with GridConfig's, the last base's: a run's name has their order.
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(EvaluationConfig, EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig):
+class RunConfig(
+    EvaluationConfig, AmountsConfig, EvidenceConfig, OptimizerConfig, NetworkConfig, DataConfig, GridConfig
+):
     """One run: everything that its numbers depend on. The ``help`` of each field says what it is, as ``ella-cuda train --help`` does.
 
     Raises:
@@ -296,7 +331,18 @@ class RunConfig(EvaluationConfig, EvidenceConfig, OptimizerConfig, NetworkConfig
             )
         if self.data in self.ood.split("+"):
             raise ValueError(f"ood must name other data than the run's own, {self.data}; got {self.ood!r}.")
-        if self.learn and (self.objective != "evidence" or not SPARSE_PATHS & self.paths):
+        if self.learns_amounts and self.objective != "evidence":
+            raise ValueError(f"learn={self.learn!r} needs evidence, got the objective {self.objective}.")
+        if self.learns_amounts and TASKS[self.task].positional:
+            others = " or ".join(name for name, task in TASKS.items() if not task.positional)
+            raise ValueError(
+                f"task must be one whose labels do not say where things are with learn={self.learn!r}, such as {others}; got {self.task}."
+            )
+        if self.learns_amounts and self.augment != "none":
+            raise ValueError(
+                f"augment must be none with learn={self.learn!r}, whose evidence is that of the images as they are; got {self.augment!r}."
+            )
+        if self.learn and not self.learns_amounts and (self.objective != "evidence" or not SPARSE_PATHS & self.paths):
             raise ValueError(
                 f"learn={self.learn!r} needs evidence and a layer with a path out of {', '.join(sorted(SPARSE_PATHS))}; got {self.objective} "
                 f"and {self.layer}."
@@ -317,6 +363,16 @@ class RunConfig(EvaluationConfig, EvidenceConfig, OptimizerConfig, NetworkConfig
     def of(self, subject: type) -> dict[str, Any]:
         """The settings that a class of them declares, by name: where they are arguments of those names."""
         return {name: getattr(self, name) for name in settings_of(subject)}
+
+    @property
+    def learns_amounts(self) -> bool:
+        """Whether the network averages over an augmentation whose amounts the evidence learns."""
+        return "augmentation" in self.learn.split("+")
+
+    @property
+    def amounts(self) -> tuple[str, ...]:
+        """The names of the amounts, in the library's order."""
+        return tuple(name for name in GENERATORS if name in self.generators.split("+"))
 
     @property
     def paths(self) -> frozenset[str]:
@@ -395,6 +451,8 @@ def configure(data: str, task: str, layer: str, objective: str, seed: int = 0, *
         ValueError: what :class:`RunConfig` raises.
     """
     common = {name: value for name, value in recipe(data, layer).items() if not settings_of(RunConfig)[name].axis}
+    if "augmentation" in str(changes.get("learn", "")).split("+"):
+        common |= {**AUGMENTED, "augment": "none"}
     if task in TASKS and TASKS[task].positional:
         common["augment"] = "none"
         if isinstance(ood := changes.get("ood"), str):

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ella_cuda.augment import AveragedFunction
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
-from ella_cuda.experiments.run import build_network, own_random_state, prepare_for
+from ella_cuda.experiments.run import averaged, build_network, own_random_state, prepare_for, same_copies
 from ella_cuda.files import damaged, read_json
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
-from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE
+from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE, SAMPLES_FILE, read_samples
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 
 ADVICE = "do the run again"
@@ -24,8 +25,8 @@ ADVICE = "do the run again"
 class LoadedRun(NamedTuple):
     """What :func:`load_run` gives."""
 
-    model: Neyshabur  # in evaluation mode
-    la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for
+    model: Neyshabur | AveragedFunction  # in evaluation mode
+    la: KronLaplace  # of the model, with the run's prior precisions; fitted if asked for, at a finished run's copies
     config: RunConfig
     epoch: int  # epochs done: config.epochs in a finished run
 
@@ -62,7 +63,7 @@ def load_run(
     config, network = _described(run_dir)
     path = run_dir / CHECKPOINT_FILE
     with torch.random.fork_rng(devices=[]):
-        model = build_network(config, **network)
+        model = averaged(config, build_network(config, **network))
     try:
         state = load_checkpoint(path, {}, model)
     except FileNotFoundError as error:
@@ -85,7 +86,10 @@ def load_run(
         raise damaged(path, error, ADVICE) from error
     if fit:
         data = prepare_for(config, data_dir, download).to(target)
-        with own_random_state():
+        draws = None
+        if (run_dir / SAMPLES_FILE).exists():
+            draws = torch.tensor(read_samples(run_dir)["draws"], device=target)
+        with own_random_state(), same_copies(model, draws):
             la.fit(TensorLoader(data.train_images, data.train_labels, config.evidence_batch_size))
     return LoadedRun(model, la, config, state["epoch"])
 

@@ -6,14 +6,27 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.claim import LOCK_FILE, claim
-from ella_cuda.data import Dataset, TensorLoader, augmentation, holdout, load, make_task, normalize, subsample
+from ella_cuda.data import (
+    Dataset,
+    TensorLoader,
+    augmentation,
+    black_as_zero,
+    holdout,
+    load,
+    make_task,
+    normalize,
+    stratified_order,
+    subsample,
+)
 from ella_cuda.digest import tensors_digest
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.diary import Diary
@@ -25,12 +38,13 @@ from ella_cuda.files import remove_temporary_files
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.run_folder import CHECKPOINT_FILE, sealed_row, write_history
+from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, sealed_row, write_history, write_samples
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
 # A batch of the curvature pass is some 300 kernels, however many images it has: of few a GPU is done before Python has launched them.
 EVIDENCE_BATCH_SIZES = {"cpu": 150, "cuda": 1000}
+SAMPLED, SHOWN_COPIES = 5, 9  # images, and copies of each, that a picture shows
 MAP_EVIDENCE_BYTES = 400_000_000  # curvature of MAP networks is computed for the record only, so only where it is cheap
 
 
@@ -69,7 +83,7 @@ def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool =
     """The images and labels of a run, on the CPU; see :func:`prepare`."""
     size, seed = config.image_size, config.data_seed
     sizes = {"train_size": config.train_size, "test_size": config.test_size}
-    return prepare(
+    dataset = prepare(
         config.data,
         config.task,
         size,
@@ -79,6 +93,7 @@ def prepare_for(config: RunConfig, data_dir: str | None = None, download: bool =
         download=download,
         **sizes,
     )
+    return black_as_zero(dataset) if config.learns_amounts else dataset
 
 
 def require_data(config: RunConfig, data_dir: str | None = None, download: bool = False) -> None:
@@ -89,6 +104,19 @@ def require_data(config: RunConfig, data_dir: str | None = None, download: bool 
 def build_network(config: RunConfig, in_channels: int, num_classes: int) -> Neyshabur:
     """A run's network with weights drawn from torch's global generator, on the CPU; the data say the two numbers."""
     return neyshabur(config.layer, in_channels, num_classes, image_size=config.image_size, **config.of(NetworkConfig))
+
+
+def averaged(config: RunConfig, network: Neyshabur) -> nn.Module:
+    """The network; where an augmentation is learned, the average of its outputs over copies, on the network's device."""
+    if not config.learns_amounts:
+        return network
+    augment = AffineAugment(config.copies, config.amounts, config.amount_init)
+    return AveragedFunction(network, augment).to(next(network.parameters()).device)
+
+
+def same_copies(model: nn.Module, draws: Tensor | None) -> AbstractContextManager[Any]:
+    """For the duration of the context, a network that averages over copies takes these draws."""
+    return model.augment.held(draws) if isinstance(model, AveragedFunction) and draws is not None else nullcontext()
 
 
 @contextmanager
@@ -129,7 +157,8 @@ def run_one(
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
         (nats) ``, neg_log_marginal_likelihood`` (nats per data point; None with ``..._reason`` where the curvature
         would be too large) ``, seconds, layers, other_parameters``, counts, ``evaluated_on`` (test or holdout), and the ``digest``
-        of all but the seconds.
+        of all but the seconds. Where they are learned, ``augmentation``: amounts by generator. A network that averages over copies is
+        evaluated on those of the last fit.
 
         Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
@@ -153,6 +182,21 @@ def run_one(
         return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
 
 
+def sampled(
+    augment: AffineAugment, dataset: Dataset, count: int = SAMPLED, copies: int = SHOWN_COPIES
+) -> list[list[Any]]:
+    """Some test images, each as its first channel is and as copies at the amounts that were learned: rows of images ``(H, W)`` of pixels
+    from 0, black, to 255."""
+    some = stratified_order(dataset.test_labels, dataset.test_ids, 0, "samples")[:count]
+    images = dataset.test_images[some.to(dataset.test_images.device)]
+    generator = torch.Generator().manual_seed(0)
+    draws = 2 * torch.rand(len(images), copies, len(augment.names), generator=generator) - 1
+    with torch.no_grad():
+        shown = torch.cat([images[:, None], augment(images, draws.to(images))], 1)[:, :, 0]
+    pixels = (255 * (shown - dataset.black[0]) / (dataset.white[0] - dataset.black[0])).round().clamp(0, 255)
+    return pixels.int().tolist()
+
+
 def _run(
     config: RunConfig,
     run_dir: Path,
@@ -170,9 +214,10 @@ def _run(
     asked = asked_images(config, dataset, data_dir, download)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
-    model = build_network(config, **network).to(device)
-    diary = Diary(run_dir, config, network, model)
-    log = TensorBoardLog(run_dir / FOLDER, layout(model)) if tensorboard else None
+    bare = build_network(config, **network).to(device)
+    model = averaged(config, bare)
+    diary = Diary(run_dir, config, network, bare)
+    log = TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None
 
     def record(evaluation: Evaluation) -> None:
         diary.record(evaluation)
@@ -194,7 +239,7 @@ def _run(
         model,
         train_loader,
         "classification",
-        optimizer_cls=adam_for(model, config.fan_in_limit),
+        optimizer_cls=adam_for(bare, config.fan_in_limit),
         optimizer_kwargs={"lr": config.lr, "fused": True},
         **learning_rate_schedule(config.cooldown, [epoch * len(train_loader) for epoch in config.cycle_ends]),
         n_epochs=config.epochs,
@@ -205,6 +250,7 @@ def _run(
         learn=[name for name in config.learn.split("+") if name],
         lr_lengthscales=config.lr_lengthscales,
         lr_anchors=config.lr_anchors,
+        lr_aug=config.lr_aug,
         n_epochs_burnin=config.burn_in,
         n_hypersteps=config.hypersteps,
         marglik_frequency=config.frequency,
@@ -219,7 +265,6 @@ def _run(
         on_evaluation=record,
         description=config.name,
     )
-    accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
     reason = None
     if config.objective == "map":
         needed = la.memory_estimate()
@@ -229,11 +274,18 @@ def _run(
             la.fit(evidence_loader)
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
-    predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
-    precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
-    lengthscales = {n: float(m.inverse_lengthscale) for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
-    gamma = la.effective_parameters() if fitted else None
-    layers, others = describe_layers(layout(model), precision, gamma, lengthscales, diary.anchors())
+    draws = la.state_dict()["draws"] if isinstance(model, AveragedFunction) else None
+    with same_copies(model, draws):
+        accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
+        predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
+    precision = of_network(dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True)))
+    lengthscales = {n: float(m.inverse_lengthscale) for n, m in bare.named_modules() if isinstance(m, SpatialBasis)}
+    gamma = of_network(la.effective_parameters()) if fitted else None
+    layers, others = describe_layers(layout(bare), precision, gamma, lengthscales, diary.anchors())
+    amounts = {}
+    if isinstance(model, AveragedFunction):
+        amounts = {"augmentation": model.augment.amounts()}
+        write_samples(run_dir, sampled(model.augment, dataset), draws.tolist())
     write_history(run_dir, losses, diary.evaluations)
     row = {
         "run": config.name,
@@ -242,6 +294,7 @@ def _run(
         "nll": nll,
         "neg_log_marginal_likelihood": None if evidence is None else -evidence,
         "neg_log_marginal_likelihood_reason": reason,
+        **amounts,
         **predictions,
         "seconds": round(diary.seconds(), 2),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -76,6 +76,7 @@ class TensorBoardLog:
             "neg_log_marginal_likelihood": entry["neg_log_marginal_likelihood"],
             **{f"prior_precision/{name}": value for name, value in precision.items()},
             **{f"inverse_lengthscale/{name}": value for name, value in entry["inverse_lengthscale"].items()},
+            **{f"augmentation/{n}": value for n, value in entry.get("learned", {}).get("augmentation", {}).items()},
             **{f"anchors_moved/{name}": value["mean_displacement"] for name, value in entry["anchors"].items()},
         }
         for layer in describe_layers(self._layout, precision, gamma)[0]:

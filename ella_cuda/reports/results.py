@@ -13,11 +13,22 @@ from ella_cuda.digest import DIGEST
 from ella_cuda.files import write_file
 from ella_cuda.reports.layers import layer_table
 from ella_cuda.reports.pictures import save_pictures
-from ella_cuda.reports.text import CALIBRATION, METRICS, OBJECTIVE_TITLES, WAYS, columns, mean, network_title
+from ella_cuda.reports.text import (
+    AMOUNTS,
+    CALIBRATION,
+    METRICS,
+    OBJECTIVE_TITLES,
+    WAYS,
+    columns,
+    mean,
+    network_title,
+    number,
+    run_title,
+)
 from ella_cuda.run_folder import CSV_FILE, TABLE_FILE, write_summary
 
 Rows = Sequence[Mapping[str, Any]]
-NESTED = ("layers", "other_parameters", "reliability", "ood", "rotations", DIGEST)  # of a row
+NESTED = ("layers", "other_parameters", "reliability", "ood", "rotations", "augmentation", DIGEST)  # of a row
 WHERE = {"test": "test images", "holdout": "held-out training images"}
 
 
@@ -86,6 +97,25 @@ def rotations_table(rows: Rows) -> str:
     return columns(lines)
 
 
+def amounts_table(rows: Rows) -> str:
+    """The amounts of learned augmentations, empty without such: a line for each run."""
+    learned = [r for r in rows if r.get("augmentation")]
+    if not learned:
+        return ""
+    names = [name for name in AMOUNTS if any(name in r["augmentation"] for r in learned)]
+    lines = [
+        [
+            "learned augmentation",
+            *(f"{name}, {unit}" if unit else name for name in names for unit in [AMOUNTS[name][0]]),
+        ]
+    ]
+    for row in learned:
+        cells = (row["augmentation"].get(name) for name in names)
+        values = (None if v is None else v * AMOUNTS[n][1] for n, v in zip(names, cells, strict=True))
+        lines.append([f"  {run_title(row)}", *map(number, values)])
+    return columns(lines)
+
+
 def _auroc_titles(rows: Rows) -> dict[str, tuple[str, str]]:
     """Title and style of what :func:`flattened` makes of ``ood``."""
     found = {}
@@ -103,6 +133,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     for data, ways in row.get("ood", {}).items():
         for way, scores in ways.items():
             cells |= {f"ood {data} {score}{_of(way)}": value for score, value in scores.items()}
+    cells |= {f"augmentation {name}": value for name, value in row.get("augmentation", {}).items()}
     for way, turned in row.get("rotations", {}).items():
         for one in turned:
             cells |= {f"rotated {one['degrees']} {k}{_of(way)}": v for k, v in one.items() if k != "degrees"}
@@ -139,7 +170,8 @@ def results_csv(rows: Rows) -> str:
 
 
 def learned(rows: Rows) -> Rows:
-    """The rows whose layers learned something by the evidence: which of several paths, or the bases of sparsified ones."""
+    """The rows whose layers learned something by the evidence: which of several paths, or the bases of sparsified ones; and those of a
+    learned augmentation."""
     return [r for r in rows if r["objective"] == "evidence" and ("+" in r["layer"] or r.get("learn"))]
 
 
@@ -158,6 +190,8 @@ def save_report(rows: Rows, out_dir: Path) -> None:
     text = results_table(rows)
     if turned := rotations_table(rows):
         text += "\n\n" + turned
+    if amounts := amounts_table(rows):
+        text += "\n\n" + amounts
     if learned(rows):
         text += "\n\n" + layer_table(learned(rows))
     write_file(out_dir / TABLE_FILE, text + "\n")

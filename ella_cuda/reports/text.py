@@ -23,6 +23,11 @@ CALIBRATION = {  # the same
 # Of the evidence: where it is taken, and which tensors share a precision.
 EVIDENCE_AT = {"network": "network's weights", "linear": "linear mode"}
 SHARED = {"scalar": "single", "normalised": "grouped", "layerwise": "layer-wise"}
+AMOUNTS = {  # of a learned augmentation: unit, times the amount
+    "rotation": ("°", 180 / math.pi),
+    **dict.fromkeys(("tx", "ty"), ("half images", 1.0)),
+    **dict.fromkeys(("sx", "sy", "shear"), ("", 1.0)),
+}
 WAYS = {"plugin": "softmax", "predictive": "predictive"}  # how predictions are made
 
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from ella_cuda import cli
-from ella_cuda.experiments import linearised
 from ella_cuda.experiments.linearised import (
+    EXPERIMENT,
     architectures,
     networks,
     precisions,
     regression,
     stopping,
-    study,
     sweep,
     toy,
 )
+from ella_cuda.experiments.studies import study
 from ella_cuda.laplace import prior_groups
 from ella_cuda.training.trainer import MarglikTrainer
 
@@ -38,7 +38,7 @@ def few(monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """No picture, which takes longer than small networks do."""
-    monkeypatch.setattr("ella_cuda.experiments.linearised.folder.add_picture", lambda *_: None)
+    monkeypatch.setattr("ella_cuda.experiments.studies.experiment.add_picture", lambda *_: None)
 
 
 def run(*args: str) -> None:
@@ -176,7 +176,7 @@ def test_a_folder_is_resumed_with_its_own_options_alone(tmp_path, capsys):
         assert cli.main([*command, str(folder)]) == 2
         assert f"Go on with: ella-cuda reproduce --resume {folder}" in capsys.readouterr().err
     with pytest.raises(ValueError, match="belongs to other studies"):
-        linearised.run_studies(linearised.plan_studies(["sweep"]), folder, options={}, progress=False)
+        EXPERIMENT.run(EXPERIMENT.plan(["sweep"]), folder, options={}, progress=False)
 
 
 @pytest.mark.usefixtures("few", "undrawn")
@@ -199,13 +199,13 @@ def test_studies_at_once_give_the_numbers_of_one_after_the_other(tmp_path):
 
 
 def test_plans_name_every_study_once_and_follow_the_scale():
-    whole, small = (linearised.plan_studies(linearised.PARTS, (0, 1, 1), scale) for scale in (1.0, 0.1))
+    whole, small = (EXPERIMENT.plan(EXPERIMENT.parts, (0, 1, 1), scale) for scale in (1.0, 0.1))
     assert len({s.name for s in whole}) == len(whole) == len(small)
     assert [s.name for s in whole] == [s.name for s in small]
     assert whole[0].settings["width"] == 50 and small[0].settings["width"] == 5
     for wrong, words in (({"parts": ["other"]}, "part must be"), ({"seeds": ()}, "seeds"), ({"scale": 2.0}, "scale")):
         with pytest.raises(ValueError, match=words):
-            linearised.plan_studies(**{"parts": ["toy"], **wrong})
+            EXPERIMENT.plan(**{"parts": ["toy"], **wrong})
 
 
 def test_the_talks_toy_has_2600_parameters():

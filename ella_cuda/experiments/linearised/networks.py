@@ -10,9 +10,9 @@ import torch
 from ella_cuda.data import Dataset, TensorLoader
 from ella_cuda.experiments.linearised.architectures import NETWORKS, network
 from ella_cuda.experiments.linearised.precisions import chosen, grouped_structure
-from ella_cuda.experiments.linearised.study import Part, Study, Work, share
-from ella_cuda.experiments.linearised.text import table, with_error
 from ella_cuda.experiments.run import prepare
+from ella_cuda.experiments.studies import Part, Study, Work, share
+from ella_cuda.experiments.studies.text import table, with_error
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.metrics import accuracy, expected_calibration_error, nll
 from ella_cuda.reports.pictures.linearised import draw_networks

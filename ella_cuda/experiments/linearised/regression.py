@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.data import TensorLoader
-from ella_cuda.experiments.linearised.study import Work
+from ella_cuda.experiments.studies import Work
 from ella_cuda.laplace import FullLaplace
 from ella_cuda.metrics import gaussian_nll
 from ella_cuda.run_folder import CHECKPOINT_FILE

@@ -16,9 +16,9 @@ from ella_cuda.experiments.linearised.regression import (
     predicted,
     trained,
 )
-from ella_cuda.experiments.linearised.study import Part, Study, Work, share
 from ella_cuda.experiments.linearised.sweep import NORM_TITLES
-from ella_cuda.experiments.linearised.text import table, with_error
+from ella_cuda.experiments.studies import Part, Study, Work, share
+from ella_cuda.experiments.studies.text import table, with_error
 from ella_cuda.reports.pictures.linearised import draw_stopping
 from ella_cuda.reports.text import EVIDENCE_AT, SHARED, counted
 

@@ -17,8 +17,8 @@ from ella_cuda.experiments.linearised.regression import (
     rescaled,
     trained,
 )
-from ella_cuda.experiments.linearised.study import Part, Study, Work, share
-from ella_cuda.experiments.linearised.text import table
+from ella_cuda.experiments.studies import Part, Study, Work, share
+from ella_cuda.experiments.studies.text import table
 from ella_cuda.reports.pictures.linearised import draw_sweep
 from ella_cuda.reports.text import EVIDENCE_AT, SHARED, number
 

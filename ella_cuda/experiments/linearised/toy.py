@@ -10,8 +10,8 @@ import torch
 
 from ella_cuda.experiments.linearised.precisions import chosen
 from ella_cuda.experiments.linearised.regression import full_laplace, grid, loader_of, predicted, trained
-from ella_cuda.experiments.linearised.study import Part, Study, Work, share
-from ella_cuda.experiments.linearised.text import table
+from ella_cuda.experiments.studies import Part, Study, Work, share
+from ella_cuda.experiments.studies.text import table
 from ella_cuda.laplace import FullLaplace
 from ella_cuda.reports.pictures.linearised import draw_toy
 from ella_cuda.reports.text import EVIDENCE_AT, SHARED, number

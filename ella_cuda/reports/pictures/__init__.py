@@ -1,5 +1,6 @@
 """Pictures of runs, drawn without a display."""
 
+from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.calibration import draw_reliability, draw_rotations
 from ella_cuda.reports.pictures.curves import draw_curves
@@ -13,6 +14,7 @@ __all__ = [
     "PATH_STYLES",
     "Drawn",
     "add_picture",
+    "draw_amounts",
     "draw_anchors",
     "draw_curves",
     "draw_filters",
@@ -20,6 +22,7 @@ __all__ = [
     "draw_precisions",
     "draw_reliability",
     "draw_rotations",
+    "draw_samples",
     "save_picture",
     "save_pictures",
 ]

@@ -15,6 +15,7 @@ import torch
 from ella_cuda.files import write_file
 from ella_cuda.metrics import Reliability
 from ella_cuda.models import SPARSE_PATHS
+from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
 from ella_cuda.reports.pictures.anchors import draw_anchors
 from ella_cuda.reports.pictures.calibration import draw_reliability, draw_rotations
 from ella_cuda.reports.pictures.curves import draw_curves
@@ -22,9 +23,18 @@ from ella_cuda.reports.pictures.filters import draw_filters
 from ella_cuda.reports.pictures.layers import draw_layers
 from ella_cuda.reports.pictures.page import picture_files, save_picture
 from ella_cuda.reports.pictures.precisions import draw_precisions
-from ella_cuda.reports.text import WAYS, run_title
+from ella_cuda.reports.text import AMOUNTS, WAYS, run_title
 from ella_cuda.reports.weights import SpatialWeight, spatial_weights
-from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, HISTORY_FILE, read_diary, read_history
+from ella_cuda.run_folder import (
+    CHECKPOINT_FILE,
+    DIARY_FILE,
+    HISTORY_FILE,
+    SAMPLES_FILE,
+    of_network,
+    read_diary,
+    read_history,
+    read_samples,
+)
 from ella_cuda.training.checkpoint import read_checkpoint
 
 MATRIX_PATH = "fc"  # the one whose weights have no images over positions
@@ -47,8 +57,8 @@ def save_pictures(rows: Sequence[Mapping[str, Any]], runs_dir: Path, out_dir: Pa
     """Draw everything there is to draw of runs, finished or not, as PNG and SVG.
 
     ``curves`` and, where a network chose among paths, ``layers`` show all runs. In a folder for each run are
-    ``precisions`` (of evidence runs), ``filters`` (where weights have images), ``anchors`` (of sparsified layers), and of finished runs
-    ``reliability`` and, with turned images, ``rotations``.
+    ``precisions`` (of evidence runs), ``filters`` (where weights have images), ``anchors`` (of sparsified layers), ``amounts`` (of a learned
+    augmentation), and of finished runs ``samples`` (of one), ``reliability`` and, with turned images, ``rotations``.
     A run's own pictures that are in its folder and younger than what they show are not drawn again, but copied where
     they are wanted elsewhere: delete a picture to have it drawn anew.
 
@@ -90,6 +100,13 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
     makers: dict[str, Callable[[], Any]] = {}
     if row["objective"] == "evidence":
         makers["precisions"] = lambda: draw_precisions(row, history()["evaluations"])
+    if row.get("augmentation"):
+        makers["amounts"] = lambda: draw_run_amounts(row, history()["evaluations"])
+        if (run_dir / SAMPLES_FILE).exists():
+            makers["samples"] = lambda: draw_samples(
+                {"": read_samples(run_dir)["images"]},
+                f"{run_title(row)}: test images, and copies at the learned amounts",
+            )
     if paths != {MATRIX_PATH} and (run_dir / CHECKPOINT_FILE).exists():
         makers["filters"] = lambda: draw_filters(row, weights())
         if paths & SPARSE_PATHS:
@@ -113,7 +130,23 @@ def _save_run_pictures(drawn: Drawn, row: Mapping[str, Any], run_dir: Path, out_
 
 def _weights(row: Mapping[str, Any], run_dir: Path) -> list[SpatialWeight]:
     kind = read_diary(run_dir)["config"]["basis"]
-    return spatial_weights(row["layers"], read_checkpoint(run_dir / CHECKPOINT_FILE)["model"], kind)
+    return spatial_weights(row["layers"], of_network(read_checkpoint(run_dir / CHECKPOINT_FILE)["model"]), kind)
+
+
+def draw_run_amounts(row: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> Any:
+    """A run's amounts over its evaluations, those of one unit in a panel."""
+    some = [e for e in evaluations if "augmentation" in e.get("learned", {})]
+    epochs, panels = [e["epoch"] for e in some], {}
+    for title, names in (
+        ("rotation, degrees", ("rotation",)),
+        ("translations, half images", ("tx", "ty")),
+        ("scales and shear, logarithmic", ("sx", "sy", "shear")),
+    ):
+        here = [name for name in names if name in row["augmentation"]]
+        lines = {n: [AMOUNTS[n][1] * e["learned"]["augmentation"][n] for e in some] for n in here}
+        if here:
+            panels[title] = [(epochs, lines)]
+    return draw_amounts(panels, f"{run_title(row)}: amounts of the augmentation", shared=False)
 
 
 def _methods(found: Mapping[str, Any], of: Callable[[Any], Any]) -> dict[str, Any]:

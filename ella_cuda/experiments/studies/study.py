@@ -21,7 +21,7 @@ class Study:
     """What is done once for a part of the experiment.
 
     Attributes:
-        part: a name of :data:`ella_cuda.experiments.linearised.PARTS`.
+        part: a name of its experiment's parts.
         name: of the study and its folder.
         settings: of its part, numbers and strings.
     """
@@ -92,8 +92,9 @@ class Part:
         run: does a study; returns its result, for :attr:`rows`, :attr:`text` and :attr:`draw`.
         rows: of a table, of ``(study, result)``.
         text: of all rows, for people.
-        draw: a picture of all rows, a matplotlib ``Figure``.
+        draw: a picture of all studies with their results, a matplotlib ``Figure``.
         data: the data sets that it needs.
+        pictures: more of them, by the names of their files.
     """
 
     name: str
@@ -104,6 +105,9 @@ class Part:
     text: Callable[[Sequence[dict[str, Any]]], str]
     draw: Callable[[Sequence[tuple[Study, dict[str, Any]]]], Any]
     data: tuple[str, ...] = ()
+    pictures: Mapping[str, Callable[[Sequence[tuple[Study, dict[str, Any]]]], Any]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 def read_result(folder: Path) -> dict[str, Any] | None:

@@ -1,11 +1,13 @@
 // affine_copies and its gradients. A kernel turns every map into coordinates in pixels, in double, and its inverse; the others
 // read those. Neither a grid nor repeated images exist.
-//   copies       a thread has a pixel of a copy and writes it for every channel
-//   gradient in maps   a block has some pixels of a copy and sums over them and the channels; another kernel adds the blocks'
-//   sums gradient in x      a thread has a pixel of an image and, at a time, four channels: it walks all copies, and of each
-//   those
-//                      pixels that the inverse says may look at it. So it adds what is its own in a fixed order, without
-//                      atomics; of the walked pixels, 9 to 16 for a rotation, 4 count.
+//
+// Copies: a thread has a pixel of a copy and writes it for every channel.
+// Gradient in maps: a block sums over some pixels of a copy and the channels; another kernel adds the blocks' sums in order.
+// Gradient in x: a thread has a pixel of an image and, at a time, four channels. It walks all copies, and of each those pixels
+// that the inverse says may look at it: it adds what is its own in a fixed order, without atomics. Of the walked pixels, 9 to
+// 16 for a rotation, 4 count.
+//
+// Kernels whose bounds name one block have registers for all they keep; without, ptxas wants more blocks at once and spills.
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -43,8 +45,8 @@ struct Map {
 
 //   maps (M, S, 2, 3) and direction by strides, out (M, S)
 template <class T>
-__global__ void __launch_bounds__(kThreads) maps_kernel(MapSource<T> maps, MapSource<T> direction, Map<T>* __restrict__ out,
-                                                        int64_t count, int64_t S, int64_t H, int64_t W) {
+__global__ void __launch_bounds__(kThreads, 1) maps_kernel(MapSource<T> maps, MapSource<T> direction, Map<T>* __restrict__ out,
+                                                           int64_t count, int64_t S, int64_t H, int64_t W) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= count) return;
   const AffineScales scales(H, W);
@@ -193,8 +195,8 @@ __global__ void __launch_bounds__(kThreads)
 // out[m,s,k] = scale[k] times the sum over parts of sums[m,part,s,k], in order
 //   sums (M, parts, S, 6), out (M, S, 6), of which `count` are M S
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_maps_kernel(const double* __restrict__ sums, T* __restrict__ out, int64_t count,
-                                                            int64_t parts, int64_t S, int64_t H, int64_t W) {
+__global__ void __launch_bounds__(kThreads, 1) add_maps_kernel(const double* __restrict__ sums, T* __restrict__ out,
+                                                               int64_t count, int64_t parts, int64_t S, int64_t H, int64_t W) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= count) return;
   const double* from = sums + (at / S * parts * S + at % S) * 6;
@@ -219,7 +221,7 @@ __device__ __forceinline__ void reached(T middle, T reach, int64_t size, int& fi
 
 //   grad (N, S, C, H, W) by strides, maps (M, S), out (N, C, H, W), of which `axes` are (groups of channels, H, W)
 template <class T, class Index, bool Moving>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     image_gradient_kernel(Image<T> grad, int64_t grad_copy, const Map<T>* __restrict__ maps, T* __restrict__ out, Index count,
                           Axes<Index> axes, int64_t S, int64_t C, bool shared) {
   const int64_t H = axes.H.value(), W = axes.W.value();

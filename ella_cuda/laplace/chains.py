@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.utils import _pair
 
 from ella_cuda.augment import AveragedFunction
 
@@ -136,16 +137,12 @@ class Pooled(Link):
     def _spread(self, values: Tensor) -> Tensor:
         """Values at the largest ones among zeros."""
         m, found = self.module, values.new_empty(len(values), *self.x.shape)
-        sizes = [_pair(size) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
+        sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
         for of_column, into in zip(values.flatten(1, 2), found, strict=True):
             torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
                 of_column, self.x, *sizes, m.ceil_mode, self.places, grad_input=into
             )
         return found.unflatten(1, self.out.shape[:2])
-
-
-def _pair(size: int | tuple[int, int]) -> list[int]:
-    return [size, size] if isinstance(size, int) else list(size)
 
 
 class Elementwise(Link):

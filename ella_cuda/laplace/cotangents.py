@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import _pair
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
 from ella_cuda.laplace.chains import Seen, chain_of_average
@@ -36,10 +37,10 @@ from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.probe import Place, probe
-from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
+from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
-from ella_cuda.laplace.uses import batch_first, mean_over_copies, summed_over_copies
+from ella_cuda.laplace.uses import batch_first, mean_over_copies, more_than_a_call, summed_over_copies
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
@@ -249,10 +250,6 @@ def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
     return _Quadratic.apply(rows, matrix)
 
 
-def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
 class _Passes:
     """The evidence of parts of batches, up to constants, in the graph."""
 
@@ -428,9 +425,8 @@ class _Passes:
         place = self._places
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            if (
-                not self._noting
-            ):  # a checkpoint computes the layer anew, and counts what functions save: a copy saves nothing
+            if not self._noting:
+                # A checkpoint computes the layer anew, and counts what functions save: a copy saves nothing.
                 return out.clone()
             kind, out = type(out), plain_tensor(out)
             arguments = (
@@ -484,11 +480,5 @@ def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis
 
 def _require_served(rule: Rule) -> None:
     """ValueError where a layer's factors are more than what one call adds to them."""
-    reason = None
-    if rule.tied or rule.lent:
-        names = ", ".join(rule.full_name(name) for name in (*rule.tied, *sorted(rule.lent)))
-        reason = f"has weights of several layers ({names}: one tied parameter)"
-    elif isinstance(rule, MultiheadAttentionRule):
-        reason = "has its projections inside"
-    if reason:
+    if reason := more_than_a_call(rule):
         raise ValueError(f"evidence_gradient: {rule.label} {reason}; freeze its parameters.")

@@ -17,9 +17,10 @@ from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.probe import Findings, probe
-from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
+from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.uses import more_than_a_call
 from ella_cuda.laplace.values import Value
 from ella_cuda.modes import exclusively
 from ella_cuda.ops._precision import without_autocast
@@ -121,13 +122,8 @@ def exact_log_marginal_likelihood(
 
 def _require_served(rule: Rule) -> None:
     """ValueError where only a fit serves the layer."""
-    reason = None
-    if rule.tied or rule.lent:
-        names = ", ".join(rule.full_name(name) for name in (*rule.tied, *sorted(rule.lent)))
-        reason = f"has weights of several layers ({names}: one tied parameter)"
-    elif isinstance(rule, MultiheadAttentionRule):
-        reason = "has its projections inside"
-    elif isinstance(rule, PerExampleRule):
+    reason = more_than_a_call(rule)
+    if not reason and isinstance(rule, PerExampleRule):
         reason = "has no rule of its own"
     if reason:
         raise ValueError(

@@ -133,11 +133,8 @@ class _Loss:
         # was walked since.
         self._outputs: dict[int, Tensor] = {}
         self._along: dict[int, Tensor] = {}
-        self._bend = (
-            0.0,
-            0.0,
-            0.0,
-        )  # of the last product: the data's curvature, the sum of its terms' sizes, and the prior's curvature
+        # Of the last product: the data's curvature, the sum of its terms' sizes, and the prior's curvature.
+        self._bend = 0.0, 0.0, 0.0
         self._walked: dict[int, Tensor] = {}
         self._targets: dict[int, Tensor] = {}
         self._times: dict[int, int] = {}  # that a pass has the batch

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.probe import Place
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.second_moment import SecondMoment
 
 # What a rule has from the start; the rest is what a call left there.
@@ -204,6 +204,14 @@ def batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
     if place.folded > 1:
         return tensor.unflatten(ahead, (-1, place.folded))
     return tensor.transpose(ahead, ahead + 1) if place.axis else tensor
+
+
+def more_than_a_call(rule: Rule) -> str:
+    """Why the factors of a layer are more than what one call of its module adds to them; "" where they are not."""
+    if rule.tied or rule.lent:
+        names = ", ".join(rule.full_name(name) for name in (*rule.tied, *sorted(rule.lent)))
+        return f"has weights of several layers ({names}: one tied parameter)"
+    return "has its projections inside" if isinstance(rule, MultiheadAttentionRule) else ""
 
 
 def mean_over_copies(rule: Rule, arguments: Iterable[Any]) -> list[Any]:

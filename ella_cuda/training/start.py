@@ -145,13 +145,21 @@ def _needed_arguments(function: Callable[..., Any]) -> str:
     return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in optional)
 
 
-def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
+def try_evidence(
+    la: KronLaplace, loader: Iterable[Any], name: str, then: Callable[[KronLaplace, Iterable[Any]], None]
+) -> None:
     """Fit to the first images of the first batch that has data, so that what the evidence refuses is refused before training. Random
     generators are put back to where they were, and what was fitted is to be dropped.
 
+    Args:
+        la: to be fitted.
+        loader, name: of the evidence's data, and what it is called.
+        then: called with the fitted la and a loader of these images.
+
     Raises:
-        What :meth:`ella_cuda.laplace.KronLaplace.fit` raises, but for values that are not finite: those of trained weights may be, and
-        training names the layer. Sizes in its errors are those of a few images, as they say. ValueError where the loader yields no data.
+        What :meth:`ella_cuda.laplace.KronLaplace.fit` and ``then`` raise, but for values that are not finite: those of trained weights
+        may be, and training names the layer. Sizes in its errors are those of a few images, as they say. ValueError where the loader
+        yields no data.
     """
     before, keys = random_state([loader]), dict_keys(la.dict_key_x, la.dict_key_y)
     try:
@@ -162,6 +170,7 @@ def try_evidence(la: KronLaplace, loader: Iterable[Any], name: str) -> None:
         few = tuple(take(part, slice(3)) for part in first)
         try:
             la.fit([few])
+            then(la, [few])
         except FloatingPointError:
             pass
         except (TypeError, ValueError, RuntimeError) as error:

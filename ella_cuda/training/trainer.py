@@ -322,7 +322,7 @@ class MarglikTrainer:
         were seen, None without classes. Before its first step the first one tries the evidence on a few images."""
         if self._schedule["objective"] == "evidence" and not self._tried:
             with self._differentiable():
-                try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name)
+                try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name, self._try_gradients)
             self._tried = True
         self._prior.require_parameters_of(self.model)
         loss, self._accuracy = train_epoch(
@@ -339,6 +339,12 @@ class MarglikTrainer:
         self.epochs += 1
         self.losses.append(loss)
         return loss, self._accuracy
+
+    def _try_gradients(self, la: KronLaplace, loader: Iterable[Any]) -> None:
+        """Have the learners whose gradients are their own refuse what these do not serve."""
+        for learner in self.learners:
+            if learner.tensors():
+                learner.gradients(la, loader)
 
     def evidence_step(self, last: bool | None = None) -> Evaluation:
         """Fit the Laplace approximation at the present weights and let the learners step on its evidence.

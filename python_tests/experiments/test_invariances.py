@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -23,6 +22,7 @@ from ella_cuda.experiments.studies import study
 from ella_cuda.laplace import FullLaplace, KronLaplace, evidence_gradient
 from ella_cuda.training.checkpoint import read_checkpoint
 from ella_cuda.training.trainer import MarglikTrainer
+from python_tests.experiments.studies import files, run, table
 
 SMALL = ["--data", "digits", "--scale", "0.002", "--jobs", "1", "--device", "cpu"]
 
@@ -35,27 +35,6 @@ def few(monkeypatch):
     monkeypatch.setattr(sampling, "ANGLES", (0, 30, 60, 90))
     monkeypatch.setattr(ranges, "SHOWN", {name: ranges.SHOWN[name] for name in ("rotated-90", "plain")})
     monkeypatch.setattr(subsets, "SIZES", (24,))
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """No picture, which takes longer than small networks do."""
-    monkeypatch.setattr("ella_cuda.experiments.studies.experiment.add_picture", lambda *_: None)
-
-
-def run(*args: str) -> None:
-    assert cli.main(["reproduce", *args]) == 0
-
-
-def table(folder: Path, part: str) -> list[dict[str, str]]:
-    with (folder / f"{part}.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Tables, pictures and results; not what says when it was done."""
-    kept = [p for p in folder.rglob("*") if p.suffix in (".txt", ".csv", ".png", ".svg", ".json")]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in kept if p.name != "environment.json"}
 
 
 @pytest.mark.usefixtures("few")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from ella_cuda.experiments.linearised import (
 from ella_cuda.experiments.studies import study
 from ella_cuda.laplace import prior_groups
 from ella_cuda.training.trainer import MarglikTrainer
+from python_tests.experiments.studies import files, run, table
 
 SMALL = ["--scale", "0.06", "--seed", "0", "--jobs", "1", "--device", "cpu"]
 
@@ -33,27 +32,6 @@ def few(monkeypatch):
     monkeypatch.setattr(toy, "TRIED", [0.1, 1.0, 10.0])
     monkeypatch.setattr(sweep, "SCALES", (0.1, 1.0, 10.0))
     monkeypatch.setattr(stopping, "DOUBLINGS", 2)
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    """No picture, which takes longer than small networks do."""
-    monkeypatch.setattr("ella_cuda.experiments.studies.experiment.add_picture", lambda *_: None)
-
-
-def run(*args: str) -> None:
-    assert cli.main(["reproduce", *args]) == 0
-
-
-def table(folder: Path, part: str) -> list[dict[str, str]]:
-    with (folder / f"{part}.csv").open() as file:
-        return list(csv.DictReader(file))
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """Tables, pictures and results; not what says when it was done."""
-    kept = [p for p in folder.rglob("*") if p.suffix in (".txt", ".csv", ".png", ".svg", ".json")]
-    return {str(p.relative_to(folder)): p.read_bytes() for p in kept if p.name != "environment.json"}
 
 
 @pytest.mark.usefixtures("few")

@@ -439,6 +439,9 @@ def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytes
             warnings.simplefilter("ignore")
             la.optimize_prior_precision(at="linear", init_prior_prec=1e-3, train_loader=loader, n_steps=n_steps)
         assert la.log_marginal_likelihood(at="linear").item() >= max(seen) - 1e-9
+        for k in range(1, len(seen) - 1):
+            best = max(seen[:k])
+            assert max(seen[k : k + 2]) >= best - 1e-9  # a leap that failed, and the round in its place
 
 
 def test_a_last_mode_that_is_not_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ella_cuda.experiments.studies import share
 
-TWO_CORES = 0.05  # the share that two cores do in an hour or so for each part
+TWO_CORES = 0.05  # the share that is for two cores
 LARGE = 0.5  # from which on images have their own size
 
 

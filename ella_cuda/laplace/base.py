@@ -521,7 +521,7 @@ class BaseLaplace(Predictive):
             start: where to start, ``(P,)``; None is the last mode of this fit and form if there is one, else the network's parameters, or
                 with "simple" the prior's mean.
             precondition: False leaves the preconditioner out.
-            max_passes: over the data, at most.
+            max_passes: over the data, at most; "dual" takes three and one for the residual.
             checkpoint: a file, which is written every half a minute and removed at the end; if it exists, the solver starts from it.
             progress_bar: show one.
 
@@ -529,7 +529,7 @@ class BaseLaplace(Predictive):
             :attr:`linear_mode`; :attr:`linear_fit` says more.
 
         Raises:
-            ValueError: an argument does not fit; the loader's data are not as many as the fit's.
+            ValueError: an argument does not fit; the loader's data are not as many as the fit's, or give the network another log likelihood.
             RuntimeError: not fitted, or the model's parameters or buffers changed since.
             NotImplementedError: a function of the network has no derivatives along directions.
             FloatingPointError: the log likelihood is not finite.
@@ -708,7 +708,7 @@ class BaseLaplace(Predictive):
             elif method == "marglik":
                 raise_evidence(self, n_steps, lr, group, sigma, progress_bar)
             elif not fixed_points(self, n_steps, group, sigma, progress_bar)[2]:
-                warn_of_motion(n_steps)
+                warn_of_motion(n_steps, ", or method='marglik'")
         except BaseException:
             self.prior_precision, self.sigma_noise, self._linear = before
             raise

@@ -18,6 +18,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, joined, tensors_of
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.state import checked_count, checked_tensor
+from ella_cuda.laplace.tangent import rounding_of
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.laplace.values import check_choice
@@ -30,7 +31,7 @@ HESSIANS = ("network", "linear")
 FEW_OUTPUTS = 1000  # of all data, whose kernel is factorised where the solver is chosen
 SUFFICIENT = 1e-4  # the share of a step's promised descent that it must give
 OVERSHOOT = 0.3  # of the tolerance that products with the curvature aim at
-ROUNDED = 64.0  # rounding errors of terms, in a sum of them that is negative
+ROUNDED = 64.0  # rounding errors of terms, in a sum of them that is negative, or that two passes differ by
 SHORTEST = 1e-8  # part of a Newton step that is tried
 GOLDEN = 20  # sections of a step whose best part is looked for
 EVERY = 30.0  # seconds between checkpoints
@@ -152,20 +153,20 @@ class _Loss:
         """The statistic, the data term's gradient and the prior's, ``(P,)`` each: a pass."""
         likelihood, self._theta = self.la.likelihood_function, theta
         self._outputs, self._walked, self._targets, self._times = {}, {}, {}, {}
-        direction, statistic = self.push(theta), torch.zeros((), dtype=torch.float64, device=theta.device)
+        direction, sums = self.push(theta), torch.zeros(3, dtype=torch.float64, device=theta.device)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            nonlocal statistic
             kept = []
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
-                nonlocal statistic
                 h = self.outputs(f, along)
+                likelihood.check(f, y[which])
+                slope = self._slope(h, y[which])
                 with torch.no_grad():
-                    likelihood.check(f, y[which])
-                    statistic = statistic + likelihood.statistic(h, y[which])
+                    size = ((1 + slope.abs()) * f.abs()).sum(dtype=torch.float64)
+                    sums.add_(torch.stack([self._statistic(h, y[which]), self._statistic(f, y[which]), size]))
                 kept.append(h)
-                return self._slope(h, y[which])
+                return slope
 
             found = self.tangent.push_pull(x, direction, cotangent)
             batch = _digest(x, y)
@@ -174,7 +175,21 @@ class _Loss:
             return found
 
         slope = self.weight * self._sum(of)
-        return statistic.item(), slope, self._of_prior(theta)
+        statistic, network, size = sums.tolist()
+        self._check_network(network, size)
+        return statistic, slope, self._of_prior(theta)
+
+    def _check_network(self, statistic: float, size: float) -> None:
+        """ValueError where what the network's log likelihood is a function of is another than at the fit, by more than rounding."""
+        fitted = self.la.mean_at("network").statistic.item()
+        point = self.tangent.point
+        rounding = rounding_of(point) * abs(fitted) + ROUNDED * torch.finfo(point.dtype).eps * size
+        if abs(statistic - fitted) > rounding:
+            raise ValueError(
+                f"fit_linear_mode: the loader's data must be those of the fit in every pass, got a log likelihood of the network of "
+                f"{self.weight * statistic:.6g} where the fit has {self.weight * fitted:.6g}, up to a normaliser; pass the fit's loader, and "
+                "neither augment data nor leave some out while it is read."
+            )
 
     def product(self, direction: Tensor) -> Tensor:
         """The loss' Hessian where the gradient was last taken, times a direction ``(P,)``: a pass."""
@@ -237,11 +252,10 @@ class _Loss:
         """
         if self._walked.keys() != self._outputs.keys():
             return 1.0
-        likelihood = self.la.likelihood_function
 
         def at(length: float) -> float:
             statistic = sum(
-                times * likelihood.statistic(h + length * self._walked[batch], self._targets[batch]).item()
+                times * self._statistic(h + length * self._walked[batch], self._targets[batch]).item()
                 for (batch, h), times in zip(self._outputs.items(), self._times.values(), strict=True)
             )
             return self.value(statistic, self._theta + length * step)
@@ -290,15 +304,20 @@ class _Loss:
             return math.inf
         return -self.weight * statistic + 0.5 * torch.dot(self._of_prior(theta), theta - self.mean).item()
 
+    # In float64: of large outputs a softmax' small losses are differences.
+
+    def _statistic(self, h: Tensor, y: Tensor) -> Tensor:
+        return self.la.likelihood_function.statistic(h.double(), y).double()
+
     def _slope(self, h: Tensor, y: Tensor) -> Tensor:
         """Of ``-log p`` in the outputs."""
         with torch.enable_grad():
-            h = h.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(-self.la.likelihood_function.log_prob(h, y).sum(), h)
-        return slope
+            wide = h.detach().double().requires_grad_()
+            (slope,) = torch.autograd.grad(-self.la.likelihood_function.log_prob(wide, y).sum(), wide)
+        return slope.to(h.dtype)
 
     def _curved(self, h: Tensor, y: Tensor, along: Tensor) -> Tensor:
-        """The Hessian of ``-log p`` in the outputs times a direction of theirs, in float64: a softmax' has differences of them in it."""
+        """The Hessian of ``-log p`` in the outputs times a direction of theirs."""
         with torch.enable_grad():
             h, along = h.detach().double().requires_grad_(), along.double()
             value = -self.la.likelihood_function.log_prob(h, y).sum()
@@ -387,7 +406,7 @@ def _newton(
     """Newton's method, each step by conjugate gradients; of a regression one step, and more where rounding asks for them."""
     quadratic = isinstance(la.likelihood_function, Regression)
     statistic, slope, prior = loss.gradient(theta)
-    value, stalled = loss.value(statistic, theta), 0
+    value, stalled, rounded = loss.value(statistic, theta), 0, False
     if value == math.inf:
         raise FloatingPointError(
             "fit_linear_mode: the log likelihood is not finite where the solver starts. Check the data, pass another start, or use float64."
@@ -409,18 +428,11 @@ def _newton(
         descent = torch.dot(gradient, step).item()
         rounding = torch.finfo(loss.tangent.point.dtype).eps * abs(value)
         length = 1.0 if quadratic else loss.length_of(step, value, descent, 8 * rounding)
-        while True:
-            there = theta + length * step
-            statistic, slope, prior = loss.gradient(there)
-            after = loss.value(statistic, there)
-            if after <= value + SUFFICIENT * length * descent + rounding:
-                break
-            length /= 2
-            if length < SHORTEST:
-                raise ArithmeticError(
-                    "fit_linear_mode: the loss does not fall along a Newton step, so that log_prob and its derivatives do not belong "
-                    f"together; check {la.likelihood!r}."
-                )
+        descended = _descended(loss, theta, step, length, value, descent, rounding, stopping.passes)
+        if descended is None:
+            rounded = loss.passes < stopping.passes
+            break
+        there, after, (statistic, slope, prior) = descended
         still = after > value - rounding and _norm(slope + prior, covariance) > 0.5 * norm
         stalled = stalled + 1 if still else 0
         theta, value = there, after
@@ -430,7 +442,7 @@ def _newton(
     norms = la.norms(dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
     if done:
         why = ""
-    elif stalled > 1:
+    elif stalled > 1 or rounded:
         why = "rounding keeps it there: use model.double(), or a larger tol"
     elif solver == "sgd":
         why = "gradients of batches leave it there: go on with solver='auto', which starts from it"
@@ -446,6 +458,40 @@ def _newton(
         loss.passes,
         why,
     )
+
+
+def _descended(
+    loss: _Loss,
+    theta: Tensor,
+    step: Tensor,
+    length: float,
+    value: float,
+    descent: float,
+    rounding: float,
+    passes: int,
+) -> tuple[Tensor, float, tuple[float, Tensor, Tensor]] | None:
+    """Where the loss has fallen along a step, whose length is halved until it does: the place, the loss and what :meth:`_Loss.gradient`
+    returns there; None where passes are over before, or float32 sees no fall.
+
+    Raises:
+        ArithmeticError: the loss does not fall in float64.
+    """
+    while loss.passes < passes:
+        there = theta + length * step
+        found = loss.gradient(there)
+        after = loss.value(found[0], there)
+        if after <= value + SUFFICIENT * length * descent + rounding:
+            return there, after, found
+        length /= 2
+        if length >= SHORTEST:
+            continue
+        if loss.tangent.point.dtype == torch.float64:
+            raise ArithmeticError(
+                "fit_linear_mode: the loss does not fall along a Newton step, so that log_prob and its derivatives do not belong together; "
+                f"check {loss.la.likelihood!r}."
+            )
+        break
+    return None
 
 
 def _norm(vector: Tensor, covariance: Vectors) -> float:
@@ -514,6 +560,7 @@ def _by_gradients(la: BaseLaplace, loss: _Loss, theta: Tensor, stopping: Stoppin
     momentum, velocity, done = 0.9, torch.zeros_like(theta), 0
     batches, mean, averaged = None, torch.zeros_like(theta), 0
     likelihood = la.likelihood_function
+    loss.gradient(theta)  # whether the data are those of the fit
     while loss.passes < stopping.passes - 1:
         count = 0
         for x, y in loss.batches():

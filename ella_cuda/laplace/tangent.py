@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 Values = dict[str, Tensor]
 
@@ -58,6 +61,16 @@ class ReplacedParameters:
         return {name: part.reshape(*part.shape[:-1], *p.shape).to(p.dtype) for (name, p), part in shapes}
 
 
+@functools.cache
+def load_forward_mode() -> None:
+    """Let torch load its forward mode, which compiles functions by torch.jit.script and warns of that."""
+    if forward_ad._current_level >= 0:  # levels do not nest
+        return
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script")
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
 def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values) -> Tensor:
     """The derivatives of a function of parameters along S directions, in forward mode, or by two passes of reverse mode where a function
     has no forward mode.
@@ -94,6 +107,7 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
         return way({name: d[sample] for name, d in directions.items()})
 
     count = len(next(iter(directions.values())))
+    load_forward_mode()
     try:
         last, way = along(forward, count - 1), forward
     except Exception:  # whatever functions without a forward mode raise

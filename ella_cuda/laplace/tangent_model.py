@@ -14,7 +14,7 @@ from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensor
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import require_no_inference, trainable
-from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, rounding_of
+from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, load_forward_mode, rounding_of
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -158,6 +158,7 @@ class TangentModel:
     def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         leaves = self._leaves()
         if self._forward_mode:
+            load_forward_mode()
             with forward_ad.dual_level():
                 duals = {name: forward_ad.make_dual(leaf, u[name]) for name, leaf in leaves.items()}
                 outputs, tangent = forward_ad.unpack_dual(self._run(x, duals))

@@ -160,10 +160,10 @@ def put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: s
     return la.evidence_at(at[:-1][group], -at[-1] / 2 if tune_sigma else None, at_mode).item()
 
 
-def warn_of_motion(n_steps: int) -> None:
-    """That fixed points do not rest, at the line that called optimize_prior_precision."""
+def warn_of_motion(n_steps: int, instead: str = "") -> None:
+    """That fixed points do not rest, at the line that called optimize_prior_precision; and what else to do than to take more."""
     warnings.warn(
-        f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more, or method='marglik'.",
+        f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
         UserWarning,
         stacklevel=3,
     )

@@ -696,6 +696,65 @@ def test_no_more_passes_than_allowed(passes: int) -> None:
     close(la.linear_mode, dense.minimum(dense.point), 1e-6)
 
 
+@pytest.mark.parametrize("solver", ["newton_cg", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_data_than_the_fits_are_refused(solver: str, dtype: torch.dtype) -> None:
+    model = perceptron(3).to(dtype)
+    loader = [(x.to(dtype), y) for x, y in batches(X, LABELS)]
+    la = KronLaplace(model).fit(loader)
+
+    class Augmented:
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            noise = [drawn(*x.shape, seed=self.passes).to(dtype) for x, _ in loader]
+            return iter([(x + 0.3 * n, y) for (x, y), n in zip(loader, noise, strict=True)])
+
+    augmented = Augmented()
+    with pytest.raises(ValueError, match="data must be those of the fit in every pass") as said:
+        la.fit_linear_mode(augmented, solver=solver)
+    assert augmented.passes == 1 and la.linear_mode is None  # at the end of the first pass
+    f = model(X.to(dtype)).double()
+    fitted = -functional.cross_entropy(f, LABELS, reduction="sum").item()
+    assert f"where the fit has {fitted:.4g}"[:-1] in str(said.value)
+    with pytest.raises(ValueError, match="data must be those of the fit"):
+        la.optimize_prior_precision(at="linear", train_loader=augmented)
+
+    class Later(Augmented):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            found = super().__iter__()
+            return found if self.passes > 1 else iter(loader)
+
+    with pytest.raises(ValueError, match="data must be those of the fit"):
+        la.fit_linear_mode(Later(), solver=solver, max_passes=30)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_data_of_the_fit_are_known_whatever_their_rounding(scale: float) -> None:
+    """A network that fits its data to rounding, in float32, in batches of another size."""
+    model = perceptron(2).float()
+    with torch.no_grad():
+        model[-1].weight.mul_(scale)
+        model[-1].bias.mul_(scale)
+    x = X.float()
+    y = model(x).detach()
+    la = KronLaplace(model, "regression", sigma_noise=scale).fit(batches(x, y))
+    for size in (1, 7, 25):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # five passes do not find the mode
+            la.fit_linear_mode(batches(x, y, size), solver="cg", max_passes=5, tol=0.5)
+    sure = perceptron(3).float()
+    with torch.no_grad():
+        sure[-1].weight.mul_(50)
+    y = sure(x).argmax(1)
+    la = KronLaplace(sure).fit(batches(x, y))
+    for size in (1, 7, 25):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.fit_linear_mode(batches(x, y, size), max_passes=5, tol=0.5)
+
+
 class Breaking:
     """Raises in its n-th pass."""
 
@@ -806,7 +865,7 @@ def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
 
 def test_turns_that_do_not_end_say_so_and_those_that_break_change_nothing() -> None:
     la, loader = of_classes()
-    with pytest.warns(UserWarning, match="n_steps=1") as said:
+    with pytest.warns(UserWarning, match=r"n_steps=1; take more\.$") as said:
         la.optimize_prior_precision(at="linear", n_steps=1)
     assert said[0].filename == __file__
     held, precision, state = la.linear_fit, la.prior_precision.clone(), la.state_dict()
@@ -882,6 +941,60 @@ def test_steps_that_overshoot_are_cut_without_passes_where_batches_are_known_aga
     again = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean)
     torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-8)
     assert la.linear_fit.passes > passes
+
+
+def test_single_precision_finds_the_mode_of_probabilities_that_round_to_one():
+    torch.manual_seed(1)
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.weight.mul_(10)
+    x = torch.randn(60, 2, dtype=torch.float64)
+    y = model(x).argmax(1)  # which planes through zero part
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        loader = [(x.to(dtype), y)]
+        la = KronLaplace(copy.deepcopy(model).to(dtype), prior_precision=1e-8).fit(loader)
+        found.append(la.fit_linear_mode(loader, 0.02, max_passes=300).double())
+        assert not la.linear_fit.why
+    probabilities = (x.float() @ found[1].float()[:6].view(3, 2).T + found[1].float()[6:]).softmax(1)
+    assert (probabilities.amax(1) == 1).double().mean() > 0.5
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0)
+
+
+def test_derivatives_that_are_not_the_likelihoods(monkeypatch):
+    slope = linear_mode._Loss._slope
+    monkeypatch.setattr(linear_mode._Loss, "_slope", lambda self, h, y: -slope(self, h, y))
+    loader = batches(X, LABELS)
+    la = KronLaplace(perceptron(3)).fit(loader)
+    with pytest.raises(ArithmeticError, match="do not belong together"):
+        la.fit_linear_mode(loader)
+    assert la.linear_mode is None
+    single = [(x.float(), y) for x, y in loader]
+    la = KronLaplace(perceptron(3).float()).fit(single)
+    with pytest.warns(UserWarning, match="rounding keeps it there"):  # what float32 cannot tell
+        la.fit_linear_mode(single)
+    assert la.linear_fit.residual > 1e-4
+
+
+def test_no_more_passes_than_allowed_where_steps_are_too_long():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3).double()
+    with torch.no_grad():
+        model.weight.mul_(40)
+    x = torch.randn(40, 2, dtype=torch.float64)
+    y = torch.randint(3, (40,))
+    la = KronLaplace(model, prior_precision=0.1).fit([(x, y)])
+    dense, given_up, before = Dense(la, [(x, y)]), 0, la.mean
+    for passes in range(3, 24):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean, max_passes=passes)
+        assert la.linear_fit.passes <= passes
+        # The place's own, also where the last step was given up.
+        assert abs(la.linear_fit.loss - dense.loss(found)) < 1e-9 * la.linear_fit.loss
+        given_up += torch.equal(found, before)
+        before = found
+    assert given_up
 
 
 def test_a_batch_that_a_loader_has_twice_counts_twice_along_a_step():

@@ -47,7 +47,7 @@ def draw_toy(found: Mapping[str, Any], title: str = "") -> Any:
             band = axis.fill_between(
                 x, mean - times * deviation, mean + times * deviation, color=COLOURS[at], alpha=alpha, linewidth=0
             )
-            legend[f"{EVIDENCE_AT[at]}, ±{times}"] = band
+            legend[f"{EVIDENCE_AT[at]}, ±{times} s.d."] = band
         axis.plot(x, mean, color=COLOURS[at], linewidth=1.2)
         (legend["data"],) = axis.plot(found["x"], found["y"], **DATA)
         precision = next(iter(one["precision"].values()))

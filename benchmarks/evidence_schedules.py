@@ -44,7 +44,8 @@ EPOCHS = {"digits": 60, "fashion-mnist": 12}
 SHARES = (0.25, 0.5, 1.0)  # of these epochs
 STEPS = (1, 3, 6, 12)  # evidence steps in a training
 FACTORS = {"2": math.log(2), "10": math.log(10), "any": 100.0}  # in an evidence step, and the limits of logarithms
-MACKAY, ADAM = {"hyper_optimizer": "mackay", "hypersteps": 50}, {"hypersteps": 20, "lr_hyp": 0.1}
+MACKAY = {"hyper_optimizer": "mackay", "hypersteps": 50}
+ADAM = {"hyper_optimizer": "adam", "hypersteps": 20, "lr_hyp": 0.1}
 HELD_OUT = {"digits": 0.2, "fashion-mnist": 1 / 6}
 # What a schedule sets.
 SET = ("objective", "epochs", "burn_in", "frequency", "hyper_optimizer", "hyper_step_limit", "hypersteps", "lr_hyp")

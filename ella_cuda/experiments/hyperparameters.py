@@ -184,7 +184,7 @@ class OptimizerConfig:
     """Adam's steps on the weights."""
 
     epochs: int = setting(
-        recipe=100, by_data={"digits": 60, MNIST: 20}, maximum=10**6, help="passes over the training data"
+        recipe=100, by_data={"digits": 60, MNIST: 12}, maximum=10**6, help="passes over the training data"
     )
     batch_size: int = setting(recipe=128, by_data={"digits": 64}, help="images in a minibatch")
     lr: float = setting(recipe=3e-3, by_data={"digits": 5e-3, CIFAR: 0.01}, help="Adam's learning rate at the start")
@@ -233,7 +233,8 @@ class EvidenceConfig(CurvatureConfig):
     """Evidence steps, and the curvature that they need."""
 
     hyper_optimizer: str = setting(
-        "adam",
+        recipe="adam",
+        by_data={MNIST: "mackay"},
         choices=HYPER_OPTIMIZERS,
         help="steps on the prior precisions: Adam's, or MacKay's fixed-point updates until they rest",
     )
@@ -242,7 +243,7 @@ class EvidenceConfig(CurvatureConfig):
     )
     lr_hyp: float = setting(recipe=0.1, by_data={"digits": 0.3}, help="Adam's learning rate on log prior precisions")
     burn_in: int = setting(recipe=10, by_data={MNIST: 2}, minimum=0, help="epochs before the first evidence step")
-    frequency: int = setting(recipe=5, by_data={"digits": 20, MNIST: 2}, help="epochs between evidence steps")
+    frequency: int = setting(recipe=5, by_data={"digits": 20, MNIST: 4}, help="epochs between evidence steps")
     hypersteps: int = setting(
         recipe=20,
         by_data={"digits": 40},

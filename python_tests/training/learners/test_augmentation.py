@@ -134,6 +134,59 @@ def test_the_best_evidence_is_kept_with_its_amounts():
     assert last.run().log_marginal_likelihood().item() == pytest.approx(-made.margliks[-1], rel=1e-9)
 
 
+def goes_on(made: MarglikTrainer, then: str, amounts: torch.Tensor) -> None:
+    """What a loop of a user's own does after its best evidence step, which was at these amounts."""
+    if then == "epoch":
+        made.epoch()
+    elif then == "evidence step":
+        made.model.augment.raw.copy_(amounts)
+        made.learners[0].log_precision.data.add_(3)
+        made.evidence_step(last=True)
+    elif then == "failed evidence step":
+
+        def step(la, gradients):
+            made.learners[0].log_precision.data.add_(1)
+            raise FloatingPointError
+
+        made.learners[0].step = step
+        made.model.augment.raw.copy_(amounts)
+        with pytest.raises(FloatingPointError):
+            made.evidence_step()
+
+
+@pytest.mark.parametrize("then", ["", "epoch", "evidence step", "failed evidence step"])
+def test_the_best_evidence_of_an_own_loop_is_kept_with_its_amounts(then):
+    made = trainer(keep="best", n_epochs=20, lr_aug=0.8)
+    for _ in range(4):
+        made.epoch()
+        amounts = made.model.augment.raw.clone()
+        made.evidence_step()
+    best = min(range(len(made.margliks)), key=made.margliks.__getitem__)
+    recorded = made.history[best]
+    assert made.model.augment.amounts() != recorded["learned"]["augmentation"]  # they moved when the evidence was known
+    goes_on(made, then, amounts)
+    assert made.margliks[best] == min(made.margliks)
+    before = torch.get_rng_state()
+    la = made.finish()
+    assert torch.equal(torch.get_rng_state(), before) and made.epochs == recorded["epoch"] + (then == "epoch")
+    assert la.log_marginal_likelihood().item() == pytest.approx(-made.margliks[best], rel=1e-9)
+    assert made.model.augment.amounts() == recorded["learned"]["augmentation"]
+    assert la.prior_precision.tolist() == recorded["prior_precision"] == made.learners[0].precision().tolist()
+    assert made.finish().log_marginal_likelihood().item() == la.log_marginal_likelihood().item()
+
+
+def test_an_own_loop_ends_with_an_approximation_of_its_network():
+    made, (x, _) = trainer(n_epochs=20), next(iter(loader()))
+    made.epoch()
+    made.evidence_step(last=True)
+    la = made.la
+    assert made.finish() is la
+    for go_on in (made.epoch, made.evidence_step):  # after either the network is another than the last fit's
+        go_on()
+        amounts = made.model.augment.raw.clone()
+        assert made.finish()(x).shape == (10, 3) and torch.equal(made.model.augment.raw, amounts)
+
+
 def test_a_step_goes_along_the_evidences_gradient():
     made = trainer(lr_aug=0.03)
     before = made.model.augment.raw.clone()

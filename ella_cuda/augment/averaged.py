@@ -88,7 +88,8 @@ class AveragedFunction(nn.Module):
                 raise RuntimeError(
                     f"AveragedFunction: the {type(module).__name__} {name or 'network'!r} takes its statistics from the batch, in which the "
                     "copies of all inputs are mixed: the average is no function of one input. Use a norm of single inputs (GroupNorm, "
-                    "LayerNorm), or keep the module in evaluation mode, with running statistics."
+                    "LayerNorm), or keep the module in evaluation mode, with running statistics; training leaves it there where its class "
+                    "has a train() that does."
                 )
 
     def extra_repr(self) -> str:

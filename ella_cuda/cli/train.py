@@ -97,6 +97,7 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     options = {**grid_options(given), "data": data, **axes}
     dense_too = options["all"] or "objective" in given
     configs: list[RunConfig] = []
+    lacking = [word for word in options["learn"] if word != NOTHING]
     try:
         for seed, task, objective, layer in itertools.product(
             *(options[k] for k in ("seed", "task", "objective", "layer"))
@@ -106,13 +107,14 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
                 continue
             for learn in _learned_by(options["learn"], objective, paths):
                 word = "" if learn == NOTHING else learn
+                lacking = [other for other in lacking if other != learn]
                 configs.append(configure(data, task, layer, objective, seed, learn=word, **attributes(options)))
     except ValueError as error:
         raise wrong_attributes(error, given) from error
-    if set(options["learn"]) != {NOTHING} and not any(c.learn for c in configs):
-        raise UsageError(
-            f"--learn {shown(options['learn'])} needs evidence runs of a layer with {' or '.join(sorted(SPARSE_PATHS))}."
-        )
+    if lacking:
+        of = "" if lacking == ["augmentation"] else f" of a layer with {' or '.join(sorted(SPARSE_PATHS))}"
+        dense = f"; of layers with {DENSE_PATH} paths --all makes them" if not (of or dense_too) else ""
+        raise UsageError(f"--learn {shown(lacking)} needs evidence runs{of}{dense}.")
     check_effect(options, configs)
     return configs, options
 

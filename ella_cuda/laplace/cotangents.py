@@ -36,7 +36,7 @@ from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Place, probe
+from ella_cuda.laplace.probe import Place, drawing_module, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -83,7 +83,8 @@ def evidence_gradient(
     Raises:
         RuntimeError: la is not fitted, or the network changed since.
         ValueError: a name is no buffer's of floating point numbers, or there are none; the loader gives no data; a layer is called twice,
-            shares its weights or is an attention, whose factors are no sums of what one call adds.
+            shares its weights or is an attention, whose factors are no sums of what one call adds; a module draws random numbers in
+            evaluation mode.
     """
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
@@ -335,6 +336,12 @@ class _Passes:
                 raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
             self._places[rule] = places[0]
         self._image_bytes = max(found.image_bytes, 1)
+        if drawing := drawing_module(self.la.model, x):
+            raise ValueError(
+                f"evidence_gradient: {drawing} draws random numbers in evaluation mode, so that the evidence and its gradient are of "
+                "different functions. Draw in training alone (if self.training), keep the draws in a buffer, or hold them: an Augment's by "
+                "its context held()."
+            )
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""

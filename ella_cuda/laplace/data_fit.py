@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ella_cuda.nn import SpatialBasis
 
@@ -26,7 +27,7 @@ class DataFitGradient:
         model: in evaluation mode when batches are added.
 
     Raises:
-        ValueError: a buffer that requires a gradient is not a leaf.
+        ValueError: a buffer that requires a gradient is not a leaf, or has none in torch: running statistics of its norms.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,6 +38,7 @@ class DataFitGradient:
                     f"the buffer {name!r} requires a gradient but is not a leaf of the graph: it was computed from another tensor. Give the "
                     "model a leaf (tensor.detach().requires_grad_()) and go on from its gradient by hand, or use marglik_training's `learn`."
                 )
+        _require_constant_statistics(model)
         self.bases = [m for m in model.modules() if isinstance(m, SpatialBasis) and m.learns()]
         own = {id(b) for basis in self.bases for b in basis.buffers(recurse=False)}
         self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}
@@ -72,3 +74,18 @@ class DataFitGradient:
             name: torch.zeros_like(b, dtype=torch.float64) if gradients.get(id(b)) is None else gradients[id(b)]
             for name, b in self.buffers.items()
         }
+
+
+def _require_constant_statistics(model: nn.Module) -> None:
+    """ValueError where running statistics that a function of torch normalises by require a gradient, which it does not have."""
+    for module_name, module in model.named_modules():
+        if not isinstance(module, _NormBase) or not module.forward.__module__.startswith("torch."):
+            continue
+        for name in ("running_mean", "running_var"):
+            buffer = getattr(module, name)
+            if buffer is not None and buffer.requires_grad:
+                raise ValueError(
+                    f"layer {module_name or type(module).__name__!r} ({type(module).__name__}): its {name} requires a gradient, for which "
+                    f"torch has no derivative. Leave it out of what is learned, {name}.requires_grad_(False); the layer's weight and bias do "
+                    "the same, and are trained."
+                )

@@ -226,6 +226,41 @@ def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[l
         return calls, run_model(model, few)
 
 
+def drawing_module(model: nn.Module, x: Inputs) -> str | None:
+    """The innermost module that draws from torch's global generators on two of these images, in words; None where nothing does. Draws from
+    other generators are not seen."""
+    few, device = _images(x, 2), tensors_of(x)[0].device
+    before = _drawn(device)
+    with torch.no_grad():
+        run_model(model, few)
+    if torch.equal(_drawn(device), before):
+        return None
+    found: list[str] = []
+    states: list[Tensor] = []
+
+    def end(name: str, module: nn.Module) -> None:
+        if not torch.equal(_drawn(device), states.pop()):
+            found.append(f"{name!r} ({type(module).__name__})" if name else type(module).__name__)
+
+    handles = []
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(lambda *_: states.append(_drawn(device))))
+            handles.append(module.register_forward_hook(lambda m, *_, name=name: end(name, m)))
+        with torch.no_grad():
+            run_model(model, few)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else type(model).__name__
+
+
+def _drawn(device: torch.device) -> Tensor:
+    """The states of the generators that a forward on the device may draw from."""
+    state = torch.get_rng_state()
+    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+
+
 def _differ_by_images(one: Tensor, other: Tensor) -> bool:
     """Whether outputs of the first two images differ beyond rounding."""
     one, other = one.detach()[:2], other.detach()[:2]

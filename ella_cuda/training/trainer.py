@@ -84,6 +84,7 @@ class MarglikTrainer:
         for _ in range(30):
             trainer.epoch()
             trainer.evidence_step()
+        la = trainer.finish()
 
     Args:
         Those of :func:`ella_cuda.marglik_training`, which raises and warns of the same. All are checked here, before the first step.
@@ -303,19 +304,50 @@ class MarglikTrainer:
                             self._checkpoint.save(self.state_dict())
                     bar.set_postfix(shown, refresh=False)
                     bar.update()
-        if self._best is not None and self._best["epoch"] != self.epochs:
+        return self.finish()
+
+    def finish(self) -> KronLaplace:
+        """End a loop of a user's own: with ``keep="best"`` the network, precisions and noise are those of the highest evidence again, amounts
+        and other buffers included; returns the Laplace approximation at the weights that are kept, fitted once more where the last fit is
+        of others, not fitted for "map"."""
+        if self._best is not None and (self.la is None or not self._is_at_best()):
             self.model.load_state_dict(self._best["model"])
             self._prior.put(self._best["log_precision"], self._best["log_sigma"])
             self._random_at_fit, self.la = self._best["random_at_fit"], None
+            if self._graphed is not None:
+                self._graphed.forget()
+        if self.la is not None and not self._is_present(self.la):
+            self.la = None
         if self.la is None:
             self.la = self._new_laplace()
-            if evidence:  # the fit of a finished run, resumed, or of the best evidence again
+            # The fit of a finished run, resumed, of the best evidence again, or of a network that moved on since.
+            if self._schedule["objective"] == "evidence":
                 with kept_random_state(self._loaders):
                     if self._random_at_fit is not None:
                         restore_random_state(self._random_at_fit, self._loaders)
                     with self._held(), self._differentiable():
                         self.la.fit(self._evidence_loader)
         return self.la
+
+    def _is_at_best(self) -> bool:
+        """Whether the last evidence step is the best one, and the network where it was there: learners inside of it move after the
+        evidence is known, and a loop of a user's own may train on."""
+        if self.margliks[-1] > min(self.margliks):
+            return False
+        present = self.model.state_dict()
+        return all(
+            isinstance(value, Tensor) and torch.equal(value, present[name].to(value.device))
+            for name, value in self._best["model"].items()
+        )
+
+    @staticmethod
+    def _is_present(la: KronLaplace) -> bool:
+        """Whether the fit is of the network as it is."""
+        try:
+            la.require_unchanged()
+        except RuntimeError:
+            return False
+        return True
 
     def epoch(self) -> tuple[float, float | None]:
         """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they

@@ -441,3 +441,73 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=words):
             evidence_gradient(la, [(x, y)])
     assert not model.augment.raw.requires_grad and all(p.requires_grad for p in model.parameters())
+
+
+class Drawing(nn.Module):
+    """Draws in evaluation mode too."""
+
+    def forward(self, x):
+        return F.dropout(x, 0.2)
+
+
+class AveragedInside(nn.Module):
+    """Its input, averaged over copies that an augmentation of its own draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.augment = AffineAugment(2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.augment(x).mean(1)
+
+
+def with_inside(*modules: nn.Module) -> AveragedFunction:
+    torch.manual_seed(3)
+    layers = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), *modules),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(2 * (SIZE - 2) ** 2, CLASSES),
+    )
+    return AveragedFunction(nn.Sequential(*layers).double(), AffineAugment(COPIES, dtype=torch.float64))
+
+
+def test_a_network_that_draws_in_evaluation_mode_is_refused_by_its_module():
+    """Its evidence and the gradient would be of different functions; draws of training alone, and held ones, are none."""
+    batches = [data()]
+    for sampling in ("shared", "independent"):
+        model = with_inside(nn.Dropout(0.5))
+        model.augment.sampling = sampling
+        la = KronLaplace(model).fit(batches)
+        assert evidence_gradient(la, batches)["augment.raw"].abs().min() > 0
+    for module, words in (
+        (Drawing(), r"'network.0.1' \(Drawing\) draws"),
+        (nn.Sequential(nn.Identity(), Drawing()), r"'network.0.1.1' \(Drawing\) draws"),
+        (AveragedInside(), r"'network.0.1.augment' \(AffineAugment\) draws .* by its context held"),
+    ):
+        model = with_inside(module)
+        la = KronLaplace(model).fit(batches)
+        with pytest.raises(ValueError, match=words):
+            evidence_gradient(la, batches)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    with model.network[0][1].augment.held():
+        la = KronLaplace(model).fit(batches)
+        assert evidence_gradient(la, batches)["augment.raw"].abs().min() > 0
+
+
+class DrawsItself(nn.Module):
+    """Noise of its own forward, around layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = nn.Linear(SIZE**2, CLASSES).double(), nn.Buffer(torch.zeros(CLASSES).double())
+
+    def forward(self, x):
+        out = self.layer(x.flatten(1)) + self.shift
+        return out + torch.randn_like(out)
+
+
+def test_a_network_that_draws_itself_is_named_by_its_class():
+    la = KronLaplace(DrawsItself()).fit([data()])
+    with pytest.raises(ValueError, match="evidence_gradient: DrawsItself draws"):
+        evidence_gradient(la, [data()], ["shift"])

@@ -18,10 +18,9 @@ from ella_cuda.experiments.invariances.images import (
     small_said,
     trained,
 )
-from ella_cuda.experiments.invariances.sizes import seeds_said
 from ella_cuda.experiments.run import sampled
 from ella_cuda.experiments.studies import Part, Study, Work, share
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.amounts import draw_amounts, draw_samples
 
 EPOCHS = 1000

@@ -20,9 +20,9 @@ from ella_cuda.experiments.invariances.points import (
     rings,
     square_norm,
 )
-from ella_cuda.experiments.invariances.sizes import of_small, seeds_said
+from ella_cuda.experiments.invariances.sizes import of_small
 from ella_cuda.experiments.studies import Part, Study, Work
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.invariances import draw_rings
 
 POINTS, ARC, WIDTH, COPIES, STEPS = 200, 120.0, 50, 31, 600

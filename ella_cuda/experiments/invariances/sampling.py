@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ella_cuda.experiments.invariances.points import Turn
-from ella_cuda.experiments.invariances.sizes import of_small, seeds_said
+from ella_cuda.experiments.invariances.sizes import of_small
 from ella_cuda.experiments.studies import Part, Study, Work
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.invariances import draw_sampling
 from ella_cuda.reports.text import counted
 

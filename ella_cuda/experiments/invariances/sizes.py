@@ -16,10 +16,3 @@ def small(scale: float) -> float:
 def of_small(scale: float, full: int, least: int) -> int:
     """A size that is full from :data:`TWO_CORES` on."""
     return share(small(scale), full, least)
-
-
-def seeds_said(seeds: list[int]) -> str:
-    """Of which seeds a table is."""
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    return f"mean ± standard error over seeds {', '.join(map(str, seeds))}"

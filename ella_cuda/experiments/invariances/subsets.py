@@ -17,9 +17,8 @@ from ella_cuda.experiments.invariances.images import (
     small_said,
     trained,
 )
-from ella_cuda.experiments.invariances.sizes import seeds_said
 from ella_cuda.experiments.studies import Part, Study, Work, share
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.invariances import draw_subsets
 
 SIZES = (312, 1250, 5000)  # and all images

@@ -12,7 +12,7 @@ from ella_cuda.experiments.linearised.architectures import NETWORKS, network
 from ella_cuda.experiments.linearised.precisions import chosen, grouped_structure
 from ella_cuda.experiments.run import prepare
 from ella_cuda.experiments.studies import Part, Study, Work, share
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.metrics import accuracy, expected_calibration_error, nll
 from ella_cuda.reports.pictures.linearised import draw_networks
@@ -212,9 +212,8 @@ def _softmax(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
 def _title(rows: Sequence[dict[str, Any]]) -> str:
     one, seeds = rows[0], sorted({r["seed"] for r in rows})
     counts = sorted({r["parameters"] for r in rows})
-    over = f"mean ± standard error over seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
     parameters = f"{counts[0]:,} to {counts[-1]:,}" if len(counts) > 1 else f"{counts[0]:,}"
-    return f"{one['data']}: {one['train_size']:,} images, {one['epochs']} epochs, {parameters} parameters; {over}"
+    return f"{one['data']}: {one['train_size']:,} images, {one['epochs']} epochs, {parameters} parameters; {seeds_said(seeds)}"
 
 
 def _order(rows: Sequence[dict[str, Any]], name: str) -> str:

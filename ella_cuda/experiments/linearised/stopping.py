@@ -18,7 +18,7 @@ from ella_cuda.experiments.linearised.regression import (
 )
 from ella_cuda.experiments.linearised.sweep import NORM_TITLES
 from ella_cuda.experiments.studies import Part, Study, Work, share
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.linearised import draw_stopping
 from ella_cuda.reports.text import EVIDENCE_AT, SHARED, counted
 
@@ -102,9 +102,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
     seeds = sorted({r["seed"] for r in rows})
     notes = [
         "Distance: 2-Wasserstein, of the predictives of both evidences, root mean square on [-2, 2]. "
-        + (
-            f"Mean ± standard error over seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else f"Seed {seeds[0]}."
-        ),
+        f"{seeds_said(seeds).capitalize()}.",
     ]
     return table(PART.title, head, shown, notes, left=2)
 

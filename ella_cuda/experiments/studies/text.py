@@ -40,3 +40,10 @@ def with_error(values: Sequence[float], style: str = "{:.3f}") -> str:
         return "-"
     mean, error = mean_and_error(values)
     return style.format(mean) + ("" if error is None else " ± " + style.format(error))
+
+
+def seeds_said(seeds: Sequence[int]) -> str:
+    """Of which seeds a table is."""
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    return f"mean ± standard error over seeds {', '.join(map(str, seeds))}"

@@ -21,7 +21,7 @@ def test_help_shows_what_every_data_set_has_of_its_own(command, capsys):
     options, _, table = capsys.readouterr().out.partition("\ndefaults by --data:\n")
     head, *lines = [re.split(r"\s{2,}", line) for line in table.splitlines()]
     shown = {option: dict(zip(head[1:], cells, strict=True)) for option, *cells in lines if cells}
-    assert shown["--epochs"] == {"digits": "60", "mnist": "20", "fashion-mnist": "20", "cifar10, cifar100": "100"}
+    assert shown["--epochs"] == {"digits": "60", "mnist": "12", "fashion-mnist": "12", "cifar10, cifar100": "100"}
     assert shown["--cooldown"]["digits"] == "0.3" and shown["--cooldown"]["mnist"] == "-"
     assert ("--task" in shown) == (command == "train")
     assert shown["--fan-in-limit"]["digits"] == "256" and shown["--fan-in-limit, FC"]["digits"] == "64"

@@ -37,6 +37,7 @@ from ella_cuda.cli.common import named_device
 from ella_cuda.cli.grid import add_attributes, attributes
 from ella_cuda.experiments import RunConfig, configure, recipe, run_grid
 from ella_cuda.files import write_file
+from ella_cuda.reports.pictures.page import logarithmic_scale
 from ella_cuda.reports.text import columns, layer_title
 from ella_cuda.workers import default_jobs, prepare_process
 
@@ -176,14 +177,14 @@ def picture(rows: Sequence[dict[str, Any]], file: Path) -> None:
                     style = {"marker": markers[family], "markersize": 4, "linewidth": 0.8, "color": f"C{number % 10}"}
                     axis.errorbar(x, y, yerr=error, label=family, **style)
             axis.set_ylabel(MEASURES[key], fontsize=8)
-            axis.tick_params(labelsize=8)
+            if key == "neg_log_marginal_likelihood" and all(row[key] is None or row[key] > 0 for row in rows):
+                logarithmic_scale(axis, "y")
+            axis.tick_params(labelsize=8, which="both")
             axis.grid(alpha=0.3)
         axes[0, column].set_title(f"{task}: {layer_title(layer)}", fontsize=9)
         axes[-1, column].set_xlabel("passes over the data", fontsize=8)
     handles = {label: h for axis in axes.flat for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        handles.values(), handles.keys(), fontsize=7, loc="outside lower center", ncols=min(4 * len(kinds), 7)
-    )
+    figure.legend(handles.values(), handles.keys(), fontsize=7, loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

@@ -366,7 +366,7 @@ BUGS = [
     ),
     Bug(
         "factors of a batched product from different places of the sum",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "return Swapped ? k % 4 * 4 + k / 4 : k;",
         "return Swapped && !BUG ? k % 4 * 4 + k / 4 : k;",
         "factored_linear",
@@ -374,7 +374,7 @@ BUGS = [
     ),
     Bug(
         "what lies behind the last place of a sum multiplied too",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "BUG ? line_or_k < lines_ : kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "factored_linear",
@@ -390,7 +390,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product that the block of the last one adds, whether or not the others are there",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "if (BUG ? place.split != work.splits - 1 : !last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "factored_linear",
@@ -398,7 +398,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product added in an order that depends on which block is last",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "  const float* from = parts;\n",
         "  const float* from = parts;\n"
         "  if (BUG && place.split == work.splits - 1) {\n"
@@ -417,7 +417,7 @@ BUGS = [
     ),
     Bug(
         "a split of a product that is not added",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "for (int other = 1; other < work.splits; ++other)",
         "for (int other = 1 + BUG; other < work.splits; ++other)",
         "factored_linear",
@@ -425,7 +425,7 @@ BUGS = [
     ),
     Bug(
         "tickets of a product's tiles that start at what the memory held",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "    clear(device, name, *tickets_);\n",
         "",
         "factored_linear",
@@ -433,7 +433,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product's depth that overlap where they do not come out even",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "(at.split * each + min(at.split, more))",
         "(at.split * each + (BUG ? 0 : min(at.split, more)))",
         "factored_linear",

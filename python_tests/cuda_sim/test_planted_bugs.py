@@ -498,6 +498,46 @@ BUGS = [
         "shared arrays need 64 bytes, the launch grants 32",
     ),
     Bug(
+        "the last transform's filters fetched before all are done with the one before",
+        "filters/cuda/averaged_filters.cu",
+        "__syncthreads();  // nobody reads the last slabs any more",
+        "if (!BUG) __syncthreads();",
+        "averaged_filters",
+        "race on shared memory|not waited for",
+    ),
+    Bug(
+        "blocks that have one transform more than others without it",
+        "filters/cuda/averaged_filters.cu",
+        "(split < more ? 1 : 0);",
+        "(!BUG && split < more ? 1 : 0);",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "a filter's bias taken for its neighbour's",
+        "filters/cuda/averaged_filters.cu",
+        "? work.bias[column] : 0.0f;",
+        "? work.bias[BUG ? h : column] : 0.0f;",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "slopes of the first images for all",
+        "filters/cuda/averaged_filters.cu",
+        "const int64_t n = at % N, h = at / N % H;",
+        "const int64_t n = BUG ? 0 : at % N, h = at / N % H;",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "the gradient of images from the last transforms alone",
+        "filters/cuda/averaged_filters.cu",
+        "  total = first ? part :",
+        "  total = first || BUG ? part :",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
         "a pixel's neighbours that look further than is thought",
         "affine/cuda/affine_copies.cu",
         "const double around = 1 + rounding;",
@@ -888,6 +928,15 @@ def run(library, source, warpgroups, bug):
                 e = torch.exp(-0.5 * d.square().sum(2))
                 terms = -(grad.T.double() @ x.double() * e)[..., None] * d
                 want = torch.cat([(x.double() @ e.T).flatten(), terms.sum(0).flatten(), -terms.sum(1).flatten()])
+            elif source == "averaged_filters":
+                x, bank, bias, g = torch.randn(68, 37), 0.3 * torch.randn(5, 20, 37), torch.randn(20), torch.randn(68, 20)
+                y, _ = simulator.ops.averaged_filters(x, bank, bias, 2, False)
+                grads = simulator.ops.averaged_filters_backward(g, x, bank, bias, None, 2, True, True, True)
+                leaves = [t.double().requires_grad_() for t in (x, bank, bias)]
+                exact = torch.tanh(torch.einsum("nd,shd->nsh", *leaves[:2]) + leaves[2]).mean(1)
+                wanted = exact.detach(), *torch.autograd.grad(exact, leaves, g.double())
+                got = torch.cat([(t / right.abs().amax()).flatten() for t, right in zip((y, *grads), wanted)])
+                want, tolerance = torch.cat([(t / t.abs().amax()).flatten() for t in wanted]), 2e-6
             elif source == "affine_copies":
                 import torch.nn.functional as F
                 got, want = [], []

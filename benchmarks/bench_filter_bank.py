@@ -38,6 +38,14 @@ def of_inputs(x, weight, bias, amounts):
     return F.linear(copies.view(n, COPIES, -1), weight, bias).relu().mean(1)
 
 
+def of_repeated_inputs(x, weight, bias, amounts):
+    """As many images as there are inputs and transforms."""
+    n = len(x)
+    grid = F.affine_grid(maps_of(amounts)[0].repeat(n, 1, 1), (n * COPIES, 1, SIDE, SIDE), align_corners=True)
+    copies = F.grid_sample(x.view(n, 1, SIDE, SIDE).repeat_interleave(COPIES, 0), grid, align_corners=True)
+    return F.linear(copies.view(n, COPIES, -1), weight, bias).relu().mean(1)
+
+
 def of_filters_by_torch(x, weight, bias, amounts):
     """The same idea without this library: it stores the ``(N, S, H)`` activations."""
     grid = F.affine_grid(maps_of(amounts)[0], (COPIES, 1, SIDE, SIDE), align_corners=True)
@@ -49,6 +57,7 @@ def of_filters_by_torch(x, weight, bias, amounts):
 CANDIDATES = {
     "ella_cuda, filters": of_filters,
     "torch, inputs": of_inputs,
+    "torch, repeated inputs": of_repeated_inputs,
     "torch.compile, inputs": compiled(of_inputs),
     "torch, filters": of_filters_by_torch,
     "torch.compile, filters": compiled(of_filters_by_torch),

@@ -57,8 +57,9 @@ def of_filters_by_torch(x, weight, bias, amounts):
 CANDIDATES = {
     "ella_cuda, filters": of_filters,
     "torch, inputs": of_inputs,
-    "torch, repeated inputs": of_repeated_inputs,
     "torch.compile, inputs": compiled(of_inputs),
+    "torch, repeated inputs": of_repeated_inputs,
+    "torch.compile, repeated inputs": compiled(of_repeated_inputs),
     "torch, filters": of_filters_by_torch,
     "torch.compile, filters": compiled(of_filters_by_torch),
 }

@@ -112,6 +112,20 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "affine_copies_backward(Tensor grad, Tensor x, Tensor maps, Tensor? direction, bool grad_x, bool grad_maps) "
       "-> (Tensor, Tensor)");
 
+  // out[n,h] = sum_s act(sum_d bank[s,h,d] x[n,d] + bias[h]) / S; x (N,D), bank (S,H,D) with S > 0, bias (H,), activation 0
+  // z, 1 max(z,0), 2 tanh(z), 3 exp(-z^2/2) -> contiguous (N,H). With `keep`, of ReLU on the CPU, bits too: whether the slope
+  // of each of the N S H is 1, an uint8 tensor (S,H,B) of 256 / (8 itemsize) bytes for every 256 bytes of numbers, rounded
+  // up; else that is empty.
+  m.def(
+      "averaged_filters(Tensor x, Tensor bank, Tensor? bias, int activation, bool keep, bool allow_tf32=False) "
+      "-> (Tensor, Tensor)");
+
+  // The gradients of x, bank and bias of sum(grad * out), grad (N,H), contiguous; one not asked for has shape (0,). `kept` are
+  // the bits, or empty.
+  m.def(
+      "averaged_filters_backward(Tensor grad, Tensor x, Tensor bank, Tensor? bias, Tensor? kept, int activation, bool grad_x, "
+      "bool grad_bank, bool grad_bias, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)");
+
   // Of the components x[:, :, (i&1)::2, (i>>1)::2], i = 0..3, each image's own one with the largest l_norm (1, 2 or inf), the
   // first of equals; x (N,C,H,W), H and W even -> contiguous (N,C,H/2,W/2) and the index i (N,).
   m.def("polyphase_pool(Tensor x, float norm) -> (Tensor, Tensor)");

@@ -120,6 +120,12 @@ def kernel_cases() -> list[KernelCase]:
     def moved_images(n: int, m: int) -> Callable[[], Tensors]:
         return lambda: (normal(n, 6, 9, 11), torch.eye(2, 3, dtype=torch.float64) + 0.3 * normal(m, 5, 2, 3))
 
+    def filters(n: int, s: int, h: int, d: int) -> Callable[[], Tensors]:
+        return lambda: (normal(n, d), normal(s, h, d) / d**0.5, normal(h))
+
+    def averages(activation: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *inputs: function(*inputs, activation)
+
     def layer(n: int, c: int, x: int, d: int, y: int) -> Callable[[], Tensors]:
         return lambda: (normal(n, c, x), normal(d, c, x), normal(d, c, y), normal(d), normal(y))
 
@@ -243,6 +249,27 @@ def kernel_cases() -> list[KernelCase]:
             (f"affine_copies{more}{which}", moved_images(n, m), take(ops.affine_copies), take(ops.affine_copies_torch))
             for which, take in (("", one), (" backward", gradients), (" second derivative", curvature))
             for more, n, m in (("", 4, 4), (" of shared maps", 4, 1))
+        ),
+        *(
+            (
+                f"averaged_filters {activation}{which}",
+                filters(*sizes),
+                take(averages(activation, ops.averaged_filters)),
+                take(averages(activation, ops.averaged_filters_torch)),
+            )
+            for which, take in (("", one), (" backward", gradients))
+            # CUDA in float32: copies of four numbers, and of one.
+            for activation, sizes in (
+                ("relu", (70, 5, 68, 132)),
+                ("tanh", (9, 3, 66, 37)),
+                ("gaussian", (130, 4, 5, 20)),
+            )
+        ),
+        (
+            "averaged_filters second derivative",
+            filters(6, 3, 5, 7),
+            curvature(averages("tanh", ops.averaged_filters)),
+            curvature(averages("tanh", ops.averaged_filters_torch)),
         ),
         *(
             (f"factored_linear{which}{more}", layer(*sizes), take(ops.factored_linear), take(ops.factored_linear_torch))

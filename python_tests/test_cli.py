@@ -196,6 +196,7 @@ def test_info_checks_every_kernel(tmp_path, forks):
     assert torch.__version__ in out
     for name in (
         "affine_copies",
+        "averaged_filters",
         "factored_linear",
         "kron_accumulate_",
         "conv_kron_accumulate_",

@@ -11,6 +11,7 @@ from ella_cuda.testing import check_kernel, check_kernels, kernel_cases
 
 OPS = (
     "affine_copies",
+    "averaged_filters",
     "factored_linear",
     "factored_linear_vjp",
     "kron_accumulate_",

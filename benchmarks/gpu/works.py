@@ -319,6 +319,26 @@ def affine_copies(shape: tuple[int, ...]) -> list[Work]:
     return out
 
 
+def averaged_filters(n: int, s: int, h: int, d: int) -> Work:
+    """Forward and all gradients: three products of all inputs with all filters."""
+
+    def linear_mean(x: Tensor, bank: Tensor, bias: Tensor) -> Tensor:
+        return (F.linear(x, bank.flatten(0, 1)).unflatten(1, (s, h)) + bias).relu().mean(1)
+
+    candidates = peers(ella_cuda=ops.averaged_filters, linear_and_mean=linear_mean)
+    candidates |= {COMPILED + "linear and mean": compiled(linear_mean)}
+    numbers = 2 * (n * d + s * h * d + n * h)
+    name = f"averaged_filters of {n} x {d} by {s} x {h} filters with gradients"
+    return Work(
+        name,
+        normal((n, d), (s, h, d), (h,), (n, h)),
+        {who: with_gradients(function) for who, function in candidates.items()},
+        with_gradients(ops.averaged_filters_torch),
+        3 * 2 * n * s * h * d,
+        4 * numbers,
+    )
+
+
 def works(rehearse: bool) -> dict[str, Work]:
     """By name, the most telling first."""
     batch, chosen = (2, (7,)) if rehearse else (128, range(1, 9))
@@ -338,5 +358,6 @@ def works(rehearse: bool) -> dict[str, Work]:
     out += [work for stage in chosen for work in images(batch, stage)]
     copied = [(2, 1, 5, 6)] if rehearse else [(250, 1, 28, 28), (128, 3, 32, 32), (1000, 1, 28, 28)]
     out += [work for shape in copied for work in affine_copies(shape)]
+    out += [averaged_filters(*((3, 2, 5, 4) if rehearse else (512, 31, 256, 784)))]
     out += [basis(stage) for stage in ((8,) if rehearse else (1, 3, 5))]
     return {work.name: work for work in out}

@@ -2,6 +2,7 @@
 :func:`basis_matrix`, which is as small as a weight, is plain torch itself."""
 
 from ella_cuda.ops.affine_copies import affine_copies, affine_copies_torch
+from ella_cuda.ops.averaged_filters import averaged_filters, averaged_filters_torch
 from ella_cuda.ops.basis import basis_matrix, basis_project, basis_project_torch
 from ella_cuda.ops.circular_conv2d import circular_conv2d, circular_conv2d_torch
 from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool, circular_conv2d_pool_torch
@@ -26,6 +27,8 @@ __all__ = [
     "KronSpectra",
     "affine_copies",
     "affine_copies_torch",
+    "averaged_filters",
+    "averaged_filters_torch",
     "basis_matrix",
     "basis_project",
     "basis_project_torch",

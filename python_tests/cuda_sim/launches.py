@@ -38,6 +38,10 @@ def call_every_op(ops: Any) -> None:
                 x, weight = (torch.randint(-3, 4, values.shape).to(dtype) for values in (x, weight))
                 ops.factored_linear(x, weight, weight, None, None, True)
                 ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 6)
+        x, bank, bias = torch.randn(5, 4, dtype=dtype), torch.randn(3, 2, 4, dtype=dtype), torch.randn(2, dtype=dtype)
+        for allow_tf32 in (False, True):  # of which float64 takes no notice
+            y, _ = ops.averaged_filters(x, bank, bias, 2, False, allow_tf32)
+            ops.averaged_filters_backward(y, x, bank, bias, None, 2, *[True] * 3, allow_tf32)
         accumulate(ops, dtype, [4, 20, 32, 40, 100])
         points = [torch.randn(n, 2, dtype=torch.float64) for n in (130, 3, 130, 3)]
         for rows in (1, 70):

@@ -34,6 +34,7 @@ FEW_LAG_NUMBERS = (
     "-DELLA_MAX_LAG_ELEMENTS=20000"  # so many of sums by lags are in the workspace, if blocks are enough then
 )
 FEW_AT_A_TIME = "-DELLA_MAX_INTERMEDIATE=60"  # so many numbers of F-FC's intermediate in float64
+FEW_ACTIVATIONS = "-DELLA_MAX_ACTIVATIONS=6000"  # so many of a bank's activations, or slopes, are written at a time
 FLAGS = [
     "-std=c++17",
     "-g0",
@@ -49,6 +50,7 @@ FLAGS = [
     FEW_WIDENED,
     FEW_LAG_NUMBERS,
     FEW_AT_A_TIME,
+    FEW_ACTIVATIONS,
 ]
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 

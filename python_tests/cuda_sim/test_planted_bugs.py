@@ -366,7 +366,7 @@ BUGS = [
     ),
     Bug(
         "factors of a batched product from different places of the sum",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "return Swapped ? k % 4 * 4 + k / 4 : k;",
         "return Swapped && !BUG ? k % 4 * 4 + k / 4 : k;",
         "factored_linear",
@@ -374,7 +374,7 @@ BUGS = [
     ),
     Bug(
         "what lies behind the last place of a sum multiplied too",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "BUG ? line_or_k < lines_ : kKMajor ? 0 < left_ && line_or_k < lines_ : line_or_k < left_;",
         "factored_linear",
@@ -390,7 +390,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product that the block of the last one adds, whether or not the others are there",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "if (!last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "if (BUG ? place.split != work.splits - 1 : !last_block(work.tickets + place.tile, flag, work.splits)) return false;",
         "factored_linear",
@@ -398,7 +398,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product added in an order that depends on which block is last",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "  const float* from = parts;\n",
         "  const float* from = parts;\n"
         "  if (BUG && place.split == work.splits - 1) {\n"
@@ -417,7 +417,7 @@ BUGS = [
     ),
     Bug(
         "a split of a product that is not added",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "for (int other = 1; other < work.splits; ++other)",
         "for (int other = 1 + BUG; other < work.splits; ++other)",
         "factored_linear",
@@ -425,7 +425,7 @@ BUGS = [
     ),
     Bug(
         "tickets of a product's tiles that start at what the memory held",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "    clear(device, name, *tickets_);\n",
         "",
         "factored_linear",
@@ -433,7 +433,7 @@ BUGS = [
     ),
     Bug(
         "splits of a product's depth that overlap where they do not come out even",
-        "factored_linear/cuda/tensor_product.cuh",
+        "cuda/tensor_product.cuh",
         "(at.split * each + min(at.split, more))",
         "(at.split * each + (BUG ? 0 : min(at.split, more)))",
         "factored_linear",
@@ -496,6 +496,46 @@ BUGS = [
         "#define kScratchBytes shared_size(kThreads / kWarp * (BUG ? sizeof(float) : sizeof(double)))",
         "kron_logdet",
         "shared arrays need 64 bytes, the launch grants 32",
+    ),
+    Bug(
+        "the last transform's filters fetched before all are done with the one before",
+        "filters/cuda/averaged_filters.cu",
+        "__syncthreads();  // nobody reads the last slabs any more",
+        "if (!BUG) __syncthreads();",
+        "averaged_filters",
+        "race on shared memory|not waited for",
+    ),
+    Bug(
+        "blocks that have one transform more than others without it",
+        "filters/cuda/averaged_filters.cu",
+        "(split < more ? 1 : 0);",
+        "(!BUG && split < more ? 1 : 0);",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "a filter's bias taken for its neighbour's",
+        "filters/cuda/averaged_filters.cu",
+        "? work.bias[column] : 0.0f;",
+        "? work.bias[BUG ? h : column] : 0.0f;",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "slopes of the first images for all",
+        "filters/cuda/averaged_filters.cu",
+        "const int64_t n = at % N, h = at / N % H;",
+        "const int64_t n = BUG ? 0 : at % N, h = at / N % H;",
+        "averaged_filters",
+        WRONG,
+    ),
+    Bug(
+        "the gradient of images from the last transforms alone",
+        "filters/cuda/averaged_filters.cu",
+        "  total = first ? part :",
+        "  total = first || BUG ? part :",
+        "averaged_filters",
+        WRONG,
     ),
     Bug(
         "a pixel's neighbours that look further than is thought",
@@ -888,6 +928,15 @@ def run(library, source, warpgroups, bug):
                 e = torch.exp(-0.5 * d.square().sum(2))
                 terms = -(grad.T.double() @ x.double() * e)[..., None] * d
                 want = torch.cat([(x.double() @ e.T).flatten(), terms.sum(0).flatten(), -terms.sum(1).flatten()])
+            elif source == "averaged_filters":
+                x, bank, bias, g = torch.randn(68, 37), 0.3 * torch.randn(5, 20, 37), torch.randn(20), torch.randn(68, 20)
+                y, _ = simulator.ops.averaged_filters(x, bank, bias, 2, False)
+                grads = simulator.ops.averaged_filters_backward(g, x, bank, bias, None, 2, True, True, True)
+                leaves = [t.double().requires_grad_() for t in (x, bank, bias)]
+                exact = torch.tanh(torch.einsum("nd,shd->nsh", *leaves[:2]) + leaves[2]).mean(1)
+                wanted = exact.detach(), *torch.autograd.grad(exact, leaves, g.double())
+                got = torch.cat([(t / right.abs().amax()).flatten() for t, right in zip((y, *grads), wanted)])
+                want, tolerance = torch.cat([(t / t.abs().amax()).flatten() for t in wanted]), 2e-6
             elif source == "affine_copies":
                 import torch.nn.functional as F
                 got, want = [], []

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "affine/coordinates.h"
+#include "common/activation.h"
 
 namespace ella {
 
@@ -194,6 +195,17 @@ struct Kernels {
   // out[p] = the bilinear function of the place's cell, or its derivative along the direction, p < count.
   void (*affine_sample)(int64_t count, const AffinePlaces<T>& places, const T* cells, T* out);
   void (*affine_gradients)(const AffineGradients<T>& gradients);
+
+  // Of tiles of m rows of a panel's width, up to n lanes rounded up to whole vectors: adds the activations of z to sums.
+  void (*activations)(Activation activation, int64_t m, int64_t n, const T* z, T* sums);
+
+  // Likewise: z becomes the activation's slope there times grad; that of ReLU is 0 at 0, and 1 where z is not a number.
+  void (*activation_slopes)(Activation activation, int64_t m, int64_t n, const T* grad, T* z);
+
+  // Likewise, a bit for each lane of a panel's width: whether ReLU's slope at z is 1, 0 behind the lanes; and `from` where a
+  // bit is set, else 0.
+  void (*positive_bits)(int64_t m, int64_t n, const T* z, uint8_t* bits, int64_t bits_row);
+  void (*where_bits)(int64_t m, int64_t n, const uint8_t* bits, int64_t bits_row, const T* from, T* to);
 };
 
 // How sums in S join a total in T, which is S or wider; products with alpha are in T.

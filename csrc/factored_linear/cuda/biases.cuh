@@ -5,9 +5,9 @@
 
 #include <limits>
 
+#include "cuda/block_roles.cuh"
 #include "cuda/reduce.cuh"
 #include "factored_linear/cuda/arguments.cuh"
-#include "factored_linear/cuda/block_roles.cuh"
 
 namespace ella {
 

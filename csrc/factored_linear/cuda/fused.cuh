@@ -16,8 +16,8 @@
 
 #include <algorithm>
 
+#include "cuda/block_roles.cuh"
 #include "factored_linear/cuda/biases.cuh"
-#include "factored_linear/cuda/block_roles.cuh"
 #include "factored_linear/cuda/tiles.cuh"
 
 namespace ella::fused {

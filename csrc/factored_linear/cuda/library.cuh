@@ -4,8 +4,8 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 
+#include "cuda/library.cuh"
 #include "factored_linear/cuda/arguments.cuh"
 
 namespace ella::library {
@@ -23,28 +23,8 @@ void by_channels(int64_t channels, int64_t each, const Run& run) {
   for (int64_t first = 0; first < channels; first += max_count) run(first, std::min(max_count, channels - first));
 }
 
-inline Tensor swapped(const Tensor& a, int64_t first, int64_t second) { return torch::stable::transpose(a, first, second); }
-
 // The first axis of three as the last one.
 inline Tensor first_last(const Tensor& a) { return swapped(swapped(a, 0, 1), 1, 2); }
-
-inline Tensor part(Tensor a, int64_t axis, int64_t first, int64_t count) {
-  return torch::stable::narrow(a, axis, first, count);
-}
-
-// out[p] = a[p] b[p], any strides.
-inline void multiply(const Tensor& a, const Tensor& b, const Tensor& out) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::bmm", "out", stack.data(), TORCH_ABI_VERSION));
-  torch::stable::detail::to<Tensor>(stack[0]);  // the result is `out` again, under a handle to release
-}
-
-inline Tensor sum(const Tensor& a, int64_t axis) {
-  return torch::stable::sum(a, torch::headeronly::IntHeaderOnlyArrayRef(&axis, 1));
-}
-
-inline Tensor plus(const Tensor& a, const Tensor& b) { return torch::stable::subtract(a, b, -1.0); }
 
 // factor[d] of[d,y] as (D, 1, Y).
 inline Tensor scaled(const Tensor& factor, const Tensor& of) {

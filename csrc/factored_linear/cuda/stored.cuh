@@ -10,8 +10,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda/tensor_product.cuh"
 #include "factored_linear/cuda/biases.cuh"
-#include "factored_linear/cuda/tensor_product.cuh"
 
 namespace ella::stored {
 

@@ -229,6 +229,19 @@ def test_affine_copies(ampere: PtxDevice, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_averaged_filters(ampere: PtxDevice, dtype: torch.dtype) -> None:
+    """Every activation, a tile and one more, transforms that blocks share out; copies of four numbers and of one."""
+    with ampere.scheduled("reverse"):
+        ops = Checked(ampere)
+        for activation, (n, s, h, d) in enumerate(((5, 3, 66, 20), (65, 2, 8, 7), (4, 2, 4, 12), (9, 3, 5, 18))):
+            for layout in ("contiguous", "strided"):
+                x, bank = torch.randn(n, d, dtype=dtype), 2 * torch.randn(s, h, d, dtype=dtype) / d**0.5
+                x, bank, bias = (arrange(t, layout) for t in (x, bank, torch.randn(h, dtype=dtype)))
+                y, _ = ops.averaged_filters(x, bank, bias, activation, False)
+                ops.averaged_filters_backward(arrange(y, layout), x, bank, bias, None, activation, True, True, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kron_logdet(ampere: PtxDevice, dtype: torch.dtype) -> None:
     """Several rows in a block, and one row's columns that a block takes in several rounds, each in both directions."""
     precision = torch.tensor(0.3, dtype=dtype)

@@ -24,9 +24,9 @@
 #include <optional>
 
 #include "common/cuda_path.h"
+#include "cuda/block_roles.cuh"
 #include "cuda/slab_pipeline.cuh"
 #include "cuda/tensor_fragments.cuh"
-#include "factored_linear/cuda/block_roles.cuh"
 
 namespace ella {
 
@@ -188,6 +188,36 @@ __device__ __forceinline__ bool add_splits(const ProductWork& work, const Produc
   return true;
 }
 
+// Where a warp's results of a tile begin.
+struct WarpPlace {
+  int in_a, in_b;
+
+  __device__ __forceinline__ WarpPlace() {
+    const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
+    in_a = warp / 2 * ProductTile::kWarpSide, in_b = warp % 2 * ProductTile::kWarpSide;
+  }
+};
+
+// sum += the products of batch p of both operands over depths begin .. end, of the warp's part of the tile from row i0 and
+// column j0 on; for all threads of a block, of which those without results (not `wanted`) copy alone. The threads may still
+// read `staging`, of kStages stages, when it returns.
+template <Major A, Major B, Tf32 TF32>
+__device__ __forceinline__ void add_tile(const ProductOperand& a, const ProductOperand& b, int p, int i0, int j0, int rows,
+                                         int columns, int begin, int end, const WarpPlace& warp, bool wanted,
+                                         SharedArray<float> staging, Results& sum) {
+  using Shape = ProductTile;
+  ProductSlabs<A, A != B && A == Major::mn> a_slabs(a, p, i0, rows, begin, end, staging);
+  ProductSlabs<B, A != B && B == Major::mn> b_slabs(b, p, j0, columns, begin, end, staging + Shape::kOperand);
+  const auto start = [&](int stage) { a_slabs.start(stage), b_slabs.start(stage); };
+  multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
+    if (!wanted) return;
+    const SharedArray<float> operands = staging + stage * Shape::kStage;
+    const Tf32Fragment<TF32> right(read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, warp.in_b));
+    const Tf32Fragment<TF32> left(read_fragment<Shape, A == Major::k>(operands, 0, warp.in_a));
+    add_product(sum, left, right);
+  });
+}
+
 template <Major A, Major B, Tf32 TF32>
 __device__ __forceinline__ void product_block(const ProductWork& work, int block, SharedMemory memory) {
   using Shape = ProductTile;
@@ -198,22 +228,11 @@ __device__ __forceinline__ void product_block(const ProductWork& work, int block
   const int slabs = ceil_div(work.depth, Shape::kDepth), each = slabs / work.splits, more = slabs % work.splits;
   const int begin = (at.split * each + min(at.split, more)) * Shape::kDepth;
   const int end = min(begin + (each + (at.split < more ? 1 : 0)) * Shape::kDepth, work.depth);
-  ProductSlabs<A, A != B && A == Major::mn> a_slabs(work.a, at.p, at.i0, work.rows, begin, end, staging);
-  ProductSlabs<B, A != B && B == Major::mn> b_slabs(work.b, at.p, at.j0, work.columns, begin, end, staging + Shape::kOperand);
-
-  const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarp, 0);  // the compiler sees that it is one number for all lanes
-  const int in_a = warp / 2 * Shape::kWarpSide, in_b = warp % 2 * Shape::kWarpSide;
+  const WarpPlace warp;
+  const int in_a = warp.in_a, in_b = warp.in_b;
   const bool wanted = at.i0 + in_a < work.rows && at.j0 + in_b < work.columns;  // the same for all lanes
   Results sum = {};
-
-  const auto start = [&](int stage) { a_slabs.start(stage), b_slabs.start(stage); };
-  multiply_slabs<Shape::kStages>(ceil_div(end - begin, Shape::kDepth), start, [&](int stage) {
-    if (!wanted) return;
-    const SharedArray<float> operands = staging + stage * Shape::kStage;
-    const Tf32Fragment<TF32> b(read_fragment<Shape, B == Major::k>(operands + Shape::kOperand, 0, in_b));
-    const Tf32Fragment<TF32> a(read_fragment<Shape, A == Major::k>(operands, 0, in_a));
-    add_product(sum, a, b);
-  });
+  add_tile<A, B, TF32>(work.a, work.b, at.p, at.i0, at.j0, work.rows, work.columns, begin, end, warp, wanted, staging, sum);
 
   // From a copy of the number that the compiler does not know to be one: to keep the place takes registers that the loop needs.
   const ProductPlace place(work, __shfl_sync(kFullWarp, block, 0));

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.training.checks import positive
 
 LIKELIHOODS = ("classification", "regression")
 
@@ -76,8 +77,14 @@ def multisample_elbo(
         mean, variance = layer.moments(features if features.dim() == 2 else features.mean(1))
         fit = _softmax(mean, variance, y, n_samples, generator)
     else:
-        fit = _gaussian(layer, features, y, torch.as_tensor(sigma_noise).to(features), unbiased)
+        fit = _gaussian(layer, features, y, _sigma(sigma_noise, features), unbiased)
     return (len(features) if n_data is None else n_data) / len(features) * fit - layer.kl()
+
+
+def _sigma(sigma_noise: float | Tensor, like: Tensor) -> Tensor:
+    if not isinstance(sigma_noise, Tensor):
+        sigma_noise = positive("sigma_noise", sigma_noise, "multisample_elbo")
+    return torch.as_tensor(sigma_noise, dtype=like.dtype, device=like.device)
 
 
 def _softmax(mean: Tensor, variance: Tensor, y: Tensor, count: int, generator: torch.Generator | None) -> Tensor:

@@ -72,16 +72,17 @@ def test_amounts_of_generators_that_data_do_not_have_go_to_zero():
     assert rotation == pytest.approx(1.2, abs=0.1) and tx < 0.1
 
 
+@pytest.mark.slow
 def test_the_point_estimate_collapses_and_the_bound_does_not():
     """Everything learned at once, from the same start: filters, amount, q or weights, precision, noise."""
     found = {}
     for objective in ("bound", "point"):
         torch.manual_seed(0)
-        x, y, model = turned_targets(90)
-        model.features.augment.set_eta(math.radians(60))
-        options = {"n_epochs": 400, "objective": objective, "lr": 2e-2, "lr_hyp": 2e-2, "progress_bar": False}
-        trainer = ElboTrainer(model, TensorLoader(x, y, 40), **options)
+        x, y, model = turned_targets(90, n=80, n_filters=100)
+        model.features.augment.set_eta(math.radians(45))
+        options = {"n_epochs": 300, "objective": objective, "lr": 2e-2, "lr_hyp": 6e-2, "progress_bar": False}
+        trainer = ElboTrainer(model, TensorLoader(x, y, 80), **options)
         trainer.run()
         found[objective] = math.degrees(model.features.augment.amounts()["rotation"])
         assert trainer.history[-1]["objective"] > trainer.history[0]["objective"]
-    assert found["point"] < 10 and 70 < found["bound"] < 110
+    assert found["point"] < 10 and 55 < found["bound"] < 110

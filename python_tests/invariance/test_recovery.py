@@ -85,4 +85,4 @@ def test_the_point_estimate_collapses_and_the_bound_does_not():
         trainer.run()
         found[objective] = math.degrees(model.features.augment.amounts()["rotation"])
         assert trainer.history[-1]["objective"] > trainer.history[0]["objective"]
-    assert found["point"] < 10 and 55 < found["bound"] < 110
+    assert found["point"] < 20 and 55 < found["bound"] < 110

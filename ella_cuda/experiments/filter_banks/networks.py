@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment
 from ella_cuda.data import Dataset, TensorLoader
@@ -27,9 +27,14 @@ FILTERS, SMALL_FILTERS = 256, 100
 BATCH, SMALL_BATCH = 500, 100
 STEPS, SMALL_STEPS = 24_000, 2000
 RATE, SMALL_RATE = 1e-3, 3e-3  # of filters and q; the second where steps are few
-AMOUNT_RATE = 1e-2  # of amounts, before their softplus, and of the logarithms of the prior's precision
+AMOUNT_RATE, SMALL_AMOUNT_RATE = (
+    1e-2,
+    5e-2,
+)  # of amounts, before their softplus, and of the logarithm of the prior's precision
 INIT = 0.1  # of amounts
 KERNEL = 5  # of the convolution
+COARSE = 3  # pixels that are alike in filters at the start
+PRIOR = 10.0  # variance of a logit under the prior at the start, of features with a mean square of 1
 LOGITS = 10  # draws of logits of a step
 TEST_LOGITS, TEST_BATCH = 100, 500
 EVERY = 10  # epochs between checkpoints
@@ -51,6 +56,7 @@ def settings_of(data: str, scale: float) -> dict[str, Any]:
         "batch": batch,
         "epochs": max(3, math.ceil(steps / math.ceil(train / batch))),
         "rate": RATE if large else SMALL_RATE,
+        "amount_rate": AMOUNT_RATE if large else SMALL_AMOUNT_RATE,
     }
 
 
@@ -76,16 +82,27 @@ def network(layer: str, dataset: Dataset, settings: Mapping[str, Any]) -> Shallo
     mean over positions, so that it is invariant to shifts.
     """
     channels, size, count = dataset.channels, settings["image_size"], settings["filters"]
+    image = (count, channels, size, size)
     if layer == "learned":
-        features: nn.Module = InvariantFilterBank(
-            (channels, size, size), count, AffineAugment(settings["copies"], init=INIT, sampling="independent")
-        )
+        features: nn.Module = InvariantFilterBank(image[1:], count, AffineAugment(settings["copies"], init=INIT))
+        start, weight = smooth(*image), features.weight
     elif layer == "conv":
         convolution = nn.Conv2d(channels, count, KERNEL, padding=KERNEL // 2)
         features = nn.Sequential(convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        start, weight = torch.randn(convolution.weight.shape), convolution.weight
     else:
         features = nn.Sequential(nn.Flatten(), nn.Linear(channels * size**2, count), nn.ReLU())
-    return ShallowNetwork(features, BayesianLinear(count, dataset.num_classes))
+        start, weight = smooth(*image), features[1].weight
+    with torch.no_grad():
+        deviation = (2 / start[0].numel()) ** 0.5  # of images of variance 1 features have a mean square of 1
+        weight.copy_((start * deviation / start.square().mean().sqrt()).view_as(weight))
+    return ShallowNetwork(features, BayesianLinear(count, dataset.num_classes, prior_precision=count / PRIOR))
+
+
+def smooth(*shape: int) -> Tensor:
+    """Random filters ``(N, C, H, W)`` whose neighbouring pixels are alike: of others a transformation makes less by interpolation alone."""
+    coarse = torch.randn(*shape[:2], *(max(side // COARSE, 2) for side in shape[2:]))
+    return F.interpolate(coarse, shape[2:], mode="bicubic", align_corners=True)
 
 
 def trained(layer: str, dataset: Dataset, settings: Mapping[str, Any], work: Work, objective: str) -> ElboTrainer:
@@ -101,7 +118,7 @@ def trained(layer: str, dataset: Dataset, settings: Mapping[str, Any], work: Wor
         n_epochs=settings["epochs"],
         objective=objective,
         lr=settings["rate"],
-        lr_hyp=AMOUNT_RATE,
+        lr_hyp=settings["amount_rate"],
         n_samples=LOGITS,
         progress_bar=work.progress,
         checkpoint=work.folder / CHECKPOINT_FILE,

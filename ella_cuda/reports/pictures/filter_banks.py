@@ -191,7 +191,7 @@ def draw_first_layers(
             errors = [v.std(ddof=1) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values]
             style = {"color": COLOURS[k % len(COLOURS)], "marker": MARKERS[k], "markersize": 4, "linestyle": ""}
             legend[name] = axis.errorbar(places, [v.mean() for v in values], yerr=errors, capsize=1.5, **style)
-        axis.set_xticks(range(len(present)), [tasks[task] for task in present])
+        axis.set_xticks(range(len(present)), [tasks[task].replace(" ", "\n") for task in present])
         axis.set_xlim(-0.5, len(present) - 0.5)
         plain_axes(axis, "", "", what)
     finish(figure, title, legend)

@@ -19,12 +19,12 @@ from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBan
 from ella_cuda.reports.pictures.filter_banks import draw_recovery
 
 SIDE, NORM = 12, 3.0  # of images and filters
-POINTS, FILTERS, OUTPUTS, COPIES = 80, 100, 5, 12
-NOISE, START_NOISE = 0.3, 0.1  # of targets, and from where it is learned
-EPOCHS = 400
-TRUE = (0, 60, 120)  # degrees
+POINTS, FILTERS, OUTPUTS, COPIES, BATCH = 150, 40, 5, 12, 50
+NOISE, START_NOISE = 0.1, 0.1  # of targets, and from where it is learned
+EPOCHS = 300
+TRUE = (0, 60, 90)  # degrees
 START = 45.0
-RATE = 2e-2
+RATE, ANGLE_RATE = 1e-2, 2e-2  # of filters and q, and of the angle, precision and noise
 OBJECTIVES = {"bound": "bound", "point": "point estimate"}
 
 
@@ -62,7 +62,8 @@ def problem(true: float, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, S
     """Images, targets of a network with that angle in degrees, and the network, whose filters start at the data's."""
     torch.manual_seed(settings["seed"])
     augment = AffineAugment(COPIES, "rotation", 0.1, "grid", constraint="raw", dtype=torch.float64)
-    bank, x = InvariantFilterBank((1, SIDE, SIDE), settings["filters"], augment), smooth(settings["points"])
+    bank = InvariantFilterBank((1, SIDE, SIDE), settings["filters"], augment, activation="tanh")
+    x = smooth(settings["points"])
     augment.set_eta(math.radians(true))
     with torch.no_grad():
         bank.weight.copy_(smooth(settings["filters"]))
@@ -79,8 +80,8 @@ def learned(true: float, objective: str, settings: Mapping[str, Any]) -> dict[st
     x, y, model = problem(true, settings)
     augment = model.features.augment
     augment.set_eta(math.radians(START))
-    options = {"objective": objective, "lr": RATE, "lr_hyp": RATE, "progress_bar": False}
-    trainer = ElboTrainer(model, TensorLoader(x, y, len(x)), n_epochs=settings["epochs"], **options)
+    options = {"objective": objective, "lr": RATE, "lr_hyp": ANGLE_RATE, "progress_bar": False}
+    trainer = ElboTrainer(model, TensorLoader(x, y, BATCH, shuffle=True), n_epochs=settings["epochs"], **options)
     trainer.run()
     angles = [START, *(math.degrees(entry["rotation"]) for entry in trainer.history)]
     return {

@@ -190,8 +190,10 @@ class AffineAugment(Augment):
         if x.dim() != 4:
             raise ValueError(f"{self._name}: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
 
+    def maps(self, eps: Tensor, eta: Tensor, size: Sequence[int]) -> Tensor:
+        """The first two rows of the matrices of images of a size ``(H, W)``: ``(..., k), (k,) -> (..., 2, 3)``."""
+        height, width = (max(side - 1, 1) for side in size)  # corners are aligned: pixel centres are side - 1 apart
+        return affine_matrix(eps, eta, self.names, width / height)[..., :2, :]
+
     def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-        height, width = (
-            max(side - 1, 1) for side in x.shape[2:]
-        )  # corners are aligned: pixel centres are side - 1 apart
-        return affine_copies(x, affine_matrix(eps, eta, self.names, width / height)[..., :2, :])
+        return affine_copies(x, self.maps(eps, eta, x.shape[2:]))

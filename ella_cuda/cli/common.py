@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.experiments import invariances, linearised
+from ella_cuda.experiments import filter_banks, invariances, linearised
 from ella_cuda.experiments.studies import experiment_of
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-EXPERIMENTS = {one.name: one for one in (linearised.EXPERIMENT, invariances.EXPERIMENT)}  # of `ella-cuda reproduce`
+EXPERIMENTS = {  # of `ella-cuda reproduce`
+    one.name: one for one in (linearised.EXPERIMENT, invariances.EXPERIMENT, filter_banks.EXPERIMENT)
+}
 
 
 class UsageError(Exception):

@@ -56,6 +56,23 @@ def affine_copies(x: Tensor, maps: Tensor) -> Tensor:
     return affine_copies_torch(x, maps) if nested_forward_mode() else _copies(x, maps, None)
 
 
+def affine_adjoint(y: Tensor, maps: Tensor) -> Tensor:
+    r"""The adjoint of :func:`affine_copies` in images: ``(N, S, C, H, W), (N or 1, S, 2, 3) -> (N, C, H, W)``.
+
+    .. math:: \langle y, \mathrm{copies}(x, m) \rangle = \langle \mathrm{adjoint}(y, m), x \rangle
+
+    It is the gradient of the copies in images, by the same kernels, and differentiable in both arguments.
+
+    Args:
+        y: copies. maps: as of :func:`affine_copies`.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices do not fit; the message names the argument.
+    """
+    n, _, *shape = y.shape
+    return _gradients(y, y.new_zeros(()).expand(n, *shape), maps, None, True, False)[0]
+
+
 def affine_copies_torch(x: Tensor, maps: Tensor) -> Tensor:
     """Plain-torch reference of :func:`affine_copies`, differentiable any number of times."""
     column, row = _places(maps, *x.shape[2:])

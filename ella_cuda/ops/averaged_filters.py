@@ -73,7 +73,7 @@ def averaged_filters_torch(x: Tensor, bank: Tensor, bias: Tensor | None = None, 
     """Plain-torch reference of :func:`averaged_filters`; stores the ``(N, S, H)`` activations."""
     number = _number_of(activation)
     z = torch.einsum("nd,shd->nsh", x, bank)
-    return _activated(z if bias is None else z + bias, number).mean(1)
+    return activated(z if bias is None else z + bias, number).mean(1)
 
 
 def _number_of(activation: str) -> int:
@@ -83,7 +83,8 @@ def _number_of(activation: str) -> int:
     return ACTIVATIONS[activation]
 
 
-def _activated(z: Tensor, activation: int) -> Tensor:
+def activated(z: Tensor, activation: int) -> Tensor:
+    """Of numbers, by a number of :data:`ACTIVATIONS`."""
     if activation == RELU:
         return z.relu()
     if activation == TANH:

@@ -54,15 +54,19 @@ OTHER_THREADS = "the same run up to rounding, not bit for bit"  # what the warni
 class Checkpoint:
     """The file that a training goes on from: claimed while it trains, replaced at every evaluation. Without a path, nothing is kept.
 
+    Args:
+        path: of the file.
+        where: whose argument ``checkpoint`` it is, for messages.
+
     Raises:
         TypeError: the path is none.
         OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, where: str = "marglik_training") -> None:
         self.source = f"the checkpoint {path}"
         if path is not None:
-            _require_writable(path)
+            _require_writable(path, where)
         self._path = None if path is None else Path(path)
 
     def __bool__(self) -> bool:
@@ -106,22 +110,20 @@ class Checkpoint:
             save_checkpoint(self._path, state)
 
 
-def _require_writable(checkpoint: str | Path) -> None:
+def _require_writable(checkpoint: str | Path, where: str) -> None:
     """Make sure that a checkpoint can be written, without leaving a trace."""
     if not isinstance(checkpoint, (str, Path)):
-        raise TypeError(f"marglik_training: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
+        raise TypeError(f"{where}: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
     path = Path(checkpoint).absolute()
     if path.is_dir():
-        raise IsADirectoryError(
-            f"marglik_training: checkpoint must be a file, but {checkpoint} is a folder; name a file in it."
-        )
+        raise IsADirectoryError(f"{where}: checkpoint must be a file, but {checkpoint} is a folder; name a file in it.")
     folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OSError(
-            f"marglik_training: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
+            f"{where}: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
         ) from error
 
 
@@ -351,6 +353,35 @@ def restore(
     for learner in learners:
         learner.load_state_dict(state["learners"][learner.name])
     restore_random_state(state["random"], loaders)
+    _warn_of_threads(source, state, model)
+
+
+def restore_steps(
+    source: str,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loaders: Iterable[Any],
+) -> None:
+    """Put a training of one optimizer alone back to a state of its own, all of which is checked first; see :func:`restore`."""
+    _check_run(source, state, settings, model)
+    for key, kind in (("epoch", int), ("history", list), ("optimizer", dict), ("random", dict)):
+        if not isinstance(state.get(key), kind):
+            raise _does_not_fit(source, f"has no {key} of type {kind.__name__}")
+    epoch, history = state["epoch"], state["history"]
+    if epoch < 0 or len(history) != epoch or not all(isinstance(entry, dict) for entry in history):
+        raise _does_not_fit(source, f"has a history that is not one of {epoch} epochs")
+    if wrong := _wrong_optimizer_state(state["optimizer"], optimizer, stepped=epoch > 0):
+        raise _does_not_fit(source, f"optimizer {wrong}")
+    _check_random_state(source, "random", state["random"], loaders)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    restore_random_state(state["random"], loaders)
+    _warn_of_threads(source, state, model)
+
+
+def _warn_of_threads(source: str, state: Mapping[str, Any], model: nn.Module) -> None:
     before, now = state.get("threads"), threads_of(model)
     if None not in (before, now) and before != now:
         warn(

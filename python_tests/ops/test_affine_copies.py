@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.affine_copies import _copies, _gradients, _second_tangent, _second_tangent_in_x
+from ella_cuda.ops.affine_copies import _copies, _gradients, _second_tangent, _second_tangent_in_x, affine_adjoint
 from python_tests.ops import checks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*unit-size grids")
@@ -338,7 +338,7 @@ def test_every_set_of_instructions(capability, beside_the_tests):
     """The vectors of each set this processor has, of other lengths than those of the running one."""
     code = """
 import torch
-from ella_cuda.ops.affine_copies import _copies, _gradients
+from ella_cuda.ops.affine_copies import affine_adjoint, _copies, _gradients
 from python_tests.ops.test_affine_copies import SHAPES, arguments, pixel_by_pixel
 for shape in SHAPES:
     for dtype in (torch.float32, torch.float64):
@@ -379,3 +379,18 @@ def test_errors(x, maps, words, device):
     for where in (device, "meta"):
         with pytest.raises(RuntimeError, match=words):
             ops.affine_copies(x.to(where), maps.to(where))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_adjoint_is_that_of_the_copies(shape, device):
+    y, x, maps, _ = arguments(shape, device)
+    copies, back = ops.affine_copies(x, maps), affine_adjoint(y, maps)
+    assert back.shape == x.shape
+    torch.testing.assert_close((y * copies).sum(), (back * x).sum(), rtol=1e-10, atol=1e-10)
+
+
+def test_the_adjoint_is_differentiable_in_copies_and_maps():
+    """Of maps in general position, away from whole coordinates."""
+    y = torch.randn(2, 3, 2, 4, 5, dtype=torch.float64, requires_grad=True)
+    maps = (torch.eye(2, 3) + 0.3 * torch.randn(2, 3, 2, 3)).double().requires_grad_()
+    assert torch.autograd.gradcheck(affine_adjoint, (y, maps), eps=1e-7, atol=1e-5)

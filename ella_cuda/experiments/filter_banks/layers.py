@@ -1,0 +1,94 @@
+"""Three first layers: the bound of each, beside test accuracy and NLL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ella_cuda.experiments.filter_banks.networks import (
+    LAYERS,
+    measured,
+    settings_of,
+    sizes_said,
+    small_said,
+    trained,
+)
+from ella_cuda.experiments.invariances.images import data_of
+from ella_cuda.experiments.invariances.sizes import seeds_said
+from ella_cuda.experiments.studies import Part, Study, Work
+from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.reports.pictures.filter_banks import draw_first_layers
+
+SHOWN = {"plain": "plain", "rotated": "rotated ±180°", "translated-8of14": "translated"}
+
+
+def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A study for each data set, task, layer and seed."""
+    made = {}
+    for name in data:
+        common = settings_of(name, scale)
+        for task in SHOWN:
+            for layer in LAYERS:
+                for seed in seeds:
+                    made[f"layers-{name}-{task}-{layer}-seed{seed}"] = {
+                        **common,
+                        "task": task,
+                        "layer": layer,
+                        "seed": seed,
+                    }
+    return made
+
+
+def run(study: Study, work: Work) -> dict[str, Any]:
+    """Train by the bound."""
+    s = study.settings
+    dataset = data_of(s, work)
+    return measured(trained(s["layer"], dataset, s, work, "bound"), dataset)
+
+
+def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row."""
+    keys = ("data", "task", "layer", "seed", "image_size", "train_size", "test_size", "filters", "copies", "epochs")
+    row = {key: study.settings[key] for key in (*keys, "batch")}
+    row |= {key: result[key] for key in ("bound", "accuracy", "nll")}
+    return [row | {"prior_precision": result["learned"]["prior_precision"]}]
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """For people: a table for each data set, and which layer has the highest bound."""
+    blocks = []
+    for data in dict.fromkeys(r["data"] for r in rows):
+        some, lines = [r for r in rows if r["data"] == data], []
+        for task, shown in SHOWN.items():
+            for layer, name in LAYERS.items():
+                here = [r for r in some if (r["task"], r["layer"]) == (task, layer)]
+                if here:
+                    styles = {"bound": "{:.3f}", "accuracy": "{:.1f}", "nll": "{:.3f}"}
+                    lines.append([shown, name, *(with_error([r[k] for r in here], f) for k, f in styles.items())])
+        head = ["images", "first layer", "bound/N", "accuracy, %", "NLL"]
+        title = f"{sizes_said(some[0])}; {seeds_said(sorted({r['seed'] for r in some}))}"
+        blocks.append(table(title, head, lines, [], left=2).rstrip())
+    notes = (
+        "All by the bound, in nats per training image, with as many features. FC: a filter of the image's size for each feature. "
+        "Convolution: filters of 5 x 5 pixels, means over positions. Learned: FC's filters, averaged over transformations of learned amounts."
+    )
+    return "\n\n".join([PART.title, *blocks, small_said(list(rows)) + notes])
+
+
+def draw(found: Sequence[tuple[Study, dict[str, Any]]]) -> Any:
+    """Of the first data set."""
+    data = found[0][0].settings["data"]
+    made = [r for study, result in found if study.settings["data"] == data for r in rows(study, result)]
+    return draw_first_layers(made, LAYERS, SHOWN, f"{PART.title}; {data}")
+
+
+PART = Part(
+    "layers",
+    "First layers: the bound, accuracy and NLL of three",
+    plan,
+    run,
+    rows,
+    text,
+    draw,
+    data=("fashion-mnist",),
+)

@@ -1,0 +1,165 @@
+"""A linear layer whose weights have a Gaussian posterior, by which a bound on the evidence is had."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.training.checks import positive
+
+POSTERIORS = ("full", "diag")
+START = 0.1  # standard deviation of q over the prior's, before training
+
+
+class BayesianLinear(nn.Module):
+    r"""K functions :math:`f_k = \phi^T w_k` of D features, whose weights have a Gaussian q: ``(N, D) -> (N, K)``.
+
+    .. math:: w_k \sim N(0, \delta^{-1} I), \qquad q(w_k) = N(\mu_k, \Sigma_k)
+
+    q is a variational posterior: independent over outputs, with a covariance of its own for each, :math:`\Sigma_k = L_k L_k^T` ("full") or
+    diagonal ("diag"). The prior has one precision :math:`\delta = 1/s_p^2`, which a bound on the evidence may learn. There is no bias:
+    append a feature that is 1 for one.
+
+    Parameters:
+        mean: ``(K, D)``. log_scale: ``(K, D)``, logarithms of L's diagonal. lower: ``(K, D, D)``, of which the part below the diagonal is
+            L's; "full" alone. log_prior_precision: ``()``; a buffer where it is not learned.
+
+    Args:
+        in_features, out_features: D and K.
+        q: "full" or "diag".
+        prior_precision: :math:`\delta` at the start.
+        learn_prior: whether it is a parameter.
+        device, dtype: of the parameters; None is torch's default.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+
+    Source: van der Ouderaa and van der Wilk, "Learning invariant weights in neural networks", UAI 2022; van der Wilk, "Learnable inductive
+    biases in neural networks", 2022, equations 8 to 10. The closed forms are those of Gaussian distributions.
+    """
+
+    log_prior_precision: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        q: str = "full",
+        *,
+        prior_precision: float = 1.0,
+        learn_prior: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"BayesianLinear: {name} must be a positive integer, got {value!r}.")
+        if q not in POSTERIORS:
+            raise ValueError(f"BayesianLinear: q must be one of {', '.join(POSTERIORS)}, got {q!r}.")
+        log_precision = math.log(positive("prior_precision", prior_precision, "BayesianLinear"))
+        self.in_features, self.out_features, self.q = int(in_features), int(out_features), q
+        kind = {"device": device, "dtype": dtype}
+        shape = (self.out_features, self.in_features)
+        self.mean = nn.Parameter(torch.zeros(shape, **kind))
+        self.log_scale = nn.Parameter(torch.full(shape, math.log(START) - log_precision / 2, **kind))
+        if q == "full":
+            self.lower = nn.Parameter(torch.zeros(*shape, self.in_features, **kind))
+        precision = torch.tensor(log_precision, **kind)
+        if learn_prior:
+            self.log_prior_precision = nn.Parameter(precision)
+        else:
+            self.register_buffer("log_prior_precision", precision)
+
+    @property
+    def prior_precision(self) -> Tensor:
+        r""":math:`\delta`, ``()``, differentiable."""
+        return self.log_prior_precision.exp()
+
+    @property
+    def scale_tril(self) -> Tensor:
+        """L, ``(K, D, D)``: lower triangular; of "diag" a diagonal matrix."""
+        diagonal = torch.diag_embed(self.log_scale.exp())
+        return self.lower.tril(-1) + diagonal if self.q == "full" else diagonal
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The mean of f, ``(N, D) -> (N, K)``."""
+        self._check(features)
+        return features @ self.mean.T
+
+    def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of f under q, each ``(..., D) -> (..., K)``.
+
+        Raises:
+            TypeError, ValueError: features are no tensor ``(..., D)`` of the layer's dtype and device.
+        """
+        mean = self(features)
+        return mean, self.scaled(features).square().sum(-1)
+
+    def scaled(self, features: Tensor) -> Tensor:
+        r""":math:`L_k^T \phi`, whose square norm is f's variance: ``(..., D) -> (..., K, D)``."""
+        self._check(features)
+        if self.q == "diag":
+            return features[..., None, :] * self.log_scale.exp()
+        k, d = self.mean.shape
+        return (features @ self.scale_tril.transpose(0, 1).reshape(d, k * d)).unflatten(-1, (k, d))
+
+    def kl(self) -> Tensor:
+        r"""KL(q || prior) in nats, summed over outputs, ``()``:
+
+        .. math:: \frac12 \sum_k [\delta\, \mathrm{tr}\, \Sigma_k + \delta\, \mu_k^T \mu_k - D - D \log\delta - \log|\Sigma_k|]
+        """
+        square = self.log_scale.mul(2).exp().sum()
+        if self.q == "full":
+            square = square + self.lower.tril(-1).square().sum()
+        count = self.mean.numel()
+        norm = square + self.mean.square().sum()
+        return 0.5 * (self.prior_precision * norm - count - count * self.log_prior_precision) - self.log_scale.sum()
+
+    @torch.no_grad()
+    def fit_(self, features: Tensor, y: Tensor, sigma_noise: float | Tensor = 1.0) -> None:
+        r"""Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior
+        :math:`\Sigma = (\Phi^T \Phi/\sigma^2 + \delta I)^{-1}`, :math:`\mu = \Sigma \Phi^T y/\sigma^2`, and the bound the evidence.
+
+        Args:
+            features: ``(N, D)``. y: ``(N, K)``. sigma_noise: standard deviation.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit.
+        """
+        self._check(features)
+        if not isinstance(y, Tensor) or y.shape != (len(features), self.out_features):
+            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(f"BayesianLinear: y must have shape {(len(features), self.out_features)}, got {got}.")
+        weight = positive("sigma_noise", sigma_noise, "BayesianLinear") ** -2
+        identity = torch.eye(self.in_features, dtype=features.dtype, device=features.device)
+        precision = weight * features.T @ features + self.prior_precision * identity
+        root = torch.linalg.cholesky(precision)
+        self.mean.copy_((weight * torch.cholesky_solve(features.T @ y, root)).T)
+        if self.q == "diag":
+            self.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(self.log_scale))
+            return
+        covariance = torch.cholesky_inverse(root)
+        lower = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        self.lower.copy_(lower.tril(-1).expand_as(self.lower))
+        self.log_scale.copy_(lower.diagonal().log().expand_as(self.log_scale))
+
+    def _check(self, features: Tensor) -> None:
+        if not isinstance(features, Tensor):
+            raise TypeError(f"BayesianLinear: features must be a tensor, got {type(features).__name__}.")
+        if not features.dim() or features.shape[-1] != self.in_features:
+            raise ValueError(
+                f"BayesianLinear: features must have shape (..., {self.in_features}), got {tuple(features.shape)}."
+            )
+        if features.dtype != self.mean.dtype or features.device != self.mean.device:
+            raise ValueError(
+                f"BayesianLinear: features are {features.dtype} on {features.device}, the weights {self.mean.dtype} on {self.mean.device}; "
+                "convert one with .to()."
+            )
+
+    def extra_repr(self) -> str:
+        learned = isinstance(self.log_prior_precision, nn.Parameter)
+        return f"{self.in_features}, {self.out_features}, q={self.q!r}, learn_prior={learned}"

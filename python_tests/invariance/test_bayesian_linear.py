@@ -1,0 +1,117 @@
+"""A linear layer with a Gaussian posterior: divergence, moments, the best q, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from ella_cuda.invariance import BayesianLinear
+from python_tests.augment.augments import DOUBLE
+
+
+def layer_of(q: str, d: int = 4, k: int = 3) -> BayesianLinear:
+    """With a q in general position, above the diagonal too, where L has nothing."""
+    layer = BayesianLinear(d, k, q, prior_precision=0.7, **DOUBLE)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return layer
+
+
+def posteriors(layer: BayesianLinear) -> list[MultivariateNormal]:
+    if layer.q == "diag":
+        return [
+            MultivariateNormal(m, torch.diag((2 * s).exp())) for m, s in zip(layer.mean, layer.log_scale, strict=True)
+        ]
+    lower = [torch.tril(below, -1) + torch.diag(s.exp()) for below, s in zip(layer.lower, layer.log_scale, strict=True)]
+    return [MultivariateNormal(m, scale_tril=L) for m, L in zip(layer.mean, lower, strict=True)]
+
+
+@pytest.mark.parametrize("q", ["full", "diag"])
+def test_the_divergence_is_torchs(q):
+    layer = layer_of(q)
+    prior = MultivariateNormal(torch.zeros(4, **DOUBLE), torch.eye(4, **DOUBLE) / layer.prior_precision)
+    expected = sum(kl_divergence(one, prior) for one in posteriors(layer))
+    torch.testing.assert_close(layer.kl(), expected, rtol=1e-12, atol=1e-12)
+    leaves = list(layer.parameters())
+    mine, theirs = (torch.autograd.grad(value, leaves, retain_graph=True) for value in (layer.kl(), expected))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("q", ["full", "diag"])
+def test_moments_are_those_of_q(q):
+    layer, features = layer_of(q), torch.randn(5, 4, **DOUBLE)
+    mean, variance = layer.moments(features)
+    for k, one in enumerate(posteriors(layer)):
+        torch.testing.assert_close(mean[:, k], features @ one.mean)
+        torch.testing.assert_close(variance[:, k], ((features @ one.covariance_matrix) * features).sum(1))
+    torch.testing.assert_close(layer(features), mean)
+    torch.testing.assert_close(layer.moments(features.expand(2, 5, 4))[1], variance.expand(2, 5, 3))
+    torch.testing.assert_close(
+        layer.scale_tril @ layer.scale_tril.mT, torch.stack([one.covariance_matrix for one in posteriors(layer)])
+    )
+
+
+def test_at_the_prior_nothing_diverges():
+    layer = BayesianLinear(6, 2, prior_precision=4.0, **DOUBLE)
+    assert layer.kl() > 0
+    with torch.no_grad():
+        layer.log_scale.fill_(-math.log(2))
+    assert layer.kl().item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("q", ["full", "diag"])
+def test_the_fit_is_the_best_q(q):
+    """The bound of Gaussian targets has no slope there."""
+    layer, features, y = layer_of(q), torch.randn(7, 4, **DOUBLE), torch.randn(7, 3, **DOUBLE)
+    layer.fit_(features, y, 0.4)
+    mean, variance = layer.moments(features)
+    bound = -((y - mean).square() + variance).sum() / (2 * 0.4**2) - layer.kl()
+    for name, slope in zip(
+        ("mean", "log_scale", "lower"),
+        torch.autograd.grad(bound, [p for n, p in layer.named_parameters() if "prior" not in n]),
+        strict=False,
+    ):
+        assert slope.abs().max() < 1e-10, name
+
+
+def test_the_priors_precision_is_learned_or_fixed():
+    learned, fixed = (BayesianLinear(2, 1, learn_prior=learn, prior_precision=3.0) for learn in (True, False))
+    assert "log_prior_precision" in dict(learned.named_parameters()) and "log_prior_precision" in dict(
+        fixed.named_buffers()
+    )
+    assert learned.prior_precision.item() == pytest.approx(3) == fixed.prior_precision.item()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0, 2), "in_features must be a positive integer, got 0"),
+        ((2, True), "out_features must be a positive integer"),
+        ((2, 2, "low-rank"), "q must be one of full, diag, got 'low-rank'"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        BayesianLinear(*arguments)
+
+
+def test_wrong_precisions_and_features_are_refused():
+    with pytest.raises(ValueError, match="prior_precision must be positive and finite, got 0"):
+        BayesianLinear(2, 2, prior_precision=0)
+    layer = BayesianLinear(2, 3)
+    for features, words in (
+        (torch.ones(4, 3), r"must have shape \(..., 2\), got \(4, 3\)"),
+        (torch.ones(4, 2).double(), "torch.float64"),
+    ):
+        for call in (layer, layer.moments, layer.scaled):
+            with pytest.raises(ValueError, match=words):
+                call(features)
+    with pytest.raises(TypeError, match="features must be a tensor, got list"):
+        layer([[1.0, 2.0]])
+    with pytest.raises(ValueError, match=r"y must have shape \(4, 3\), got \(4,\)"):
+        layer.fit_(torch.ones(4, 2), torch.ones(4))

@@ -39,8 +39,13 @@ class Checked:
                 same, exact = tuple_of(reference(*arguments)), tuple_of(reference(*map(_double, arguments)))
             floating = (a for a in arguments if isinstance(a, Tensor) and a.is_floating_point())
             single = any(a.dtype != torch.float64 for a in floating)
+            # Those that end in whether products may be in TF32, whose numbers have 11 bits.
+            coarse = single and name.startswith("averaged_filters") and arguments[-1]
             for one, expected, other in zip(got, exact, same, strict=True):
-                if one.is_floating_point():  # a result in float64 of numbers in float32 is as accurate as those
+                if coarse and one.is_floating_point() and one.numel():
+                    bound = 2.0**-9 * expected.abs().max().item()
+                    torch.testing.assert_close(one.double(), expected, rtol=0, atol=bound)
+                elif one.is_floating_point():  # a result in float64 of numbers in float32 is as accurate as those
                     assert_accurate(one.float() if single else one, expected, other)
                 else:
                     assert torch.equal(one, other), name

@@ -85,6 +85,14 @@ class Measured(Protocol):
         """Of the image given measurements, ``(d, d)``."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next evaluations depend on besides their arguments and torch's generator."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
 
 class DenseMeasured:
     """By dense matrices: the terms in image space and in data space, once; then every evaluation is a sum of matrices and a Cholesky
@@ -166,6 +174,12 @@ class DenseMeasured:
         prior = self.prior_covariance(weights)
         reduced = torch.linalg.solve_triangular(self._factor(weights, noise), self.operator @ prior, upper=False)
         return prior - reduced.T @ reduced
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
     def _factor(self, weights: Tensor, noise: Tensor) -> Tensor:
         matrix = (weights @ self.terms.flatten(1)).view(self.terms.shape[1:])
@@ -288,7 +302,6 @@ class IterativeMeasured:
         prior, image = self.prior, self.image
         found: list[Tensor] = []
         for i, block in enumerate(prior.blocks):
-            masks = [mask for (of, _), mask in zip(prior.terms, prior._masks, strict=True) if of == i]
             sums: Any = 0
             for _ in range(self.n_probes):
                 rows = torch.zeros(block.n_taps, prior.n_params, dtype=image.dtype, device=image.device)
@@ -296,7 +309,7 @@ class IterativeMeasured:
                 for tap, part in enumerate(prior.split(rows)[i]):
                     part[:, tap] = signs.to(part)
                 along = differences(image.push(rows).double())
-                sums = sums + torch.stack([(along * (mask.to(along) @ along)).sum(0) for mask in masks])
+                sums = sums + torch.stack([(along * (mask @ along)).sum(0) for mask in prior.masks[i]])
             found.append(sums / self.n_probes)
         return torch.cat(found)
 
@@ -325,6 +338,14 @@ class IterativeMeasured:
             explained = self.smoothed(weights, self.solve(weights, noise, self.measure(before)))
             found[rows] = (before - explained).flatten(1)
         return (found + found.T) / 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self._evaluations, "low_rank": self._low_rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        low_rank = state["low_rank"]
+        self._low_rank = None if low_rank is None else tuple(part.to(self.image.device) for part in low_rank)
+        self._evaluations = state["evaluations"]
 
     def measure(self, images: Tensor) -> Tensor:
         """A x: ``(S, H, W) -> (S, n)``, float64."""

@@ -61,7 +61,8 @@ class FilterPrior:
 
     Attributes:
         blocks: a tuple of :class:`Block`. smooth: numbers of the blocks that have a lengthscale.
-        terms: ``(block, distance)`` of every term. parameter_names: of theta. n_params: P.
+        terms: ``(block, distance)`` of every term, block after block. of_block: their blocks, a tensor. masks: of each block, for each of its
+            terms the pairs of taps at that distance, ``(terms, taps, taps)``. parameter_names: of theta. n_params: P.
 
     Raises:
         TypeError: a block's weight is no convolution's.
@@ -102,34 +103,34 @@ class FilterPrior:
         self.n_params = sum(self._sizes)
         self.smooth = [i for i, block in enumerate(self.blocks) if block.n_taps > 1]
         self.terms: list[tuple[int, float]] = []
-        self._masks: list[Tensor] = []  # of each term: the pairs of taps at its distance
+        masks: list[Tensor] = []  # of each block: for each term, the pairs of taps at its distance
         for i, block in enumerate(self.blocks):
             squares = _square_distances(block.kernel_size)
-            for square in squares.unique().tolist():
-                self.terms.append((i, square**0.5))
-                self._masks.append((squares == square).double())
+            found_here = squares.unique()
+            self.terms += [(i, square**0.5) for square in found_here.tolist()]
+            masks.append((squares == found_here[:, None, None]).double())
+        device = weights[self.parameter_names[0]].device
+        self.masks = [mask.to(device) for mask in masks]
+        of_block, distance = zip(*self.terms, strict=True)
+        self.of_block = torch.tensor(of_block, device=device)
+        self._distance = torch.tensor(distance, dtype=torch.float64, device=device)
+        place = {block: i for i, block in enumerate(self.smooth)}
+        self._place = torch.tensor([place.get(i, len(place)) for i in of_block], device=device)  # of its lengthscale
+        self._jitter = JITTER * ((self._distance == 0) & (self._place < len(place)))
 
     def weights(self, log_variance: Tensor, log_lengthscale: Tensor) -> Tensor:
         """Of the terms, ``(T,)``, from logarithms of variances ``(blocks,)`` and of lengthscales ``(smooth blocks,)``; differentiable."""
-        variance, found = log_variance.exp(), []
-        lengthscale = dict(zip(self.smooth, log_lengthscale.exp(), strict=True))
-        for block, distance in self.terms:
-            value = variance[block]
-            if block in lengthscale:
-                value = value * ((-distance / lengthscale[block]).exp() if distance else 1 + JITTER)
-            found.append(value)
-        return torch.stack(found)
+        inverse = torch.cat([(-log_lengthscale).exp(), log_lengthscale.new_zeros(1)])
+        return log_variance.exp()[self.of_block] * ((-self._distance * inverse[self._place]).exp() + self._jitter)
+
+    def by_block(self, values: Tensor) -> list[Tensor]:
+        """Values of terms ``(T, ...)``, block by block."""
+        return list(values.split([len(mask) for mask in self.masks]))
 
     def tap_covariances(self, weights: Tensor) -> list[Tensor]:
         """Of a filter of each block, ``(taps, taps)``, from the terms' weights; differentiable."""
-        found: list[Tensor] = []
-        for (block, _), weight, mask in zip(self.terms, weights, self._masks, strict=True):
-            term = weight * mask.to(weights)
-            if block < len(found):
-                found[block] = found[block] + term
-            else:
-                found.append(term)
-        return found
+        parts = zip(self.by_block(weights), self.masks, strict=True)
+        return [torch.tensordot(some, mask, 1) for some, mask in parts]
 
     def split(self, vectors: Tensor) -> list[Tensor]:
         """Vectors ``(..., P)`` by block: ``(..., filters, taps)``."""
@@ -156,16 +157,14 @@ class FilterPrior:
 
     def pairings(self, u: Tensor, v: Tensor) -> Tensor:
         """u' (term) v for every term, summed over rows ``(S, P)``: ``(T,)``, float64."""
-        crossed = [
-            torch.einsum("sfa,sfb->ab", a.double(), b.double())
-            for a, b in zip(self.split(u), self.split(v), strict=True)
-        ]
-        masks = zip(self.terms, self._masks, strict=True)
-        return torch.stack([(crossed[block] * mask.to(u.device)).sum() for (block, _), mask in masks])
+        parts = zip(self.split(u), self.split(v), self.masks, strict=True)
+        crossed = [(torch.einsum("sfa,sfb->ab", a.double(), b.double()) * mask).sum((1, 2)) for a, b, mask in parts]
+        return torch.cat(crossed)
 
     def gram(self, rows: Tensor, term: int, chunk: int = 1 << 26) -> Tensor:
         """rows (term) rows' of ``(n, P)``: ``(n, n)``, float64, by as many filters at a time as a copy of ``chunk`` bytes holds."""
-        block, mask = self.terms[term][0], self._masks[term].to(rows.device)
+        block = self.terms[term][0]
+        mask = self.masks[block][term - [of for of, _ in self.terms].index(block)]
         part, found = (
             self.split(rows)[block],
             torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device),

@@ -369,13 +369,22 @@ class LinearisedDIP:
             return value.item()
 
         def state() -> dict[str, Any]:
-            return {"raw": {key: r.detach() for key, r in raw.items()}, "optimizer": optimizer.state_dict()}
+            return {
+                "raw": {key: r.detach() for key, r in raw.items()},
+                "optimizer": optimizer.state_dict(),
+                "tv_terms": tv_terms,
+                "measured": self._measured.state_dict(),
+            }
 
         def restore(kept: Mapping[str, Any]) -> None:
+            nonlocal tv_terms
             with torch.no_grad():
                 for key, r in raw.items():
                     r.copy_(kept["raw"][key])
             optimizer.load_state_dict(kept["optimizer"])
+            if tv_terms is not None:
+                tv_terms = kept["tv_terms"].to(tv_terms)
+            self._measured.load_state_dict(kept["measured"])
 
         with torch.inference_mode(False), torch.enable_grad():
             values = loop.run(n_steps, step, state, restore)
@@ -557,15 +566,14 @@ class LinearisedDIP:
 
     def _tv_prior(self, raw: Mapping[str, Tensor], terms: Tensor, strength: float) -> Tensor:
         """TV-PredCP's log density, up to a constant."""
-        weights, total = self._weights(raw), raw["log_noise"].new_zeros(())
-        mean = differences(self.reconstruction.double())
-        for place, block in enumerate(self.prior.smooth):
-            of_block = torch.tensor([of == block for of, _ in self.prior.terms], device=terms.device)
-            kappa = expected_absolute(mean, weights[of_block] @ terms[of_block]).sum()
-            (slope,) = torch.autograd.grad(kappa, raw["log_lengthscale"], create_graph=True)
-            size = slope[place].abs().clamp_min(torch.finfo(slope.dtype).tiny)
-            total = total - strength * kappa + size.log()
-        return total
+        weighted = self._weights(raw)[:, None] * terms
+        parts = self.prior.by_block(weighted)
+        variances = torch.stack([parts[block].sum(0) for block in self.prior.smooth])
+        kappa = expected_absolute(differences(self.reconstruction.double()), variances).sum(1)
+        # A block's depends on its own lengthscale alone.
+        (slopes,) = torch.autograd.grad(kappa.sum(), raw["log_lengthscale"], create_graph=True)
+        sizes = slopes.abs().clamp_min(torch.finfo(slopes.dtype).tiny)
+        return sizes.log().sum() - strength * kappa.sum()
 
     @torch.no_grad()
     def _linear_weights(self, n_steps: int, lr: float, progress_bar: bool) -> Tensor:

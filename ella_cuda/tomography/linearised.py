@@ -30,6 +30,7 @@ PLACES = ("network", "linear", "linear_tv")
 FORMS = ("full", "simple")
 LEAST_LOG_VARIANCE = -6.9
 FIRST_LENGTHSCALE = 0.1
+LINEAR_DECAY = 1e-6  # of weights, in the linear model's Adam
 SINGULAR_VECTORS = 100  # of A, that the noise in the image is counted along
 
 
@@ -68,7 +69,7 @@ class LinearisedDIP:
             1e-5, 3e-5, 1e-4, 1e-4 at 5 % noise, 3e-5, 1e-4, 3e-4, 3e-4 at 10 %.
         blocks: names of convolution weights by block of the prior; None is by :func:`filter_blocks`. Other parameters, biases among them, are
             held at their values.
-        form: "full", or "simple", which leaves out the offset o = f - J theta where ``at="linear"`` needs it.
+        form: "full", or "simple", which leaves out the offset o = f - J theta where the linear model's weights are found.
         method: "dense" forms Jacobian and covariances; "iterative" takes products with the Jacobian, conjugate gradients and random probes;
             "auto" is dense where that fits ``memory_budget``.
         memory_budget: bytes.
@@ -306,7 +307,7 @@ class LinearisedDIP:
             at: "network": r is the reconstruction's residual and w the network's weights. "linear": both are at the linear model's mode,
                 which every step has in closed form; this is the exact evidence :math:`\log N(y; A o, K_{yy})`. "linear_tv": w minimises the
                 linear model's squared error and total variation, by Adam before the first step, r is the reconstruction's, as in the paper's
-                code.
+                code; what few small steps leave of the start stays in its norm.
             tv_prior: TV-PredCP's scale c: the prior is the sum over blocks with a lengthscale of
                 :math:`-\lambda \kappa_d + \log|\partial \kappa_d / \partial \log \ell_d|`, with :math:`\lambda = c\, n\, \gamma` and
                 :math:`\kappa_d` the expected total variation under block d's prior around the reconstruction, in closed form. 0 is none; the
@@ -577,18 +578,18 @@ class LinearisedDIP:
 
     @torch.no_grad()
     def _linear_weights(self, n_steps: int, lr: float, progress_bar: bool) -> Tensor:
-        """The linear model's weights by Adam on the loss of the reconstruction, from the network's on; those of the least loss."""
-        tangent, x, best = self._image.tangent, self._x, math.inf
-        point = tangent.point.double()
-        theta = found = point.clone()
-        theta = theta.clone().requires_grad_()
-        optimizer = torch.optim.Adam([theta], lr=lr)
-        offset = tangent.offset(x) if self.form == "simple" else None
-        loss = math.inf
+        """The linear model's weights by Adam on the loss of the reconstruction, from the network's on, or from 0 in the simple form; those of
+        the least loss."""
+        tangent, x, best, loss = self._image.tangent, self._x, math.inf, math.inf
+        simple, point = self.form == "simple", tangent.point.double()
+        theta = torch.zeros_like(point) if simple else point.clone()
+        found = theta.clone()
+        theta.requires_grad_()
+        optimizer = torch.optim.Adam([theta], lr=lr, weight_decay=LINEAR_DECAY)
 
         def cotangent(f: Tensor, along: Tensor, _: slice) -> Tensor:
             nonlocal loss
-            image = (along if offset is not None else f + along).detach().requires_grad_()
+            image = (along if simple else f + along).detach().requires_grad_()
             with torch.enable_grad():
                 value = data_loss(image[0, 0], self._y, self.ray_transform, self.tv_weight)
                 (slope,) = torch.autograd.grad(value, image)
@@ -599,7 +600,7 @@ class LinearisedDIP:
 
         def step() -> float:
             nonlocal best, found
-            along = theta.detach() if offset is not None else theta.detach() - point
+            along = theta.detach() if simple else theta.detach() - point
             theta.grad = tangent.push_pull(x, along, cotangent)
             if not math.isfinite(loss):
                 raise FloatingPointError(

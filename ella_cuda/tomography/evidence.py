@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from tqdm import tqdm
 
 from ella_cuda.laplace import TangentModel
+from ella_cuda.progress import bar_size
 from ella_cuda.tomography.filter_prior import FilterPrior
 from ella_cuda.tomography.rays import LinearMap
 from ella_cuda.tomography.total_variation import difference_variances, differences
@@ -58,7 +60,7 @@ class Measured(Protocol):
     float64; images are ``(S, H, W)`` and data ``(S, n)``, n measurements each."""
 
     def evaluate(self, weights: Tensor, noise: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
-        """log|Kyy| and its gradients in weights and noise; of a residual r ``(n,)`` also r' Kyy^-1 r and its gradients, else zeros."""
+        """log|Kyy|, and with a residual r ``(n,)`` the sum of that and r' Kyy^-1 r; its gradients in weights and noise."""
         ...
 
     def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ class DenseMeasured:
         operator: A, or R, float64 ``(k, d)``, k = min(n, d). basis: Q, or None. image_terms: ``(T, d, d)``. terms: ``(T, k, k)``.
     """
 
-    def __init__(self, image: LinearisedImage, rays: LinearMap, prior: FilterPrior) -> None:
+    def __init__(self, image: LinearisedImage, rays: LinearMap, prior: FilterPrior, progress_bar: bool = False) -> None:
         d, device = image.n_pixels, image.device
         units = torch.eye(d, dtype=image.dtype, device=device).view(d, *image.image_shape)
         self.image_shape, self.n_data = image.image_shape, math.prod(rays.data_shape)
@@ -114,7 +116,8 @@ class DenseMeasured:
         jacobian = image.pull(units)
         count = len(prior.terms)
         self.image_terms = torch.empty(count, d, d, dtype=torch.float64, device=device)
-        for term in range(count):
+        label = {"desc": "LinearisedDIP.linearise", "disable": not progress_bar}
+        for term in tqdm(range(count), **label, **bar_size()):
             self.image_terms[term] = prior.gram(jacobian, term)
         del jacobian
         self.terms = torch.stack([self.operator @ term @ self.operator.T for term in self.image_terms])
@@ -134,16 +137,14 @@ class DenseMeasured:
         logdet = 2 * factor.diagonal().log().sum() + more * noise.log()
         by_noise = inverse.diagonal().sum() + more / noise
         if residual is None:
-            zero = noise.new_zeros(())
-            return logdet, flat @ inverse.flatten(), by_noise, zero, torch.zeros_like(weights), zero
+            return logdet, flat @ inverse.flatten(), by_noise
         r = residual.double()
         inside = r if self.basis is None else self.basis.T @ r
         outside = r.new_zeros(()) if self.basis is None else (r - self.basis @ inside).square().sum()
         solved = inverse @ inside
-        # One pass over the terms for both gradients.
-        slopes = flat @ torch.stack([inverse, torch.outer(solved, solved)], -1).flatten(0, 1)
-        spread = solved.square().sum() + outside / noise.square()
-        return logdet, slopes[:, 0], by_noise, inside @ solved + outside / noise, -slopes[:, 1], -spread
+        by_noise = by_noise - solved.square().sum() - outside / noise.square()
+        inverse.addr_(solved, solved, alpha=-1)
+        return logdet + inside @ solved + outside / noise, flat @ inverse.flatten(), by_noise
 
     def log_determinant(self, weights: Tensor, noise: Tensor) -> Tensor:
         factor = self._factor(weights, noise)
@@ -226,7 +227,7 @@ class IterativeMeasured:
     def evaluate(
         self, weights: Tensor, noise: Tensor, residual: Tensor | None, probes: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """The log determinant itself is not estimated: NaN."""
+        """The value itself is not estimated: NaN."""
         if self._evaluations % REFRESH == 0:
             self.precondition(weights)
         self._evaluations += 1
@@ -234,16 +235,13 @@ class IterativeMeasured:
         right = z if residual is None else torch.cat([z, residual[None].double()])
         solved = self.solve(weights, noise, right)
         pulled = self.pull(torch.cat([z, solved]))
-        n, zero = len(z), noise.new_zeros(())
-        found = (
-            torch.full_like(noise, math.nan),
-            self.prior.pairings(pulled[:n], pulled[n : 2 * n]) / n,
-            (z * solved[:n]).sum() / n,
-        )
-        if residual is None:
-            return *found, zero, torch.zeros_like(weights), zero
-        quadratic = right[n] @ solved[n]
-        return *found, quadratic, -self.prior.pairings(pulled[2 * n :], pulled[2 * n :]), -solved[n].square().sum()
+        n = len(z)
+        by_weights = self.prior.pairings(pulled[:n], pulled[n : 2 * n]) / n
+        by_noise = (z * solved[:n]).sum() / n
+        if residual is not None:
+            by_weights = by_weights - self.prior.pairings(pulled[-1:], pulled[-1:])
+            by_noise = by_noise - solved[n].square().sum()
+        return torch.full_like(noise, math.nan), by_weights, by_noise
 
     def product(self, weights: Tensor, noise: Tensor | float, data: Tensor) -> Tensor:
         """Kyy times each row."""
@@ -394,20 +392,17 @@ class IterativeMeasured:
         return drawn.double() * 2 - 1
 
 
-class EvidenceTerms(torch.autograd.Function):
-    """log|Kyy| and r' Kyy^-1 r, differentiable once in the terms' weights and the noise: gradients are computed with the values."""
+class LogNormalTerms(torch.autograd.Function):
+    """log|Kyy| + r' Kyy^-1 r, differentiable once in the terms' weights and the noise: gradients are computed with the value."""
 
     @staticmethod
-    def forward(
-        ctx: Any, measured: Measured, weights: Tensor, noise: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        logdet, by_weights, by_noise, quadratic, *of_quadratic = measured.evaluate(weights, noise, residual)
-        ctx.save_for_backward(by_weights, by_noise, *of_quadratic)
-        return logdet, quadratic
+    def forward(ctx: Any, measured: Measured, weights: Tensor, noise: Tensor, residual: Tensor | None) -> Tensor:
+        value, by_weights, by_noise = measured.evaluate(weights, noise, residual)
+        ctx.save_for_backward(by_weights, by_noise)
+        return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logdet: Tensor, of_quadratic: Tensor) -> tuple[None, Tensor, Tensor, None]:
-        by_weights, by_noise, *quadratic = ctx.saved_tensors
-        of_weights = of_logdet * by_weights + of_quadratic * quadratic[0]
-        return None, of_weights, of_logdet * by_noise + of_quadratic * quadratic[1], None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        by_weights, by_noise = ctx.saved_tensors
+        return None, gradient * by_weights, gradient * by_noise, None

@@ -17,12 +17,12 @@ from ella_cuda.modes import evaluation_mode
 from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
-    EvidenceTerms,
     IterativeMeasured,
     LinearisedImage,
+    LogNormalTerms,
 )
 from ella_cuda.tomography.filter_prior import FilterPrior
-from ella_cuda.tomography.rays import LinearMap
+from ella_cuda.tomography.rays import LinearMap, RayTransform
 from ella_cuda.tomography.total_variation import differences, expected_absolute
 
 METHODS = ("auto", "dense", "iterative")
@@ -176,6 +176,7 @@ class LinearisedDIP:
         settings = {
             "data": tensors_digest(y),
             "network_input": tensors_digest(x),
+            "ray_transform": self._geometry(),
             "tv_weight": self.tv_weight,
             "lr": float(lr),
             "parameters": [[name, list(p.shape), p.requires_grad] for name, p in self.network.named_parameters()],
@@ -192,9 +193,12 @@ class LinearisedDIP:
 
     # the linear model --------------------------------------------------------------------------------------------
 
-    def linearise(self) -> LinearisedDIP:
+    def linearise(self, progress_bar: bool = False) -> LinearisedDIP:
         """Linearise the network at its weights, and forget hyperparameters: variances are 1, lengthscales 0.1 pixels and the noise the mean
         squared residual. Dense methods form their matrices here. Returns self.
+
+        Args:
+            progress_bar: show one, of the terms.
 
         Raises:
             RuntimeError: there is no reconstruction yet.
@@ -214,7 +218,7 @@ class LinearisedDIP:
                     f"{self.memory_budget / 2**20:.0f} MiB; raise it, or pass method='iterative'."
                 )
             if self.method == "dense" or (self.method == "auto" and need <= self.memory_budget):
-                self._measured = DenseMeasured(image, self.ray_transform, self.prior)
+                self._measured = DenseMeasured(image, self.ray_transform, self.prior, progress_bar)
             else:
                 self._measured = IterativeMeasured(image, self.ray_transform, self.prior, **self._iterative)
         self._image, self.theta = image, tangent.point.double()
@@ -338,7 +342,9 @@ class LinearisedDIP:
         _positive(where, "linear_lr", linear_lr)
         _at_least_zero("tv_prior", tv_prior)
         settings: dict[str, Any] = {
-            "data": tensors_digest(self._y, self.reconstruction, self._image.tangent.point),
+            "data": tensors_digest(self._y, self._image.tangent.point),
+            "ray_transform": self._geometry(),
+            "tv_weight": self.tv_weight,
             "at": at,
             "tv_prior": float(tv_prior),
             "lr": float(lr),
@@ -557,10 +563,14 @@ class LinearisedDIP:
         """What is raised: see :meth:`optimize_hyperparameters`."""
         weights, noise = self._weights(raw), raw["log_noise"].exp()
         residual = self._linear_residual() if moments is None else None
-        logdet, fit = EvidenceTerms.apply(self._measured, weights, noise, residual)
+        terms = LogNormalTerms.apply(self._measured, weights, noise, residual)
         if moments is not None:
-            fit = self._residual(self.reconstruction).square().sum() / noise + self.prior.penalty(moments, weights)
-        found = -0.5 * (fit + logdet + self._y.numel() * math.log(2 * math.pi))
+            terms = (
+                terms
+                + self._residual(self.reconstruction).square().sum() / noise
+                + self.prior.penalty(moments, weights)
+            )
+        found = -0.5 * (terms + self._y.numel() * math.log(2 * math.pi))
         if tv_terms is None:
             return found
         return found + self._tv_prior(raw, tv_terms, tv_prior * self._y.numel() * self.tv_weight)
@@ -658,6 +668,15 @@ class LinearisedDIP:
         """A'A of every column, ``(d, S)``."""
         images = columns.T.to(self._kind["dtype"]).reshape(-1, *self.ray_transform.image_shape)
         return self.ray_transform.adjoint(self.ray_transform.forward(images)).reshape(len(images), -1).T.double()
+
+    def _geometry(self) -> list[Any]:
+        """What a checkpoint can tell transforms apart by."""
+        rays = self.ray_transform
+        return [
+            list(rays.data_shape),
+            list(rays.image_shape),
+            rays.angles.tolist() if isinstance(rays, RayTransform) else None,
+        ]
 
     def _data(self, where: str, y: Tensor) -> Tensor:
         shape = self.ray_transform.data_shape

@@ -126,6 +126,9 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
             LinearisedDIP(small_unet(), RAYS, tv_weight=tv_weight).reconstruct(
                 other, n_steps=steps, checkpoint=path, **QUIET
             )
+    turned = RayTransform(6, RAYS.angles + 0.1, 7)
+    with pytest.raises(ValueError, match="of another run: ray_transform"):
+        LinearisedDIP(small_unet(), turned).reconstruct(y, RAYS.fbp(y), n_steps=4, checkpoint=path, **QUIET)
     assert path.read_bytes() == content
     dip = LinearisedDIP(small_unet(), RAYS)
     dip.reconstruct(y, n_steps=2, **QUIET)

@@ -31,7 +31,7 @@ QUIET = {"progress_bar": False}
 @pytest.fixture(scope="module")
 def both():
     """The same linear model, dense and iterative."""
-    found = fitted(method="dense"), fitted(method="iterative", **EXACT)
+    found = fitted(2, method="dense"), fitted(2, method="iterative", **EXACT)
     for dip in found:
         set_apart(dip)
     assert isinstance(found[1]._measured, IterativeMeasured)
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_dense_matrices(both, with_residual):
 def test_random_probes_are_unbiased(both):
     dense, iterative = both
     expected = dense._measured.evaluate(*hyperparameters(dense), None)[1]
-    probes = torch.cat([iterative._measured._probes() for _ in range(12)])
+    probes = torch.cat([iterative._measured._probes() for _ in range(6)])
     assert set(probes.unique().tolist()) == {-1.0, 1.0}
     single = torch.stack([iterative._measured.evaluate(*hyperparameters(dense), None, z[None])[1] for z in probes])
     error = single.std(0) / math.sqrt(len(single))
@@ -93,8 +93,9 @@ def test_samples_are_matherons_of_prior_draws(both):
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_variance_and_patches_come_from_samples(both):
+def test_variance_and_patches_come_from_samples(both, monkeypatch):
     dense, iterative = both
+    monkeypatch.setattr(iterative._measured, "tol", 1e-6)
     x = dense.reconstruction + 0.02 * drawn(SIDE, SIDE, seed=8)
     samples = {"n_samples": 200, "generator": torch.Generator().manual_seed(1)}
     expected = dense.variance()
@@ -143,14 +144,15 @@ def test_a_preconditioner_saves_iterations_and_changes_no_solution(both, monkeyp
 
 
 def test_hyperparameters_end_near_those_of_dense_matrices():
-    dense, iterative = fitted(method="dense"), fitted(method="iterative", n_probes=8, tol=1e-4)
+    dense, iterative = fitted(2, method="dense"), fitted(2, method="iterative", n_probes=8, tol=1e-4)
+    started = dense.hyperparameters.noise
     torch.manual_seed(0)
-    values = iterative.optimize_hyperparameters(60, lr=0.05, at="linear", **QUIET)
-    dense.optimize_hyperparameters(60, lr=0.05, at="linear", **QUIET)
+    values = iterative.optimize_hyperparameters(20, lr=0.1, at="linear", **QUIET)
+    dense.optimize_hyperparameters(20, lr=0.1, at="linear", **QUIET)
     assert all(math.isnan(v) for v in values)
     noise = iterative.hyperparameters.noise / dense.hyperparameters.noise
     assert 0.8 < noise < 1.25
-    assert dense.hyperparameters.noise != pytest.approx(fitted().hyperparameters.noise, rel=0.3)
+    assert dense.hyperparameters.noise < 0.5 * started
 
 
 @pytest.mark.parametrize("method", ["dense", "iterative"])
@@ -195,8 +197,8 @@ class Largest(TorchDispatchMode):
 
 def test_nothing_of_the_size_of_a_covariance_is_formed(monkeypatch):
     monkeypatch.setattr(rays_module, "DENSE", 0)
-    side, sizes = 20, {}
-    rays = RayTransform(side, 15, 20)
+    side, sizes = 16, {}
+    rays = RayTransform(side, 8, 16)
     y = rays.forward(phantom(side))
     rays.adjoint(y)  # holds its matrices
     for method in ("iterative", "dense"):

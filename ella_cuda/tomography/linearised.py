@@ -644,7 +644,8 @@ class LinearisedDIP:
         x = measured.prior_draws(weights, n, generator)
         projected = self.ray_transform.forward(x.to(self._kind["dtype"])).reshape(n, -1).double()
         drawn = torch.randn(projected.shape, dtype=torch.float64, device=x.device, generator=generator)
-        parts = (drawn * noise.sqrt() - projected).split(self.batch_size)
+        # Dense matrices are factorised once for all.
+        parts = (drawn * noise.sqrt() - projected).split(n if self.is_dense else self.batch_size)
         return x + torch.cat([measured.smoothed(weights, measured.solve(weights, noise, part)) for part in parts])
 
     def _image_noise(self) -> Tensor:

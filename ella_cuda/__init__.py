@@ -1,6 +1,6 @@
 """Learn layer-wise equivariance from training data: relaxed layers, block-Kronecker Laplace evidence, compiled CPU and CUDA kernels."""
 
-from ella_cuda import augment, data, groups, invariance, laplace, models, nn, ops
+from ella_cuda import augment, data, groups, invariance, laplace, models, nn, ops, tomography
 from ella_cuda._extension import build_info
 from ella_cuda.training import marglik_training
 
@@ -16,4 +16,5 @@ __all__ = [
     "models",
     "nn",
     "ops",
+    "tomography",
 ]

@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     (training,) = blocks(README)
-    own, predicting, at_mode, others, augmented, banks, tagged, outputs, loading = blocks(USE)
+    own, predicting, at_mode, others, augmented, banks, imaged, tagged, outputs, loading = blocks(USE)
     # The same training at a size for tests: the numbers of the page come from its commands, not from here.
     small = training.replace('load("digits")', 'subsample(ella_cuda.data.load("digits"), 60, 0)')
     small = small.replace("n_epochs=30, n_epochs_burnin=10, marglik_frequency=5", "n_epochs=2, n_epochs_burnin=1")
@@ -55,6 +55,10 @@ def test_the_blocks_of_readme_and_use_run_one_after_the_other(tmp_path, monkeypa
     ]
     exec(compile(banks, "use.md", "exec"), names)
     assert list(names["shallow"].hyperparameters()) == ["prior_precision", "rotation", "tx", "ty"]
+    assert imaged.count("n_steps=1500") == 1 and imaged.count("n_steps=300") == 1  # fewer here
+    imaged = imaged.replace("n_steps=1500", "n_steps=50").replace("n_steps=300", "n_steps=10")
+    exec(compile(imaged, "use.md", "exec"), names)
+    assert names["deviation"].gt(0).all() and names["samples"].shape == (100, 16, 16)
     exec(compile(tagged, "use.md", "exec"), names)
     assert names["with_token"].n_data and "diagonal" in names["with_token"].summary()
     monkeypatch.setattr(laplace.likelihoods, "LIKELIHOODS", dict(laplace.likelihoods.LIKELIHOODS))

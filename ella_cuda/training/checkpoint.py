@@ -13,7 +13,7 @@ import re
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +55,26 @@ class Checkpoint:
     """The file that a training goes on from: claimed while it trains, replaced at every evaluation. Without a path, nothing is kept.
 
     Args:
-        path: of the file.
-        where: whose argument ``checkpoint`` it is, for messages.
+        path: the file, or None.
+        owner: whose argument it is, for messages.
+        check: raises ValueError where a state lacks an entry; see :func:`check_entries`.
 
     Raises:
         TypeError: the path is none.
         OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
     """
 
-    def __init__(self, path: str | Path | None, where: str = "marglik_training") -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        owner: str = "marglik_training",
+        check: Callable[[Path, dict[str, Any]], None] | None = None,
+    ) -> None:
         self.source = f"the checkpoint {path}"
         if path is not None:
-            _require_writable(path, where)
+            _require_writable(path, owner)
         self._path = None if path is None else Path(path)
+        self._check = check_entries if check is None else check
 
     def __bool__(self) -> bool:
         return self._path is not None
@@ -97,11 +104,11 @@ class Checkpoint:
                     folder.rmdir()
 
     def read(self) -> dict[str, Any] | None:
-        """What was saved, see :func:`read_checkpoint` and :func:`check_entries`; None where nothing was."""
+        """What was saved and checked, see :func:`read_checkpoint`; None where nothing was."""
         if self._path is None or not self._path.exists():
             return None
         state = read_checkpoint(self._path)
-        check_entries(self._path, state)
+        self._check(self._path, state)
         return state
 
     def save(self, state: dict[str, Any]) -> None:
@@ -110,20 +117,20 @@ class Checkpoint:
             save_checkpoint(self._path, state)
 
 
-def _require_writable(checkpoint: str | Path, where: str) -> None:
+def _require_writable(checkpoint: str | Path, owner: str) -> None:
     """Make sure that a checkpoint can be written, without leaving a trace."""
     if not isinstance(checkpoint, (str, Path)):
-        raise TypeError(f"{where}: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
+        raise TypeError(f"{owner}: checkpoint must be a path or None, got {type(checkpoint).__name__}.")
     path = Path(checkpoint).absolute()
     if path.is_dir():
-        raise IsADirectoryError(f"{where}: checkpoint must be a file, but {checkpoint} is a folder; name a file in it.")
+        raise IsADirectoryError(f"{owner}: checkpoint must be a file, but {checkpoint} is a folder; name a file in it.")
     folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise OSError(
-            f"{where}: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
+            f"{owner}: the checkpoint {checkpoint} cannot be written: {folder} takes no file ({error}); choose another folder."
         ) from error
 
 

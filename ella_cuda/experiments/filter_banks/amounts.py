@@ -17,9 +17,8 @@ from ella_cuda.experiments.filter_banks.networks import (
 )
 from ella_cuda.experiments.invariances.images import FULL_RANGE, data_of
 from ella_cuda.experiments.invariances.ranges import GENERATORS, TRUE
-from ella_cuda.experiments.invariances.sizes import seeds_said
 from ella_cuda.experiments.studies import Part, Study, Work
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.filter_banks import draw_sampled_filters, draw_trajectories
 
 SHOWN = {"plain": "plain", "rotated": "rotated ±180°", "scaled": "scaled", "translated-8of14": "translated"}

@@ -14,9 +14,8 @@ from ella_cuda.experiments.filter_banks.networks import (
     trained,
 )
 from ella_cuda.experiments.invariances.images import data_of
-from ella_cuda.experiments.invariances.sizes import seeds_said
 from ella_cuda.experiments.studies import Part, Study, Work
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.reports.pictures.filter_banks import draw_first_layers
 
 SHOWN = {"plain": "plain", "rotated": "rotated ±180°", "translated-8of14": "translated"}

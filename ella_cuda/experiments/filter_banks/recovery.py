@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
-from ella_cuda.experiments.invariances.sizes import of_small, seeds_said
+from ella_cuda.experiments.invariances.sizes import of_small
 from ella_cuda.experiments.studies import Part, Study, Work
-from ella_cuda.experiments.studies.text import table, with_error
+from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.reports.pictures.filter_banks import draw_recovery
 

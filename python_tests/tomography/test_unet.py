@@ -1,0 +1,81 @@
+"""The network of the deep image prior: sizes and parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ella_cuda.tomography import UNet, filter_blocks
+
+
+def test_the_papers_network_has_its_parameters_and_blocks():
+    network = UNet()
+    assert sum(p.numel() for p in network.parameters()) == 76_905
+    blocks = filter_blocks(network)
+    assert list(blocks) == [
+        "inc 3x3",
+        "down.0 3x3",
+        "down.1 3x3",
+        "up.0 1x1",
+        "up.0 3x3",
+        "up.1 1x1",
+        "up.1 3x3",
+        "outc 1x1",
+    ]
+    assert blocks["up.1 3x3"] == ["up.1.convs.0.weight", "up.1.convs.2.weight"]
+    weights = {n for n, p in network.named_parameters() if p.dim() == 4}
+    assert {name for members in blocks.values() for name in members} == weights
+
+
+@pytest.mark.parametrize("size", [(28, 28), (7, 9), (4, 4)])
+def test_outputs_have_the_inputs_size_whatever_it_is(size):
+    network = UNet(in_channels=2, out_channels=3, channels=(4, 5, 6), skip_channels=(0, 0, 2))
+    found = network(torch.randn(2, 2, *size))
+    assert found.shape == (2, 3, *size) and found.min() > 0 and found.max() < 1
+    assert UNet(channels=2, sigmoid=False)(100 * torch.randn(1, 1, *size)).abs().max() > 1
+    assert not any(isinstance(m, (nn.GroupNorm, nn.BatchNorm2d)) for m in network.modules())
+
+
+def test_what_a_scale_skips_reaches_the_output():
+    torch.manual_seed(0)
+    network = UNet(channels=3)
+    x = torch.randn(1, 1, 8, 8)
+    before = network(x)
+    for block in network.up:
+        kept = block.skip.weight.detach().clone()
+        with torch.no_grad():
+            block.skip.weight.zero_()
+        assert (network(x) - before).abs().max() > 1e-6
+        with torch.no_grad():
+            block.skip.weight.copy_(kept)
+    assert torch.equal(network(x), before)
+    slopes = {m.negative_slope for m in network.modules() if isinstance(m, nn.LeakyReLU)}
+    assert slopes == {0.2}
+
+
+def test_dropout_is_there_if_wanted():
+    network = UNet(channels=2, dropout=0.5)
+    x = torch.randn(1, 1, 8, 8)
+    assert not torch.equal(network(x), network(x))
+    network.eval()
+    assert torch.equal(network(x), network(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"channels": (4, 4)}, "channels must be positive, for 3 scales"),
+        ({"channels": 0}, "channels must be positive"),
+        ({"skip_channels": (0, 4)}, "skip_channels must be 3 numbers"),
+        ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        UNet(**options)
+
+
+def test_too_small_an_image_is_refused():
+    with pytest.raises(ValueError, match="sides from 4 on"):
+        UNet(channels=2)(torch.zeros(1, 1, 3, 8))

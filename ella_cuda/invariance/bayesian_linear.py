@@ -123,6 +123,7 @@ class BayesianLinear(nn.Module):
     def fit_(self, features: Tensor, y: Tensor, sigma_noise: float | Tensor = 1.0) -> None:
         r"""Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior
         :math:`\Sigma = (\Phi^T \Phi/\sigma^2 + \delta I)^{-1}`, :math:`\mu = \Sigma \Phi^T y/\sigma^2`, and the bound the evidence.
+        In float64, whatever the layer's dtype.
 
         Args:
             features: ``(N, D)``. y: ``(N, K)``. sigma_noise: standard deviation.
@@ -135,15 +136,17 @@ class BayesianLinear(nn.Module):
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"BayesianLinear: y must have shape {(len(features), self.out_features)}, got {got}.")
         weight = positive("sigma_noise", sigma_noise, "BayesianLinear") ** -2
+        features, y = features.double(), y.double()
         identity = torch.eye(self.in_features, dtype=features.dtype, device=features.device)
-        precision = weight * features.T @ features + self.prior_precision * identity
-        root = torch.linalg.cholesky(precision)
-        self.mean.copy_((weight * torch.cholesky_solve(features.T @ y, root)).T)
+        precision = weight * features.T @ features + self.prior_precision.double() * identity
+        root = torch.linalg.cholesky(precision.flip(0, 1))  # flipped it is upper triangular, U: precision = U U^T
+        self.mean.copy_((weight * torch.cholesky_solve((features.T @ y).flip(0), root).flip(0)).T)
         if self.q == "diag":
             self.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(self.log_scale))
             return
-        covariance = torch.cholesky_inverse(root)
-        lower = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        lower = torch.linalg.solve_triangular(
+            root.flip(0, 1).T, identity, upper=False
+        )  # L = U^-T: no inverse is factorised
         self.lower.copy_(lower.tril(-1).expand_as(self.lower))
         self.log_scale.copy_(lower.diagonal().log().expand_as(self.log_scale))
 

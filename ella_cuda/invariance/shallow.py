@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from ella_cuda.invariance.bound import LIKELIHOODS, multisample_elbo
 from ella_cuda.invariance.filter_bank import InvariantFilterBank
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.training.checks import positive
+
+INDEPENDENT_COPIES = ("independent", "shared")  # samplings whose S draws are independent of each other
 
 
 class ShallowNetwork(nn.Module):
@@ -80,10 +83,16 @@ class ShallowNetwork(nn.Module):
         unbiased: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """:func:`multisample_elbo` of a batch; ``unbiased`` needs features of :class:`InvariantFilterBank`."""
+        """:func:`multisample_elbo` of a batch; ``unbiased`` needs features of :class:`InvariantFilterBank`, whose draws are independent or
+        shared: points of a grid or a Sobol sequence depend on each other."""
         if unbiased and not isinstance(self.features, InvariantFilterBank):
             raise ValueError(
                 f"ShallowNetwork: unbiased=True needs features of InvariantFilterBank, got {type(self.features).__name__}."
+            )
+        if unbiased and (sampling := self.features.augment.sampling) not in INDEPENDENT_COPIES:
+            raise ValueError(
+                f"ShallowNetwork: unbiased=True needs copies that are drawn independently of each other, by sampling "
+                f"{' or '.join(map(repr, INDEPENDENT_COPIES))}, got {sampling!r}."
             )
         features = self.features.by_copy(x) if unbiased else self.features(x)
         noise = {} if self.sigma_noise is None else {"sigma_noise": self.sigma_noise}
@@ -95,6 +104,8 @@ class ShallowNetwork(nn.Module):
         self, x: Tensor, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities ``(N, K)``, means over draws of logits; of "regression" mean and variance of targets, each ``(N, K)``."""
+        if not isinstance(n_samples, Integral) or isinstance(n_samples, bool) or n_samples < 1:
+            raise ValueError(f"ShallowNetwork: n_samples must be a positive integer, got {n_samples!r}.")
         mean, variance = self.layer.moments(self.features(x))
         if self.sigma_noise is not None:
             return mean, variance + self.sigma_noise**2

@@ -200,6 +200,31 @@ def test_what_does_not_fit_is_refused(change, words):
         multisample_elbo(layer, **arguments)
 
 
+def test_noise_is_one_number():
+    layer, features, y = problem()
+    one = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+    torch.testing.assert_close(
+        multisample_elbo(layer, features, y, "regression", sigma_noise=torch.tensor([NOISE])), one
+    )
+    with pytest.raises(ValueError, match=r"sigma_noise must be one number, got shape \(7, 1\)"):
+        multisample_elbo(layer, features, y, "regression", sigma_noise=torch.full((7, 1), NOISE))
+
+
+@pytest.mark.parametrize("sampling", ["grid", "sobol"])
+def test_the_unbiased_square_needs_independent_copies(sampling):
+    model = ShallowNetwork(
+        smooth_bank(4, AffineAugment(4, "rotation", 0.5, sampling, **DOUBLE), 9),
+        BayesianLinear(4, 2, **DOUBLE),
+        "regression",
+    )
+    x, y = smooth_images(3, 1, 9, 9), torch.randn(3, 2, **DOUBLE)
+    with pytest.raises(ValueError, match=f"drawn independently .* got '{sampling}'"):
+        model.elbo(x, y, unbiased=True)
+    assert model.elbo(x, y).isfinite()
+    model.features.augment.sampling = "shared"
+    assert model.elbo(x, y, unbiased=True).isfinite()
+
+
 def test_what_is_no_layer_or_tensor_is_refused():
     layer, features, _ = problem()
     with pytest.raises(TypeError, match="layer must be a BayesianLinear, got Linear"):

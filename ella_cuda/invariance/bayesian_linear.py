@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.training.checks import positive
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.training.checks import positive, positive_integer
 
 POSTERIORS = ("full", "diag")
 START = 0.1  # standard deviation of q over the prior's, before training
@@ -55,13 +55,10 @@ class BayesianLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"BayesianLinear: {name} must be a positive integer, got {value!r}.")
-        if q not in POSTERIORS:
-            raise ValueError(f"BayesianLinear: q must be one of {', '.join(POSTERIORS)}, got {q!r}.")
+        self.in_features = positive_integer("in_features", in_features, "BayesianLinear")
+        self.out_features = positive_integer("out_features", out_features, "BayesianLinear")
+        self.q = check_choice("BayesianLinear: q", q, POSTERIORS)
         log_precision = math.log(positive("prior_precision", prior_precision, "BayesianLinear"))
-        self.in_features, self.out_features, self.q = int(in_features), int(out_features), q
         kind = {"device": device, "dtype": dtype}
         shape = (self.out_features, self.in_features)
         self.mean = nn.Parameter(torch.zeros(shape, **kind))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.training.checks import positive
+from ella_cuda.training.checks import positive, positive_integer
 
 LIKELIHOODS = ("classification", "regression")
 
@@ -64,10 +63,8 @@ def multisample_elbo(
     if not isinstance(features, Tensor) or features.dim() not in (2, 3) or not features.numel():
         got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"multisample_elbo: features must be a tensor (N, D) or (N, S, D), not empty, got {got}.")
-    for name, value in (("n_data", n_data), ("n_samples", n_samples)):
-        whole = isinstance(value, Integral) and not isinstance(value, bool) and value > 0
-        if not whole and not (name == "n_data" and value is None):
-            raise ValueError(f"multisample_elbo: {name} must be a positive integer, got {value!r}.")
+    positive_integer("n_samples", n_samples, "multisample_elbo")
+    n_data = len(features) if n_data is None else positive_integer("n_data", n_data, "multisample_elbo")
     if unbiased and (likelihood != "regression" or features.dim() != 3 or features.shape[1] < 2):
         raise ValueError(
             "multisample_elbo: unbiased=True needs likelihood='regression' and features by copy, (N, S, D) with S > 1, got "
@@ -79,7 +76,7 @@ def multisample_elbo(
         fit = _softmax(mean, variance, y, n_samples, generator)
     else:
         fit = _gaussian(layer, features, y, _sigma(sigma_noise, features), unbiased)
-    return (len(features) if n_data is None else n_data) / len(features) * fit - layer.kl()
+    return n_data / len(features) * fit - layer.kl()
 
 
 def _sigma(sigma_noise: float | Tensor, like: Tensor) -> Tensor:

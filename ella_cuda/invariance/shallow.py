@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.invariance.bound import LIKELIHOODS, multisample_elbo
 from ella_cuda.invariance.filter_bank import InvariantFilterBank
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.training.checks import positive
+from ella_cuda.training.checks import positive, positive_integer
 
 INDEPENDENT_COPIES = ("independent", "shared")  # samplings whose S draws are independent of each other
 
@@ -104,8 +103,7 @@ class ShallowNetwork(nn.Module):
         self, x: Tensor, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities ``(N, K)``, means over draws of logits; of "regression" mean and variance of targets, each ``(N, K)``."""
-        if not isinstance(n_samples, Integral) or isinstance(n_samples, bool) or n_samples < 1:
-            raise ValueError(f"ShallowNetwork: n_samples must be a positive integer, got {n_samples!r}.")
+        positive_integer("n_samples", n_samples, "ShallowNetwork")
         mean, variance = self.layer.moments(self.features(x))
         if self.sigma_noise is not None:
             return mean, variance + self.sigma_noise**2

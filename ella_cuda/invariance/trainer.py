@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ella_cuda.training.checkpoint import (
     threads_of,
     warn_of_unsaved_state,
 )
-from ella_cuda.training.checks import in_words, positive
+from ella_cuda.training.checks import in_words, positive, positive_integer
 from ella_cuda.training.data import data_digest
 
 OBJECTIVES = ("bound", "point")
@@ -95,15 +94,12 @@ class ElboTrainer:
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
         counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
         for name, value in counts.items():
-            if not _whole(value):
-                raise ValueError(f"ElboTrainer: {name} must be a positive integer, got {value!r}.")
+            positive_integer(name, value, "ElboTrainer")
         if unbiased and objective == "point":
             raise ValueError("ElboTrainer: unbiased=True is of objective='bound', got 'point'.")
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
         self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
-        self.n_data = _size_of(train_loader) if n_data is None else n_data
-        if not _whole(self.n_data):
-            raise ValueError(f"ElboTrainer: n_data must be a positive integer, got {self.n_data!r}.")
+        self.n_data = positive_integer("n_data", _size_of(train_loader) if n_data is None else n_data, "ElboTrainer")
         self._loader, self._checkpoint, self._path = train_loader, Checkpoint(checkpoint, "ElboTrainer"), checkpoint
         self._frequency, self._bound = checkpoint_frequency, {"n_samples": n_samples, "unbiased": unbiased}
         self._augments = list(model.augments()) if learn_amounts else []
@@ -240,10 +236,6 @@ class ElboTrainer:
 def _learned(*tensors: Tensor | None) -> list[Tensor]:
     """Those that are parameters and not frozen: of others an optimizer has no state to go on from."""
     return [t for t in tensors if isinstance(t, torch.nn.Parameter) and t.requires_grad]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0
 
 
 def _size_of(loader: Any) -> int:

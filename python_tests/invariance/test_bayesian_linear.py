@@ -105,7 +105,7 @@ def test_the_priors_precision_is_learned_or_fixed():
     [
         ((0, 2), "in_features must be a positive integer, got 0"),
         ((2, True), "out_features must be a positive integer"),
-        ((2, 2, "low-rank"), "q must be one of full, diag, got 'low-rank'"),
+        ((2, 2, "low-rank"), "q must be one of 'full', 'diag', got 'low-rank'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.training.checks import positive, positive_integer
 
 POSTERIORS = ("full", "diag")
@@ -85,7 +86,8 @@ class BayesianLinear(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """The mean of f, ``(N, D) -> (N, K)``."""
         self._check(features)
-        return features @ self.mean.T
+        with without_autocast(features.device.type):
+            return features @ self.mean.T
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f under q, each ``(..., D) -> (..., K)``.
@@ -102,7 +104,8 @@ class BayesianLinear(nn.Module):
         if self.q == "diag":
             return features[..., None, :] * self.log_scale.exp()
         k, d = self.mean.shape
-        return (features @ self.scale_tril.transpose(0, 1).reshape(d, k * d)).unflatten(-1, (k, d))
+        with without_autocast(features.device.type):
+            return (features @ self.scale_tril.transpose(0, 1).reshape(d, k * d)).unflatten(-1, (k, d))
 
     def kl(self) -> Tensor:
         r"""KL(q || prior) in nats, summed over outputs, ``()``:

@@ -200,6 +200,18 @@ def test_what_does_not_fit_is_refused(change, words):
         multisample_elbo(layer, **arguments)
 
 
+@pytest.mark.parametrize("q", ["full", "diag"])
+def test_under_autocast_it_is_in_single_precision(q):
+    layer, features, y = BayesianLinear(5, 2, q), torch.randn(7, 5), torch.randn(7, 2)
+    with torch.no_grad():
+        layer.mean.add_(torch.randn(2, 5))
+    exact = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+        assert layer(features).dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
 def test_noise_is_one_number():
     layer, features, y = problem()
     one = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)

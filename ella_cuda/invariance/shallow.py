@@ -84,19 +84,26 @@ class ShallowNetwork(nn.Module):
     ) -> Tensor:
         """:func:`multisample_elbo` of a batch; ``unbiased`` needs features of :class:`InvariantFilterBank`, whose draws are independent or
         shared: points of a grid or a Sobol sequence depend on each other."""
-        if unbiased and not isinstance(self.features, InvariantFilterBank):
-            raise ValueError(
-                f"ShallowNetwork: unbiased=True needs features of InvariantFilterBank, got {type(self.features).__name__}."
-            )
-        if unbiased and (sampling := self.features.augment.sampling) not in INDEPENDENT_COPIES:
-            raise ValueError(
-                f"ShallowNetwork: unbiased=True needs copies that are drawn independently of each other, by sampling "
-                f"{' or '.join(map(repr, INDEPENDENT_COPIES))}, got {sampling!r}."
-            )
+        if unbiased:
+            self.check_unbiased()
         features = self.features.by_copy(x) if unbiased else self.features(x)
         noise = {} if self.sigma_noise is None else {"sigma_noise": self.sigma_noise}
         options = {"n_samples": n_samples, "unbiased": unbiased, "generator": generator}
         return multisample_elbo(self.layer, features, y, self.likelihood, n_data=n_data, **noise, **options)
+
+    def check_unbiased(self) -> None:
+        """ValueError where ``unbiased=True`` is none for this network."""
+        if self.likelihood != "regression":
+            raise ValueError(f"ShallowNetwork: unbiased=True needs likelihood='regression', got {self.likelihood!r}.")
+        if not isinstance(self.features, InvariantFilterBank):
+            raise ValueError(
+                f"ShallowNetwork: unbiased=True needs features of InvariantFilterBank, got {type(self.features).__name__}."
+            )
+        if (sampling := self.features.augment.sampling) not in INDEPENDENT_COPIES:
+            raise ValueError(
+                f"ShallowNetwork: unbiased=True needs copies that are drawn independently of each other, by sampling "
+                f"{' or '.join(map(repr, INDEPENDENT_COPIES))}, got {sampling!r}."
+            )
 
     @torch.no_grad()
     def predict(

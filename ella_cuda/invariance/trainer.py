@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ class ElboTrainer:
             positive_integer(name, value, "ElboTrainer")
         if unbiased and objective == "point":
             raise ValueError("ElboTrainer: unbiased=True is of objective='bound', got 'point'.")
+        if unbiased:
+            model.check_unbiased()
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
         self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
         self.n_data = positive_integer("n_data", _size_of(train_loader) if n_data is None else n_data, "ElboTrainer")
@@ -119,6 +121,9 @@ class ElboTrainer:
             "n_samples": n_samples,
             "unbiased": unbiased,
             "n_data": self.n_data,
+            "learned": [
+                name for name, tensor in _named(model) if any(tensor is p for group in self._groups for p in group)
+            ],
             "depends_on": in_words(depends_on),
             "data": {"train_loader": data_digest(train_loader) if self._checkpoint else None},
         }
@@ -231,6 +236,11 @@ class ElboTrainer:
                 raise FloatingPointError(
                     f"{where}{name} is not finite. Lower lr or lr_hyp; the last checkpoint, if any, stays."
                 )
+
+
+def _named(model: ShallowNetwork) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _learned(*tensors: Tensor | None) -> list[Tensor]:

@@ -201,16 +201,21 @@ def test_checkpoints_come_as_often_as_asked(tmp_path, monkeypatch):
         ({"objective": "point"}, "objective='bound'"),
         ({"n_epochs": 9}, "n_epochs=3"),
         ({"depends_on": {"seed": 1}}, "depends_on"),
-        ({"model": "diag"}, "network="),
+        ({"model": {"q": "diag"}}, "network="),
+        ({"model": {"frozen": "log_scale"}}, "learned[2]='layer.log_scale', this run has 'layer.mean'"),
         ({"n_samples": 3}, "n_samples=10"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     path = tmp_path / "checkpoint.pt"
-    trainer(checkpoint=path).run()
-    before = path.read_bytes()
+    first, model = network(), change.get("model", {})
+    first.layer.mean.requires_grad_("frozen" not in model)  # of the shape of another that is frozen
+    trainer(first, checkpoint=path).run()
+    before, second = path.read_bytes(), network(q=model.get("q", "full"))
+    if "frozen" in model:
+        second.layer.get_parameter(model["frozen"]).requires_grad_(False)
     other = trainer(
-        network(q="diag") if "model" in change else None,
+        second,
         **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"},
     )
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -333,8 +338,9 @@ def test_features_may_be_any_module():
     model = ShallowNetwork(features, BayesianLinear(6, 3))
     found = ElboTrainer(model, DataLoader(TensorDataset(x, y), 20), n_epochs=2, progress_bar=False).run()
     assert found is model and model.hyperparameters().keys() == {"prior_precision"}
+    regression = ShallowNetwork(features, BayesianLinear(6, 3), "regression")
     with pytest.raises(ValueError, match="unbiased=True needs features of InvariantFilterBank, got Sequential"):
-        model.elbo(x, y, unbiased=True)
+        regression.elbo(x, torch.rand(40, 3), unbiased=True)
 
 
 def test_wrong_arguments_are_refused():
@@ -343,6 +349,7 @@ def test_wrong_arguments_are_refused():
         ({"objective": "map"}, ValueError, "objective must be one of 'bound', 'point', got 'map'"),
         ({"n_epochs": 0}, ValueError, "n_epochs must be a positive integer, got 0"),
         ({"checkpoint_frequency": -1}, ValueError, "checkpoint_frequency must be a positive integer"),
+        ({"unbiased": True}, ValueError, "unbiased=True needs likelihood='regression', got 'classification'"),
         ({"n_samples": 0}, ValueError, "ElboTrainer: n_samples must be a positive integer, got 0"),
         ({"lr": 0.0}, ValueError, "lr must be positive"),
         ({"lr_hyp": "a"}, TypeError, "lr_hyp must be one number"),

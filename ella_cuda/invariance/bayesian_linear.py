@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.training.checks import positive
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.ops._precision import without_autocast
+from ella_cuda.training.checks import positive, positive_integer
 
 POSTERIORS = ("full", "diag")
 START = 0.1  # standard deviation of q over the prior's, before training
@@ -55,13 +56,10 @@ class BayesianLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"BayesianLinear: {name} must be a positive integer, got {value!r}.")
-        if q not in POSTERIORS:
-            raise ValueError(f"BayesianLinear: q must be one of {', '.join(POSTERIORS)}, got {q!r}.")
+        self.in_features = positive_integer("in_features", in_features, "BayesianLinear")
+        self.out_features = positive_integer("out_features", out_features, "BayesianLinear")
+        self.q = check_choice("BayesianLinear: q", q, POSTERIORS)
         log_precision = math.log(positive("prior_precision", prior_precision, "BayesianLinear"))
-        self.in_features, self.out_features, self.q = int(in_features), int(out_features), q
         kind = {"device": device, "dtype": dtype}
         shape = (self.out_features, self.in_features)
         self.mean = nn.Parameter(torch.zeros(shape, **kind))
@@ -88,7 +86,8 @@ class BayesianLinear(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """The mean of f, ``(N, D) -> (N, K)``."""
         self._check(features)
-        return features @ self.mean.T
+        with without_autocast(features.device.type):
+            return features @ self.mean.T
 
     def moments(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of f under q, each ``(..., D) -> (..., K)``.
@@ -105,7 +104,8 @@ class BayesianLinear(nn.Module):
         if self.q == "diag":
             return features[..., None, :] * self.log_scale.exp()
         k, d = self.mean.shape
-        return (features @ self.scale_tril.transpose(0, 1).reshape(d, k * d)).unflatten(-1, (k, d))
+        with without_autocast(features.device.type):
+            return (features @ self.scale_tril.transpose(0, 1).reshape(d, k * d)).unflatten(-1, (k, d))
 
     def kl(self) -> Tensor:
         r"""KL(q || prior) in nats, summed over outputs, ``()``:
@@ -123,6 +123,7 @@ class BayesianLinear(nn.Module):
     def fit_(self, features: Tensor, y: Tensor, sigma_noise: float | Tensor = 1.0) -> None:
         r"""Put q to the best one of its family, of Gaussian targets: "full" is then the exact posterior
         :math:`\Sigma = (\Phi^T \Phi/\sigma^2 + \delta I)^{-1}`, :math:`\mu = \Sigma \Phi^T y/\sigma^2`, and the bound the evidence.
+        In float64, whatever the layer's dtype.
 
         Args:
             features: ``(N, D)``. y: ``(N, K)``. sigma_noise: standard deviation.
@@ -135,15 +136,17 @@ class BayesianLinear(nn.Module):
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise ValueError(f"BayesianLinear: y must have shape {(len(features), self.out_features)}, got {got}.")
         weight = positive("sigma_noise", sigma_noise, "BayesianLinear") ** -2
+        features, y = features.double(), y.double()
         identity = torch.eye(self.in_features, dtype=features.dtype, device=features.device)
-        precision = weight * features.T @ features + self.prior_precision * identity
-        root = torch.linalg.cholesky(precision)
-        self.mean.copy_((weight * torch.cholesky_solve(features.T @ y, root)).T)
+        precision = weight * features.T @ features + self.prior_precision.double() * identity
+        root = torch.linalg.cholesky(precision.flip(0, 1))  # flipped it is upper triangular, U: precision = U U^T
+        self.mean.copy_((weight * torch.cholesky_solve((features.T @ y).flip(0), root).flip(0)).T)
         if self.q == "diag":
             self.log_scale.copy_((-precision.diagonal().log() / 2).expand_as(self.log_scale))
             return
-        covariance = torch.cholesky_inverse(root)
-        lower = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        lower = torch.linalg.solve_triangular(
+            root.flip(0, 1).T, identity, upper=False
+        )  # L = U^-T: no inverse is factorised
         self.lower.copy_(lower.tril(-1).expand_as(self.lower))
         self.log_scale.copy_(lower.diagonal().log().expand_as(self.log_scale))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.training.checks import positive
+from ella_cuda.training.checks import positive, positive_integer
 
 LIKELIHOODS = ("classification", "regression")
 
@@ -44,10 +43,11 @@ def multisample_elbo(
         y: classes ``(N,)``, int64, or targets ``(N, K)``.
         likelihood: "classification" (softmax) or "regression" (Gaussian).
         n_data: N_data; None is N.
-        sigma_noise: standard deviation of targets; a tensor may have a graph.
+        sigma_noise: standard deviation of targets, one number; a tensor may have a graph.
         n_samples: draws of logits for each data point.
-        unbiased: "regression" with features by copy: the square of the mean over copies by products of different copies alone, so that the
-            expectation is the same for all S > 1, that of the averaged function. One value is then no lower bound.
+        unbiased: "regression" with features by copy: the square of the mean over copies by products of different copies alone. Where copies
+            are drawn independently of each other, the expectation is the same for all S > 1, that of the averaged function. One value is
+            then no lower bound.
         generator: of the features' device; None is torch's global one.
 
     Raises:
@@ -63,28 +63,28 @@ def multisample_elbo(
     if not isinstance(features, Tensor) or features.dim() not in (2, 3) or not features.numel():
         got = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ValueError(f"multisample_elbo: features must be a tensor (N, D) or (N, S, D), not empty, got {got}.")
-    for name, value in (("n_data", n_data), ("n_samples", n_samples)):
-        whole = isinstance(value, Integral) and not isinstance(value, bool) and value > 0
-        if not whole and not (name == "n_data" and value is None):
-            raise ValueError(f"multisample_elbo: {name} must be a positive integer, got {value!r}.")
+    positive_integer("n_samples", n_samples, "multisample_elbo")
+    n_data = len(features) if n_data is None else positive_integer("n_data", n_data, "multisample_elbo")
     if unbiased and (likelihood != "regression" or features.dim() != 3 or features.shape[1] < 2):
         raise ValueError(
             "multisample_elbo: unbiased=True needs likelihood='regression' and features by copy, (N, S, D) with S > 1, got "
             f"likelihood={likelihood!r} and {tuple(features.shape)}."
         )
-    _check_targets(layer, features, y, likelihood)
+    check_targets("multisample_elbo", (len(features), layer.out_features), features.dtype, y, likelihood)
     if likelihood == "classification":
         mean, variance = layer.moments(features if features.dim() == 2 else features.mean(1))
         fit = _softmax(mean, variance, y, n_samples, generator)
     else:
         fit = _gaussian(layer, features, y, _sigma(sigma_noise, features), unbiased)
-    return (len(features) if n_data is None else n_data) / len(features) * fit - layer.kl()
+    return n_data / len(features) * fit - layer.kl()
 
 
 def _sigma(sigma_noise: float | Tensor, like: Tensor) -> Tensor:
     if not isinstance(sigma_noise, Tensor):
         sigma_noise = positive("sigma_noise", sigma_noise, "multisample_elbo")
-    return torch.as_tensor(sigma_noise, dtype=like.dtype, device=like.device)
+    elif sigma_noise.numel() != 1:
+        raise ValueError(f"multisample_elbo: sigma_noise must be one number, got shape {tuple(sigma_noise.shape)}.")
+    return torch.as_tensor(sigma_noise, dtype=like.dtype, device=like.device).reshape(())
 
 
 def _softmax(mean: Tensor, variance: Tensor, y: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
@@ -104,7 +104,12 @@ def _gaussian(layer: BayesianLinear, features: Tensor, y: Tensor, sigma: Tensor,
     else:
         mean, variance = layer.moments(features if features.dim() == 2 else features.mean(1))
         quadratic = (y - mean).square() + variance
-    return -(quadratic / (2 * sigma**2) + sigma.log() + 0.5 * math.log(2 * math.pi)).sum()
+    return log_normal(quadratic, sigma)
+
+
+def log_normal(square: Tensor, sigma: Tensor) -> Tensor:
+    """The sum of Gaussian log densities with that standard deviation, of squares of distances from the mean."""
+    return -(square / (2 * sigma**2) + sigma.log() + 0.5 * math.log(2 * math.pi)).sum()
 
 
 def _off_diagonal(values: Tensor, s: int) -> Tensor:
@@ -112,18 +117,15 @@ def _off_diagonal(values: Tensor, s: int) -> Tensor:
     return (s * values.mean(1).square() - values.square().mean(1)) / (s - 1)
 
 
-def _check_targets(layer: BayesianLinear, features: Tensor, y: Tensor, likelihood: str) -> None:
-    n, k = len(features), layer.out_features
+def check_targets(where: str, shape: tuple[int, int], dtype: torch.dtype, y: Tensor, likelihood: str) -> None:
+    """TypeError or ValueError unless y are targets of functions' values of a shape (N, K) and dtype."""
+    n, k = shape
     if not isinstance(y, Tensor):
-        raise TypeError(f"multisample_elbo: y must be a tensor, got {type(y).__name__}.")
+        raise TypeError(f"{where}: y must be a tensor, got {type(y).__name__}.")
     if likelihood == "regression":
-        if y.shape != (n, k) or y.dtype != features.dtype:
-            raise ValueError(
-                f"multisample_elbo: y must be targets {(n, k)}, {features.dtype}, got {tuple(y.shape)}, {y.dtype}."
-            )
+        if y.shape != (n, k) or y.dtype != dtype:
+            raise ValueError(f"{where}: y must be targets {(n, k)}, {dtype}, got {tuple(y.shape)}, {y.dtype}.")
     elif y.shape != (n,) or y.dtype != torch.int64:
-        raise ValueError(f"multisample_elbo: y must be classes {(n,)}, torch.int64, got {tuple(y.shape)}, {y.dtype}.")
+        raise ValueError(f"{where}: y must be classes {(n,)}, torch.int64, got {tuple(y.shape)}, {y.dtype}.")
     elif y.min() < 0 or y.max() >= k:
-        raise ValueError(
-            f"multisample_elbo: y must be classes from 0 to {k - 1}, got {int(y.min())} to {int(y.max())}."
-        )
+        raise ValueError(f"{where}: y must be classes from 0 to {k - 1}, got {int(y.min())} to {int(y.max())}.")

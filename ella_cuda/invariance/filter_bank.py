@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from ella_cuda.laplace.values import check_choice
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.affine_copies import affine_adjoint, affine_copies
 from ella_cuda.ops.averaged_filters import ACTIVATIONS, activated, averaged_filters
+from ella_cuda.training.checks import positive_integer
 
 PATHS = ("filters", "inputs")
 RESAMPLINGS = ("adjoint", "inverse")
@@ -71,12 +71,12 @@ class InvariantFilterBank(nn.Module):
         super().__init__()
         if not isinstance(augment, AffineAugment):
             raise TypeError(f"InvariantFilterBank: augment must be an AffineAugment, got {type(augment).__name__}.")
-        shape = tuple(in_shape) if isinstance(in_shape, (list, tuple)) else (None,)
-        if len(shape) != 3 or not all(map(_positive, shape)):
+        if not isinstance(in_shape, (list, tuple)) or len(in_shape) != 3:
             raise ValueError(f"InvariantFilterBank: in_shape must be (C, H, W), positive integers, got {in_shape!r}.")
-        if not _positive(n_filters):
-            raise ValueError(f"InvariantFilterBank: n_filters must be a positive integer, got {n_filters!r}.")
-        self.in_shape, self.n_filters, self.augment = tuple(map(int, shape)), int(n_filters), augment
+        self.in_shape = tuple(
+            positive_integer("each size of in_shape", side, "InvariantFilterBank") for side in in_shape
+        )
+        self.n_filters, self.augment = positive_integer("n_filters", n_filters, "InvariantFilterBank"), augment
         self.activation = check_choice("InvariantFilterBank: activation", activation, tuple(ACTIVATIONS))
         self.resampling = check_choice("InvariantFilterBank: resampling", resampling, RESAMPLINGS)
         self.path = path
@@ -163,7 +163,3 @@ class InvariantFilterBank(nn.Module):
     def extra_repr(self) -> str:
         said = f"{self.in_shape}, {self.n_filters}, activation={self.activation!r}, bias={self.bias is not None}"
         return f"{said}, path={self.path!r}, resampling={self.resampling!r}"
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0

@@ -13,7 +13,9 @@ from ella_cuda.invariance.bayesian_linear import BayesianLinear
 from ella_cuda.invariance.bound import LIKELIHOODS, multisample_elbo
 from ella_cuda.invariance.filter_bank import InvariantFilterBank
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.training.checks import positive
+from ella_cuda.training.checks import positive, positive_integer
+
+INDEPENDENT_COPIES = ("independent", "shared")  # samplings whose S draws are independent of each other
 
 
 class ShallowNetwork(nn.Module):
@@ -80,21 +82,35 @@ class ShallowNetwork(nn.Module):
         unbiased: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """:func:`multisample_elbo` of a batch; ``unbiased`` needs features of :class:`InvariantFilterBank`."""
-        if unbiased and not isinstance(self.features, InvariantFilterBank):
-            raise ValueError(
-                f"ShallowNetwork: unbiased=True needs features of InvariantFilterBank, got {type(self.features).__name__}."
-            )
+        """:func:`multisample_elbo` of a batch; ``unbiased`` needs features of :class:`InvariantFilterBank`, whose draws are independent or
+        shared: points of a grid or a Sobol sequence depend on each other."""
+        if unbiased:
+            self.check_unbiased()
         features = self.features.by_copy(x) if unbiased else self.features(x)
         noise = {} if self.sigma_noise is None else {"sigma_noise": self.sigma_noise}
         options = {"n_samples": n_samples, "unbiased": unbiased, "generator": generator}
         return multisample_elbo(self.layer, features, y, self.likelihood, n_data=n_data, **noise, **options)
+
+    def check_unbiased(self) -> None:
+        """ValueError where ``unbiased=True`` is none for this network."""
+        if self.likelihood != "regression":
+            raise ValueError(f"ShallowNetwork: unbiased=True needs likelihood='regression', got {self.likelihood!r}.")
+        if not isinstance(self.features, InvariantFilterBank):
+            raise ValueError(
+                f"ShallowNetwork: unbiased=True needs features of InvariantFilterBank, got {type(self.features).__name__}."
+            )
+        if (sampling := self.features.augment.sampling) not in INDEPENDENT_COPIES:
+            raise ValueError(
+                f"ShallowNetwork: unbiased=True needs copies that are drawn independently of each other, by sampling "
+                f"{' or '.join(map(repr, INDEPENDENT_COPIES))}, got {sampling!r}."
+            )
 
     @torch.no_grad()
     def predict(
         self, x: Tensor, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Probabilities ``(N, K)``, means over draws of logits; of "regression" mean and variance of targets, each ``(N, K)``."""
+        positive_integer("n_samples", n_samples, "ShallowNetwork")
         mean, variance = self.layer.moments(self.features(x))
         if self.sigma_noise is not None:
             return mean, variance + self.sigma_noise**2

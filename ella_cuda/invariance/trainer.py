@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from numbers import Integral
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
-from ella_cuda.training.checkpoint import Checkpoint, load_checkpoint, random_state, restore_steps, threads_of
-from ella_cuda.training.checks import in_words, positive
+from ella_cuda.training.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    random_state,
+    restore_steps,
+    threads_of,
+    warn_of_unsaved_state,
+)
+from ella_cuda.training.checks import in_words, positive, positive_integer
 from ella_cuda.training.data import data_digest
 
 OBJECTIVES = ("bound", "point")
@@ -33,13 +40,13 @@ class ElboTrainer:
     its amounts shrink.
 
     Args:
-        model: trained in place.
+        model: trained in place; it stays in training mode.
         train_loader: yields ``(x, y)``, iterated once per epoch; batches are moved to the model's device.
         n_epochs: passes.
         objective: "bound" or "point".
         lr: Adam's rate of the features' weights and q.
         lr_hyp: of amounts, before their softplus, and of the logarithms of precision and noise.
-        learn_amounts: whether amounts are learned.
+        learn_amounts: whether amounts are learned. Parameters that require no gradient are not learned either.
         n_samples, unbiased: of the bound.
         n_data: N; None takes the loader's ``dataset_size``, or the length of its ``dataset``.
         progress_bar: whether to show one.
@@ -85,16 +92,16 @@ class ElboTrainer:
         if not isinstance(model, ShallowNetwork):
             raise TypeError(f"ElboTrainer: model must be a ShallowNetwork, got {type(model).__name__}.")
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
-        for name, value in (("n_epochs", n_epochs), ("checkpoint_frequency", checkpoint_frequency)):
-            if not _whole(value):
-                raise ValueError(f"ElboTrainer: {name} must be a positive integer, got {value!r}.")
+        counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
+        for name, value in counts.items():
+            positive_integer(name, value, "ElboTrainer")
         if unbiased and objective == "point":
             raise ValueError("ElboTrainer: unbiased=True is of objective='bound', got 'point'.")
+        if unbiased:
+            model.check_unbiased()
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
         self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
-        self.n_data = _size_of(train_loader) if n_data is None else n_data
-        if not _whole(self.n_data):
-            raise ValueError(f"ElboTrainer: n_data must be a positive integer, got {self.n_data!r}.")
+        self.n_data = positive_integer("n_data", _size_of(train_loader) if n_data is None else n_data, "ElboTrainer")
         self._loader, self._checkpoint, self._path = train_loader, Checkpoint(checkpoint, "ElboTrainer"), checkpoint
         self._frequency, self._bound = checkpoint_frequency, {"n_samples": n_samples, "unbiased": unbiased}
         self._augments = list(model.augments()) if learn_amounts else []
@@ -114,9 +121,14 @@ class ElboTrainer:
             "n_samples": n_samples,
             "unbiased": unbiased,
             "n_data": self.n_data,
+            "learned": [
+                name for name, tensor in _named(model) if any(tensor is p for group in self._groups for p in group)
+            ],
             "depends_on": in_words(depends_on),
             "data": {"train_loader": data_digest(train_loader) if self._checkpoint else None},
         }
+        if self._checkpoint:
+            warn_of_unsaved_state([train_loader], "ElboTrainer")
         self._bar = {"desc": description, "disable": not progress_bar}
         self.epochs = 0
         self.history: list[dict[str, float]] = []
@@ -140,6 +152,7 @@ class ElboTrainer:
         """One pass of steps; returns the mean of the objective per data point."""
         device, total, seen = self.model.layer.mean.device, 0.0, 0
         self.model.train()
+        before = [augment.raw.requires_grad for augment in self._augments]
         for augment in self._augments:
             augment.raw.requires_grad_()
         try:
@@ -154,8 +167,8 @@ class ElboTrainer:
                 total, seen = total + value.detach() * len(y), seen + len(y)
         finally:
             self._optimizer.zero_grad()
-            for augment in self._augments:
-                augment.raw.requires_grad_(False)
+            for augment, required in zip(self._augments, before, strict=True):
+                augment.raw.requires_grad_(required)
         if not seen:
             raise ValueError("ElboTrainer: train_loader must yield at least one batch, got none.")
         mean = float(total) / seen
@@ -191,14 +204,12 @@ class ElboTrainer:
     def _parameters(self, objective: str) -> tuple[list[Tensor], list[Tensor]]:
         """What is learned at the one rate, and at the other."""
         model, layer = self.model, self.model.layer
-        hyper = [
-            log for log in (layer.log_prior_precision, model.log_sigma_noise) if isinstance(log, torch.nn.Parameter)
-        ]
-        weights = [p for p in (*model.features.parameters(), layer.mean) if p.requires_grad]
+        amounts, hyper = [a.raw for a in self._augments], (layer.log_prior_precision, model.log_sigma_noise)
+        weights = _learned(*model.features.parameters(), layer.mean)
         if objective == "point":
-            return weights, [a.raw for a in self._augments]
+            return weights, amounts
         of_q = [p for p in layer.parameters() if p is not layer.mean and p is not layer.log_prior_precision]
-        return [*weights, *of_q], [*(a.raw for a in self._augments), *hyper]
+        return [*weights, *_learned(*of_q)], [*amounts, *_learned(*hyper)]
 
     def _value(self, x: Tensor, y: Tensor) -> Tensor:
         """The objective in nats of all data."""
@@ -206,11 +217,11 @@ class ElboTrainer:
         if self.objective == "bound":
             return model.elbo(x, y, self.n_data, **self._bound)
         mean = model(x)
+        check_targets("ElboTrainer", tuple(mean.shape), mean.dtype, y, model.likelihood)
         if model.likelihood == "classification":
             fit = -F.cross_entropy(mean, y, reduction="sum")
         else:
-            sigma = model.sigma_noise.detach()
-            fit = -((y - mean).square() / (2 * sigma**2) + sigma.log() + 0.5 * math.log(2 * math.pi)).sum()
+            fit = log_normal((y - mean).square(), model.sigma_noise.detach())
         penalty = 0.5 * model.layer.prior_precision.detach() * model.layer.mean.square().sum()
         return self.n_data / len(y) * fit - penalty
 
@@ -227,8 +238,14 @@ class ElboTrainer:
                 )
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value > 0
+def _named(model: ShallowNetwork) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _learned(*tensors: Tensor | None) -> list[Tensor]:
+    """Those that are parameters and not frozen: of others an optimizer has no state to go on from."""
+    return [t for t in tensors if isinstance(t, torch.nn.Parameter) and t.requires_grad]
 
 
 def _size_of(loader: Any) -> int:

@@ -67,8 +67,9 @@ def affine_adjoint(y: Tensor, maps: Tensor) -> Tensor:
         y: copies. maps: as of :func:`affine_copies`.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices do not fit; the message names the argument.
+        RuntimeError: shapes, dtypes or devices do not fit; the message names maps, or y as grad.
     """
+    torch._check(y.dim() == 5, lambda: f"affine_adjoint: y must have shape (N, S, C, H, W), got {tuple(y.shape)}")
     n, _, *shape = y.shape
     return _gradients(y, y.new_zeros(()).expand(n, *shape), maps, None, True, False)[0]
 

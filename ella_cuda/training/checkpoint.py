@@ -576,7 +576,7 @@ def random_state(loaders: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def warn_of_unsaved_state(loaders: Iterable[Any]) -> None:
+def warn_of_unsaved_state(loaders: Iterable[Any], owner: str = "marglik_training") -> None:
     """Warn, once for each, of loaders whose batches depend on what no checkpoint holds."""
     for loader in {id(loader): loader for loader in loaders}.values():
         if getattr(loader, "num_workers", 0) == 0:
@@ -591,7 +591,7 @@ def warn_of_unsaved_state(loaders: Iterable[Any]) -> None:
         ):
             if getattr(loader, name, not value) is value:
                 warn(
-                    f"marglik_training: checkpoint: a resumed run will not repeat an uninterrupted one, for a loader has {name}={value}: "
+                    f"{owner}: checkpoint: a resumed run will not repeat an uninterrupted one, for a loader has {name}={value}: "
                     f"{why}. Pass {name}={not value} to have it so."
                 )
 

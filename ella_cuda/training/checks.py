@@ -36,6 +36,13 @@ def positive(name: str, value: float, where: str = "marglik_training") -> float:
     return number
 
 
+def positive_integer(name: str, value: int, where: str) -> int:
+    """The value as an int; numpy's are whole numbers too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}.")
+    return int(value)
+
+
 def check_schedule(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int, learn: object) -> None:
     """ValueError where the evidence steps that the arguments ask for never come."""
     if objective != "evidence":

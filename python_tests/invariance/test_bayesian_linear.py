@@ -79,6 +79,19 @@ def test_the_fit_is_the_best_q(q):
         assert slope.abs().max() < 1e-10, name
 
 
+def test_the_fit_is_exact_in_single_precision():
+    """Of fewer data than features and little noise, where single precision has no Cholesky factor of the covariance."""
+    features, y, single = 3 * torch.randn(20, 50), torch.randn(20, 2), BayesianLinear(50, 2)
+    double = BayesianLinear(50, 2, **DOUBLE)
+    single.fit_(features, y, 1e-3)
+    double.fit_(features.double(), y.double(), 1e-3)
+    precision = features.double().T @ features.double() / 1e-6 + torch.eye(50, **DOUBLE)
+    identity = torch.eye(50, **DOUBLE).expand(2, 50, 50)
+    torch.testing.assert_close(double.scale_tril.mT @ precision @ double.scale_tril, identity, rtol=0, atol=1e-6)
+    for name, p in single.named_parameters():
+        torch.testing.assert_close(p.double(), double.get_parameter(name), rtol=1e-6, atol=1e-6)
+
+
 def test_the_priors_precision_is_learned_or_fixed():
     learned, fixed = (BayesianLinear(2, 1, learn_prior=learn, prior_precision=3.0) for learn in (True, False))
     assert "log_prior_precision" in dict(learned.named_parameters()) and "log_prior_precision" in dict(
@@ -92,7 +105,7 @@ def test_the_priors_precision_is_learned_or_fixed():
     [
         ((0, 2), "in_features must be a positive integer, got 0"),
         ((2, True), "out_features must be a positive integer"),
-        ((2, 2, "low-rank"), "q must be one of full, diag, got 'low-rank'"),
+        ((2, 2, "low-rank"), "q must be one of 'full', 'diag', got 'low-rank'"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, words):

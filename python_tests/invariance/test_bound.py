@@ -200,6 +200,43 @@ def test_what_does_not_fit_is_refused(change, words):
         multisample_elbo(layer, **arguments)
 
 
+@pytest.mark.parametrize("q", ["full", "diag"])
+def test_under_autocast_it_is_in_single_precision(q):
+    layer, features, y = BayesianLinear(5, 2, q), torch.randn(7, 5), torch.randn(7, 2)
+    with torch.no_grad():
+        layer.mean.add_(torch.randn(2, 5))
+    exact = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+        assert layer(features).dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
+def test_noise_is_one_number():
+    layer, features, y = problem()
+    one = multisample_elbo(layer, features, y, "regression", sigma_noise=NOISE)
+    torch.testing.assert_close(
+        multisample_elbo(layer, features, y, "regression", sigma_noise=torch.tensor([NOISE])), one
+    )
+    with pytest.raises(ValueError, match=r"sigma_noise must be one number, got shape \(7, 1\)"):
+        multisample_elbo(layer, features, y, "regression", sigma_noise=torch.full((7, 1), NOISE))
+
+
+@pytest.mark.parametrize("sampling", ["grid", "sobol"])
+def test_the_unbiased_square_needs_independent_copies(sampling):
+    model = ShallowNetwork(
+        smooth_bank(4, AffineAugment(4, "rotation", 0.5, sampling, **DOUBLE), 9),
+        BayesianLinear(4, 2, **DOUBLE),
+        "regression",
+    )
+    x, y = smooth_images(3, 1, 9, 9), torch.randn(3, 2, **DOUBLE)
+    with pytest.raises(ValueError, match=f"drawn independently .* got '{sampling}'"):
+        model.elbo(x, y, unbiased=True)
+    assert model.elbo(x, y).isfinite()
+    model.features.augment.sampling = "shared"
+    assert model.elbo(x, y, unbiased=True).isfinite()
+
+
 def test_what_is_no_layer_or_tensor_is_refused():
     layer, features, _ = problem()
     with pytest.raises(TypeError, match="layer must be a BayesianLinear, got Linear"):

@@ -151,6 +151,31 @@ def test_a_resumed_training_is_one_that_was_not_interrupted(objective, tmp_path,
     assert again.history == whole.history
 
 
+@pytest.mark.parametrize("frozen", ["log_prior_precision", "log_scale", "mean"])
+def test_frozen_parameters_stay_and_a_training_goes_on(frozen, tmp_path):
+    for n in (1, 2):  # the second finds the first one's checkpoint
+        model = network()
+        model.layer.get_parameter(frozen).requires_grad_(False)
+        before = numbers(model)
+        done = trainer(model, checkpoint=tmp_path / "checkpoint.pt")
+        done.run()
+        assert done.epochs == 3 and f"layer.{frozen}" not in moved(model, before), n
+        assert "features.weight" in moved(model, before)
+
+
+def test_loaders_that_no_checkpoint_holds_are_warned_of(tmp_path):
+    data = DataLoader(TensorDataset(*images()), 20, num_workers=1, persistent_workers=True)
+    with pytest.warns(UserWarning, match="ElboTrainer: checkpoint: a resumed run will not repeat"):
+        ElboTrainer(network(), data, checkpoint=tmp_path / "checkpoint.pt")
+
+
+def test_amounts_that_need_a_gradient_do_so_afterwards():
+    model = network()
+    model.features.augment.raw.requires_grad_()
+    trainer(model, n_epochs=1).run()
+    assert model.features.augment.raw.requires_grad
+
+
 def test_states_go_on_without_a_file():
     first = trainer()
     first.epoch()
@@ -176,16 +201,21 @@ def test_checkpoints_come_as_often_as_asked(tmp_path, monkeypatch):
         ({"objective": "point"}, "objective='bound'"),
         ({"n_epochs": 9}, "n_epochs=3"),
         ({"depends_on": {"seed": 1}}, "depends_on"),
-        ({"model": "diag"}, "network="),
+        ({"model": {"q": "diag"}}, "network="),
+        ({"model": {"frozen": "log_scale"}}, "learned[2]='layer.log_scale', this run has 'layer.mean'"),
         ({"n_samples": 3}, "n_samples=10"),
     ],
 )
 def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     path = tmp_path / "checkpoint.pt"
-    trainer(checkpoint=path).run()
-    before = path.read_bytes()
+    first, model = network(), change.get("model", {})
+    first.layer.mean.requires_grad_("frozen" not in model)  # of the shape of another that is frozen
+    trainer(first, checkpoint=path).run()
+    before, second = path.read_bytes(), network(q=model.get("q", "full"))
+    if "frozen" in model:
+        second.layer.get_parameter(model["frozen"]).requires_grad_(False)
     other = trainer(
-        network(q="diag") if "model" in change else None,
+        second,
         **{"checkpoint": path} | {k: v for k, v in change.items() if k != "model"},
     )
     with pytest.raises(ValueError, match=re.escape(words)):
@@ -261,7 +291,7 @@ def test_amounts_beyond_their_limit_come_back():
 
 
 def test_predictions_are_those_of_q():
-    x, y = images()
+    x, _ = images()
     model = network()
     with torch.no_grad():
         model.layer.mean.add_(torch.randn(3, 6))
@@ -281,7 +311,25 @@ def test_predictions_are_those_of_q():
         torch.testing.assert_close(variance, own + regression.sigma_noise**2)
     assert model.hyperparameters().keys() == {"prior_precision", "rotation", "tx"}
     assert regression.hyperparameters().keys() == {"prior_precision", "sigma_noise", "rotation", "tx"}
-    assert not y.is_floating_point()
+
+
+@pytest.mark.parametrize("objective", ["bound", "point"])
+def test_targets_that_do_not_fit_are_refused(objective):
+    """Not broadcast: (N,) beside (N, 1) would be (N, N)."""
+    x, y = images()
+    bank = network().features
+    for model, labels, words in (
+        (
+            ShallowNetwork(bank, BayesianLinear(6, 1), "regression"),
+            torch.rand(40),
+            r"targets \(20, 1\), .* got \(20,\)",
+        ),
+        (network(), y + 1, "classes from 0 to 2, got 1 to 3"),
+        (network(), y.int(), "torch.int64, got .* torch.int32"),
+    ):
+        data = TensorLoader(x, labels, 20)
+        with pytest.raises(ValueError, match=f"y must be {words}" if "int64" not in words else words):
+            ElboTrainer(model, data, n_epochs=1, objective=objective, progress_bar=False).run()
 
 
 def test_features_may_be_any_module():
@@ -290,8 +338,9 @@ def test_features_may_be_any_module():
     model = ShallowNetwork(features, BayesianLinear(6, 3))
     found = ElboTrainer(model, DataLoader(TensorDataset(x, y), 20), n_epochs=2, progress_bar=False).run()
     assert found is model and model.hyperparameters().keys() == {"prior_precision"}
+    regression = ShallowNetwork(features, BayesianLinear(6, 3), "regression")
     with pytest.raises(ValueError, match="unbiased=True needs features of InvariantFilterBank, got Sequential"):
-        model.elbo(x, y, unbiased=True)
+        regression.elbo(x, torch.rand(40, 3), unbiased=True)
 
 
 def test_wrong_arguments_are_refused():
@@ -300,6 +349,8 @@ def test_wrong_arguments_are_refused():
         ({"objective": "map"}, ValueError, "objective must be one of 'bound', 'point', got 'map'"),
         ({"n_epochs": 0}, ValueError, "n_epochs must be a positive integer, got 0"),
         ({"checkpoint_frequency": -1}, ValueError, "checkpoint_frequency must be a positive integer"),
+        ({"unbiased": True}, ValueError, "unbiased=True needs likelihood='regression', got 'classification'"),
+        ({"n_samples": 0}, ValueError, "ElboTrainer: n_samples must be a positive integer, got 0"),
         ({"lr": 0.0}, ValueError, "lr must be positive"),
         ({"lr_hyp": "a"}, TypeError, "lr_hyp must be one number"),
         ({"n_data": 0}, ValueError, "n_data must be a positive integer"),
@@ -307,6 +358,8 @@ def test_wrong_arguments_are_refused():
     ):
         with pytest.raises(kind, match=words):
             trainer(model, **options)
+    with pytest.raises(ValueError, match="ShallowNetwork: n_samples must be a positive integer, got 0"):
+        model.predict(images()[0], 0)
     with pytest.raises(TypeError, match="model must be a ShallowNetwork, got Linear"):
         ElboTrainer(nn.Linear(2, 2), loader())
     with pytest.raises(ValueError, match="n_data must be given where train_loader has no dataset_size"):

@@ -394,3 +394,8 @@ def test_the_adjoint_is_differentiable_in_copies_and_maps():
     y = torch.randn(2, 3, 2, 4, 5, dtype=torch.float64, requires_grad=True)
     maps = (torch.eye(2, 3) + 0.3 * torch.randn(2, 3, 2, 3)).double().requires_grad_()
     assert torch.autograd.gradcheck(affine_adjoint, (y, maps), eps=1e-7, atol=1e-5)
+
+
+def test_the_adjoint_says_what_copies_are():
+    with pytest.raises(RuntimeError, match=r"affine_adjoint: y must have shape \(N, S, C, H, W\), got \(3,\)"):
+        affine_adjoint(torch.ones(3), torch.ones(1, 1, 2, 3))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ella_cuda.experiments.filter_banks.networks import (
+    KERNEL,
     LAYERS,
     measured,
     settings_of,
@@ -69,7 +70,8 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         blocks.append(table(title, head, lines, [], left=2).rstrip())
     notes = (
         "All by the bound, in nats per training image, with as many features. FC: a filter of the image's size for each feature. "
-        "Convolution: filters of 5 x 5 pixels, means over positions. Learned: FC's filters, averaged over transformations of learned amounts."
+        f"Convolution: filters of {KERNEL} x {KERNEL} pixels, means over positions. Learned: FC's filters, averaged over transformations of "
+        "learned amounts."
     )
     return "\n\n".join([PART.title, *blocks, small_said(list(rows)) + notes])
 

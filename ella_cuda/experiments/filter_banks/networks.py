@@ -27,10 +27,7 @@ FILTERS, SMALL_FILTERS = 256, 100
 BATCH, SMALL_BATCH = 500, 100
 STEPS, SMALL_STEPS = 24_000, 2000
 RATE, SMALL_RATE = 1e-3, 3e-3  # of filters and q; the second where steps are few
-AMOUNT_RATE, SMALL_AMOUNT_RATE = (
-    1e-2,
-    5e-2,
-)  # of amounts, before their softplus, and of the logarithm of the prior's precision
+AMOUNT_RATE, SMALL_AMOUNT_RATE = 1e-2, 5e-2  # of amounts, before their softplus, and of the prior precision's logarithm
 INIT = 0.1  # of amounts
 KERNEL = 5  # of the convolution
 COARSE = 3  # pixels that are alike in filters at the start

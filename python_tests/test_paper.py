@@ -234,8 +234,8 @@ def test_whose_rows_a_data_set_answers(table, data, answered):
         ("digits", 0.5, None, (719, 30, 5, 10)),
         ("digits", 0.02, None, (29, 2, 0, 1)),
         ("fashion-mnist", 0.05, None, (3000, 2, 0, 1)),
-        ("fashion-mnist", 0.05, 30, (3000, 30, 2, 2)),
-        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 1)),
+        ("fashion-mnist", 0.05, 30, (3000, 30, 2, 4)),
+        ("fashion-mnist", 0.05, 5, (3000, 5, 1, 2)),
         ("digits", 1.0, 9, (None, 9, 2, 3)),
         ("digits", 1.0, 1, (None, 1, 0, 1)),
     ],
@@ -388,7 +388,7 @@ def test_a_table_half_done_says_what_is_there():
     assert "scale 0.05" in text
     (ours,) = (line for line in text.splitlines() if line.startswith("ours:"))
     assert ours == (
-        "ours:  fashion-mnist, 3,000 of 60,000 training images, 30 epochs (recipe: 20), width 4, evidence every 2 epochs after 2; "
+        "ours:  fashion-mnist, 3,000 of 60,000 training images, 30 epochs (recipe: 12), width 4, evidence every 4 epochs after 2; "
         "10,000 test images; mean ± standard error over seeds 0, 1"
     )
     assert "paper: cifar10, all training images, 4000 epochs, width 10" in text

@@ -55,7 +55,7 @@ def of_filters_by_torch(x, weight, bias, amounts):
 
 
 CANDIDATES = {
-    "ella_cuda, filters": of_filters,
+    "ella_cuda": of_filters,
     "torch, inputs": of_inputs,
     "torch.compile, inputs": compiled(of_inputs),
     "torch, repeated inputs": of_repeated_inputs,

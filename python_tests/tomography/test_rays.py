@@ -158,8 +158,16 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(rays.forward, lambda y: rays.adjoint(y)[:2], 4)
     with pytest.raises(TypeError, match="adjoint must be a function"):
         RayOperator(rays.forward, None, 4)
-    with pytest.raises(TypeError, match="forward must return a tensor"):
+    with pytest.raises(TypeError, match="forward must return a float32 or float64 tensor, got ndarray"):
         RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
+    with pytest.raises(TypeError, match=r"forward must return a float32 or float64 tensor, got torch\.int64"):
+        RayOperator(lambda x: (x > 0).long(), rays.adjoint, 4)
+    with pytest.raises(TypeError, match="adjoint must return a float32 or float64 tensor, got ndarray"):
+        RayOperator(rays.forward, lambda y: rays.adjoint(y).numpy(), 4)
+    with pytest.raises(ValueError, match="measurements along one axis at least"):
+        RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
+    with pytest.raises(TypeError, match="image_shape must be a sequence of integers, got 16"):
+        RayOperator(rays.forward, rays.adjoint, 4, image_shape=16)
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
 

@@ -8,6 +8,7 @@ With images :math:`x = o + J\\theta`, :math:`\\theta \\sim N(0, S)`, and measure
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from ella_cuda.laplace import TangentModel
 from ella_cuda.progress import bar_size
-from ella_cuda.tomography.filter_prior import FilterPrior
+from ella_cuda.tomography.filter_prior import CHUNK, FilterPrior
 from ella_cuda.tomography.rays import LinearMap
 from ella_cuda.tomography.total_variation import difference_variances, differences
 
@@ -120,15 +121,19 @@ class DenseMeasured:
         for term in tqdm(range(count), **label, **bar_size()):
             self.image_terms[term] = prior.gram(jacobian, term)
         del jacobian
-        self.terms = torch.stack([self.operator @ term @ self.operator.T for term in self.image_terms])
+        k = len(self.operator)
+        self.terms = torch.empty(count, k, k, dtype=torch.float64, device=device)
+        for term, of_image in zip(self.terms, self.image_terms, strict=True):
+            torch.matmul(self.operator @ of_image, self.operator.T, out=term)
 
     @staticmethod
     def bytes(image: LinearisedImage, rays: LinearMap, prior: FilterPrior) -> int:
-        """At the peak."""
+        """At the peak, of matrices."""
         d, n, count = image.n_pixels, math.prod(rays.data_shape), len(prior.terms)
         k = min(d, n)
-        jacobian = d * prior.n_params * torch.finfo(image.dtype).bits // 8
-        return 8 * (count * d * d + 4 * d * n) + max(jacobian, 8 * (count + 3) * k * k)
+        # With the Jacobian, copies of a part of it; with the terms, what covariance and draws take.
+        jacobian = d * prior.n_params * torch.finfo(image.dtype).bits // 8 + 2 * min(CHUNK, 8 * d * prior.n_params)
+        return 8 * ((count + 2) * d * d + 3 * d * n) + max(jacobian, 8 * ((count + 3) * k * k + 3 * d * d))
 
     def evaluate(self, weights: Tensor, noise: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
         factor = self._factor(weights, noise)
@@ -233,7 +238,7 @@ class IterativeMeasured:
         self._evaluations += 1
         z = self._probes() if probes is None else probes
         right = z if residual is None else torch.cat([z, residual[None].double()])
-        solved = self.solve(weights, noise, right)
+        solved, _ = self._solved(weights, noise, right)
         pulled = self.pull(torch.cat([z, solved]))
         n = len(z)
         by_weights = self.prior.pairings(pulled[:n], pulled[n : 2 * n]) / n
@@ -249,7 +254,19 @@ class IterativeMeasured:
         return self.measure(self.image.push(self.prior.multiply(self.pull(data), taps))) + noise * data
 
     def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
-        """By preconditioned conjugate gradients, for all rows at once."""
+        """By preconditioned conjugate gradients, for all rows at once. Warns where ``max_iterations`` end them before ``tol``; gradients of
+        the evidence take what they have."""
+        found, reached = self._solved(weights, noise, data)
+        if not reached:
+            warnings.warn(
+                f"LinearisedDIP: conjugate gradients ended at max_iterations={self.max_iterations}, before tol={self.tol}: results are "
+                "inexact. Raise max_iterations or rank.",
+                stacklevel=2,
+            )
+        return found
+
+    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor) -> tuple[Tensor, bool]:
+        """Kyy^-1 of each row, and whether all are within ``tol``."""
         right = data.double()
         found, rest = torch.zeros_like(right), right.clone()
         aim = self.tol * right.norm(dim=1)
@@ -266,7 +283,7 @@ class IterativeMeasured:
             conditioned = self._conditioned(rest, noise)
             before, size = size, (rest * conditioned).sum(1)
             direction = conditioned + torch.where(before > 0, size / before, 0.0)[:, None] * direction
-        return found
+        return found, not (rest.norm(dim=1) > aim).any()
 
     def log_determinant(self, weights: Tensor, noise: Tensor, probes: Tensor | None = None) -> Tensor:
         """By stochastic Lanczos quadrature, an estimate.
@@ -337,7 +354,7 @@ class IterativeMeasured:
             before = self.image.push(self.prior.multiply(pulled, taps)).double()
             explained = self.smoothed(weights, self.solve(weights, noise, self.measure(before)))
             found[rows] = (before - explained).flatten(1)
-        return (found + found.T) / 2
+        return found.add_(found.T.clone()).div_(2)
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluations": self._evaluations, "low_rank": self._low_rank}

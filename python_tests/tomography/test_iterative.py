@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 from scipy.linalg import hadamard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform
+from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
 from ella_cuda.tomography import rays as rays_module
-from ella_cuda.tomography.evidence import IterativeMeasured
+from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
 from python_tests.tomography.small import (
     EXACT,
     SIDE,
@@ -178,6 +179,36 @@ def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeyp
     assert found == values or all(map(math.isnan, found))
     with pytest.raises(ValueError, match="of another run: at"):
         start().optimize_hyperparameters(6, at="linear", checkpoint=path, **options)
+    other = fitted(method=method, n_probes=3, rank=9, max_iterations=4)
+    if method == "iterative":
+        with pytest.raises(ValueError, match="of another run: iterative"):
+            other.optimize_hyperparameters(6, checkpoint=path, **options)
+    renamed = {name + "!": weights for name, weights in filter_blocks(small_unet()).items()}
+    with pytest.raises(ValueError, match=r"of another run: .*blocks"):
+        fitted(method=method, n_probes=2, rank=9, max_iterations=4, blocks=renamed).optimize_hyperparameters(
+            6, checkpoint=path, **options
+        )
+    other = start()
+    other._x = 2 * other._x
+    with pytest.raises(ValueError, match="of another run: data"):
+        other.linearise().optimize_hyperparameters(6, checkpoint=path, **options)
+    other = start()
+    matrix = other.ray_transform.matrix().to_dense() * 1.1
+    other.ray_transform._matrices = {
+        (torch.float64, torch.device("cpu"), t): (matrix.T if t else matrix) for t in (0, 1)
+    }
+    with pytest.raises(ValueError, match="the network or ray_transform is another"):
+        other.optimize_hyperparameters(6, checkpoint=path, **options)
+
+
+def test_conjugate_gradients_that_end_early_are_said(recwarn):
+    dip = fitted(2, method="iterative", max_iterations=2, rank=0)
+    dip.set_hyperparameters(noise=1e-6)
+    with pytest.warns(UserWarning, match="conjugate gradients ended at max_iterations=2, before tol=0.001"):
+        dip.covariance()
+    recwarn.clear()
+    fitted(2, method="iterative", **EXACT).covariance()
+    assert not [w for w in recwarn if "conjugate" in str(w.message)]
 
 
 class Largest(TorchDispatchMode):
@@ -210,6 +241,31 @@ def test_nothing_of_the_size_of_a_covariance_is_formed(monkeypatch):
             dip.sample(2)
         sizes[method] = largest.entries
     assert sizes["iterative"] < side**4 / 5 <= side**4 <= sizes["dense"]
+
+
+def allocated(call):
+    """The most bytes that a call holds at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+@pytest.mark.parametrize(("side", "angles"), [(20, 4), (10, 40)], ids=["few data", "many data"])
+def test_dense_matrices_take_what_the_budget_is_compared_with(side, angles):
+    rays = RayTransform(side, angles)
+    dip = LinearisedDIP(UNet(channels=4), rays, method="dense")
+    dip.reconstruct(rays.forward(phantom(side)), n_steps=1, **QUIET)
+    dip.linearise()
+    bound = DenseMeasured.bytes(dip._image, rays, dip.prior)
+    dip._measured = None
+
+    def work():
+        dip.linearise().optimize_hyperparameters(1, at="linear", **QUIET)
+        dip.covariance()
+
+    assert 0.8 * bound < allocated(work) <= bound
 
 
 def test_the_way_is_chosen_by_the_budget():

@@ -254,7 +254,9 @@ class RayOperator(LinearMap):
             return super().fbp(y)
         y = self._checked("y", y, self.data_shape)
         rows = y.reshape(-1, *self.data_shape)
-        found = [self._fbp(row[None] if self._batched else row).reshape(self.image_shape) for row in rows]
+        found = [_returned("fbp", self._fbp(row[None] if self._batched else row)) for row in rows]
+        if wrong := [tuple(image.shape) for image in found if image.numel() != math.prod(self.image_shape)]:
+            raise ValueError(f"RayOperator: fbp must return an image {self.image_shape}, got {wrong[0]}.")
         return torch.stack(found).reshape(*y.shape[: y.dim() - len(self.data_shape)], *self.image_shape)
 
     def _product(self, x: Tensor, adjoint: bool) -> Tensor:

@@ -166,6 +166,8 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(rays.forward, lambda y: rays.adjoint(y).numpy(), 4)
     with pytest.raises(ValueError, match="measurements along one axis at least"):
         RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
+    with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
+        RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
     with pytest.raises(TypeError, match="image_shape must be a sequence of integers, got 16"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=16)
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):

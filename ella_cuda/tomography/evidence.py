@@ -206,8 +206,11 @@ class IterativeMeasured:
     matrices. Gradients of the log determinant are Hutchinson's unbiased estimates.
 
     Args:
-        n_probes: for an estimate. max_iterations, tol: of conjugate gradients; tol is of each residual's norm relative to the right side's.
-        rank: of the preconditioner, a randomised low-rank approximation (Nystrom's) of the prior's part.
+        n_probes: for an estimate.
+        max_iterations, tol: of conjugate gradients. For the evidence's gradient, tol is of each residual's norm relative to the right side's.
+            Else it bounds each solution's relative error, for which residuals must be small beside the noise: right sides are mostly in the
+            few directions that the prior makes large, and error bars come from the others.
+        rank: of the preconditioner, a randomised low-rank approximation (Nystrom's) of the prior's part; 0 is none.
 
     Source: Antoran, Barbano et al., TMLR 2023, section 4.3; Frangella, Tropp and Udell, "Randomized Nystrom preconditioning", 2023.
     """
@@ -227,6 +230,7 @@ class IterativeMeasured:
         self.n_probes, self.max_iterations, self.tol = n_probes, max_iterations, tol
         self.rank = min(rank, self.n_data)
         self._low_rank: tuple[Tensor, Tensor] | None = None
+        self._conditioned_at: Tensor | None = None  # the terms' weights
         self._evaluations = 0
 
     def evaluate(
@@ -256,7 +260,9 @@ class IterativeMeasured:
     def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
         """By preconditioned conjugate gradients, for all rows at once. Warns where ``max_iterations`` end them before ``tol``; gradients of
         the evidence take what they have."""
-        found, reached = self._solved(weights, noise, data)
+        if self._conditioned_at is None or not torch.equal(self._conditioned_at, weights):
+            self.precondition(weights)
+        found, reached = self._solved(weights, noise, data, by_error=True)
         if not reached:
             warnings.warn(
                 f"LinearisedDIP: conjugate gradients ended at max_iterations={self.max_iterations}, before tol={self.tol}: results are "
@@ -265,7 +271,7 @@ class IterativeMeasured:
             )
         return found
 
-    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor) -> tuple[Tensor, bool]:
+    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor, by_error: bool = False) -> tuple[Tensor, bool]:
         """Kyy^-1 of each row, and whether all are within ``tol``."""
         right = data.double()
         found, rest = torch.zeros_like(right), right.clone()
@@ -273,6 +279,8 @@ class IterativeMeasured:
         conditioned = self._conditioned(rest, noise)
         direction, size = conditioned, (rest * conditioned).sum(1)
         for _ in range(self.max_iterations):
+            if by_error:  # |Kyy^-1 rest| <= |rest| / noise
+                aim = self.tol * noise * found.norm(dim=1)
             moving = rest.norm(dim=1) > aim
             if not moving.any():
                 break
@@ -283,6 +291,8 @@ class IterativeMeasured:
             conditioned = self._conditioned(rest, noise)
             before, size = size, (rest * conditioned).sum(1)
             direction = conditioned + torch.where(before > 0, size / before, 0.0)[:, None] * direction
+        if by_error:
+            aim = self.tol * noise * found.norm(dim=1)
         return found, not (rest.norm(dim=1) > aim).any()
 
     def log_determinant(self, weights: Tensor, noise: Tensor, probes: Tensor | None = None) -> Tensor:
@@ -362,7 +372,7 @@ class IterativeMeasured:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         low_rank = state["low_rank"]
         self._low_rank = None if low_rank is None else tuple(part.to(self.image.device) for part in low_rank)
-        self._evaluations = state["evaluations"]
+        self._evaluations, self._conditioned_at = state["evaluations"], None
 
     def measure(self, images: Tensor) -> Tensor:
         """A x: ``(S, H, W) -> (S, n)``, float64."""
@@ -375,11 +385,12 @@ class IterativeMeasured:
 
     def precondition(self, weights: Tensor) -> None:
         """Make the preconditioner at these weights."""
+        self._conditioned_at = weights.detach().clone()
         if not self.rank:
             return
-        device = self.image.device
-        drawn = torch.randn(self.n_data, self.rank, dtype=torch.float64, device=device)
-        basis = torch.linalg.qr(drawn).Q.T
+        generator = torch.Generator().manual_seed(0)  # of its own: a sample is its generator's alone
+        drawn = torch.randn(self.n_data, self.rank, generator=generator, dtype=torch.float64)
+        basis = torch.linalg.qr(drawn.to(self.image.device)).Q.T
         image = torch.cat([self.product(weights, 0.0, part) for part in basis.split(self.image.batch_size)])
         shift = torch.finfo(self.image.dtype).eps * image.norm()
         image = image + shift * basis

@@ -159,8 +159,8 @@ class LinearisedDIP:
             network_input: ``(H, W)`` or ``(1, C, H, W)``; None is ``ray_transform.fbp(y)``.
             n_steps: of Adam, those before an interruption included. The paper takes 7,400 to 50,000, more for less noise and more angles.
             lr: of Adam.
-            checkpoint: a file, replaced every ``checkpoint_every`` steps and at the end. Where it exists, steps go on from it, on the CPU to
-                the same numbers bit for bit.
+            checkpoint: a file, replaced every ``checkpoint_every`` steps and at the end. Where it exists, steps go on from it, on a CPU with
+                as many threads to the same numbers bit for bit.
             progress_bar: show one.
 
         Raises:

@@ -201,6 +201,23 @@ def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeyp
         other.optimize_hyperparameters(6, checkpoint=path, **options)
 
 
+@pytest.mark.parametrize(("rank", "iterations"), [(200, 50), (10, 50), (0, 300)])
+def test_error_bars_are_right_where_the_prior_is_large_beside_the_noise(rank, iterations, recwarn):
+    """There a residual that is small beside the right side is large beside the noise, which error bars hang on."""
+    dense = fitted(method="dense")
+    dip = fitted(method="iterative", rank=rank, max_iterations=iterations)
+    for some in (dense, dip):
+        some.optimize_hyperparameters(1, **QUIET)  # a preconditioner of other hyperparameters
+        some.set_hyperparameters(50.0, 1.0, 1e-3)
+    before = torch.get_rng_state()
+    expected, found = dense.covariance().diagonal(), dip.covariance().diagonal()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(dip.linear_mode(), dense.linear_mode(), rtol=0, atol=1e-3 * dense.linear_mode().norm())
+    dip.sample(2, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)  # draws are the generator's alone
+    assert not [w for w in recwarn if "conjugate" in str(w.message)]
+
+
 def test_conjugate_gradients_that_end_early_are_said(recwarn):
     dip = fitted(2, method="iterative", max_iterations=2, rank=0)
     dip.set_hyperparameters(noise=1e-6)

@@ -207,9 +207,8 @@ class IterativeMeasured:
 
     Args:
         n_probes: for an estimate.
-        max_iterations, tol: of conjugate gradients. For the evidence's gradient, tol is of each residual's norm relative to the right side's.
-            Else it bounds each solution's relative error, for which residuals must be small beside the noise: right sides are mostly in the
-            few directions that the prior makes large, and error bars come from the others.
+        max_iterations, tol: of conjugate gradients; tol bounds each solution's relative error, for which residuals must be small beside the
+            noise: right sides are mostly in the few directions that the prior makes large, and error bars come from the others.
         rank: of the preconditioner, a randomised low-rank approximation (Nystrom's) of the prior's part; 0 is none.
 
     Source: Antoran, Barbano et al., TMLR 2023, section 4.3; Frangella, Tropp and Udell, "Randomized Nystrom preconditioning", 2023.
@@ -262,7 +261,7 @@ class IterativeMeasured:
         the evidence take what they have."""
         if self._conditioned_at is None or not torch.equal(self._conditioned_at, weights):
             self.precondition(weights)
-        found, reached = self._solved(weights, noise, data, by_error=True)
+        found, reached = self._solved(weights, noise, data)
         if not reached:
             warnings.warn(
                 f"LinearisedDIP: conjugate gradients ended at max_iterations={self.max_iterations}, before tol={self.tol}: results are "
@@ -271,17 +270,14 @@ class IterativeMeasured:
             )
         return found
 
-    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor, by_error: bool = False) -> tuple[Tensor, bool]:
+    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor) -> tuple[Tensor, bool]:
         """Kyy^-1 of each row, and whether all are within ``tol``."""
         right = data.double()
         found, rest = torch.zeros_like(right), right.clone()
-        aim = self.tol * right.norm(dim=1)
         conditioned = self._conditioned(rest, noise)
         direction, size = conditioned, (rest * conditioned).sum(1)
         for _ in range(self.max_iterations):
-            if by_error:  # |Kyy^-1 rest| <= |rest| / noise
-                aim = self.tol * noise * found.norm(dim=1)
-            moving = rest.norm(dim=1) > aim
+            moving = self._moving(rest, found, noise)
             if not moving.any():
                 break
             pushed = self.product(weights, noise, direction)
@@ -291,9 +287,11 @@ class IterativeMeasured:
             conditioned = self._conditioned(rest, noise)
             before, size = size, (rest * conditioned).sum(1)
             direction = conditioned + torch.where(before > 0, size / before, 0.0)[:, None] * direction
-        if by_error:
-            aim = self.tol * noise * found.norm(dim=1)
-        return found, not (rest.norm(dim=1) > aim).any()
+        return found, not self._moving(rest, found, noise).any()
+
+    def _moving(self, rest: Tensor, found: Tensor, noise: Tensor) -> Tensor:
+        """Which rows' errors, of norm ``|rest| / noise`` at most, are not within ``tol``."""
+        return rest.norm(dim=1) > self.tol * noise * found.norm(dim=1)
 
     def log_determinant(self, weights: Tensor, noise: Tensor, probes: Tensor | None = None) -> Tensor:
         """By stochastic Lanczos quadrature, an estimate.

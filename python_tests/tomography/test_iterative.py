@@ -11,6 +11,8 @@ from scipy.linalg import hadamard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
+from ella_cuda.tomography import evidence as evidence_module
+from ella_cuda.tomography import linearised as linearised_module
 from ella_cuda.tomography import rays as rays_module
 from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
 from python_tests.tomography.small import (
@@ -79,6 +81,22 @@ def test_covariance_samples_and_evidence_are_those_of_dense_matrices(both):
     assert iterative._image_noise().item() == pytest.approx(dense._image_noise().item(), rel=1e-4)
     many = iterative.log_marginal_likelihood("linear")  # by ten probes
     assert many.item() == pytest.approx(dense.log_marginal_likelihood("linear").item(), rel=0.2)
+
+
+def test_noise_in_the_image_is_along_as_many_singular_vectors_as_are_asked_for(both, monkeypatch):
+    monkeypatch.setattr(linearised_module, "SINGULAR_VECTORS", 5)
+    values = torch.linalg.svdvals(projection(both[0]))[:5]
+    for dip in both:
+        assert dip._image_noise().item() == pytest.approx((values**-2).sum().item() / SIDE**2, rel=1e-4)
+
+
+def test_the_preconditioner_is_made_again_now_and_then(monkeypatch):
+    monkeypatch.setattr(evidence_module, "REFRESH", 3)
+    dip, made = fitted(2, method="iterative"), []
+    precondition = dip._measured.precondition
+    monkeypatch.setattr(dip._measured, "precondition", lambda weights: made.append(weights) or precondition(weights))
+    dip.optimize_hyperparameters(7, lr=0.1, **QUIET)
+    assert len(made) == 3 and not torch.equal(made[0], made[2])
 
 
 def test_samples_are_matherons_of_prior_draws(both):

@@ -95,7 +95,11 @@ class Loop:
         self._checkpoint.save(plain({**kept, "random": random_state(())}))
 
     def _check(self, path: Path, kept: dict[str, Any]) -> None:
-        forms = {"of": str, "settings": dict, "values": list, "state": dict, "random": dict}
+        if not isinstance(kept.get("of"), str):
+            raise ValueError(
+                f"{self.where}: {path} is a checkpoint of something else. Name another file, or move it away to start anew."
+            )
+        forms = {"settings": dict, "values": list, "state": dict, "random": dict}
         for key, kind in forms.items():
             if not isinstance(kept.get(key), kind):
                 raise ValueError(f"{self.where}: the checkpoint {path} has no {key}; move it away to start anew.")

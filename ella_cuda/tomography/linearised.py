@@ -22,7 +22,7 @@ from ella_cuda.tomography.evidence import (
     LogNormalTerms,
 )
 from ella_cuda.tomography.filter_prior import FilterPrior
-from ella_cuda.tomography.rays import LinearMap, RayTransform
+from ella_cuda.tomography.rays import DTYPES, LinearMap, RayTransform
 from ella_cuda.tomography.total_variation import differences, expected_absolute
 
 METHODS = ("auto", "dense", "iterative")
@@ -126,6 +126,8 @@ class LinearisedDIP:
         with torch.inference_mode(False):
             self.prior = FilterPrior(network, blocks)
         weight = network.get_parameter(self.prior.parameter_names[0])
+        if weight.dtype not in DTYPES:
+            raise TypeError(f"LinearisedDIP: network must be float32 or float64, got {weight.dtype}.")
         self._kind = {"dtype": weight.dtype, "device": weight.device}
         self.reconstruction: Tensor | None = None
         self.losses: list[float] = []
@@ -175,6 +177,8 @@ class LinearisedDIP:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{where}: network_input must be finite and of shape (H, W) or (1, C, H, W), got {got}.")
         x = _own(x[None, None] if x.dim() == 2 else x, self._kind)
+        if not any(p.requires_grad for p in self.network.parameters()):
+            raise ValueError(f"{where}: network must have a parameter that requires a gradient, got none.")
         _positive_integer(where, "n_steps", n_steps)
         _positive_integer(where, "checkpoint_every", checkpoint_every)
         _positive(where, "lr", lr)

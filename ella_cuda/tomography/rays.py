@@ -345,7 +345,7 @@ def _angles(angles: int | Sequence[float] | Tensor) -> Tensor:
         raise TypeError(f"RayTransform: angles must be a number or a sequence of radians, got {angles!r}.") from error
     if found.dim() != 1 or not len(found) or not found.isfinite().all():
         raise ValueError(f"RayTransform: angles must be a positive number or finite radians (angles,), got {angles!r}.")
-    return found.clone()
+    return found.detach().clone()
 
 
 def _count(where: str, name: str, value: int) -> int:

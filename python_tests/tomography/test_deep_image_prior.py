@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet
+from ella_cuda.training.checkpoint import save_checkpoint
 from python_tests.tomography.small import drawn, phantom, small_unet
 
 QUIET = {"progress_bar": False}
@@ -168,6 +169,9 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
     dip.reconstruct(y, n_steps=2, **QUIET)
     with pytest.raises(ValueError, match="is of another run"):
         dip.linearise().optimize_hyperparameters(2, checkpoint=path, **QUIET)
+    save_checkpoint(path, {"epoch": 1})
+    with pytest.raises(ValueError, match="is a checkpoint of something else"):
+        LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     path.write_bytes(content[:-100])
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
@@ -244,6 +248,11 @@ def test_wrong_arguments_are_refused():
             LinearisedDIP(small_unet(), RAYS, **options)
     with pytest.raises(TypeError, match="memory_budget must be a number, got '2GB'"):
         LinearisedDIP(small_unet(), RAYS, memory_budget="2GB")
+    with pytest.raises(TypeError, match=r"network must be float32 or float64, got torch\.bfloat16"):
+        LinearisedDIP(small_unet().bfloat16(), RAYS)
+    frozen = small_unet().requires_grad_(False)
+    with pytest.raises(ValueError, match="network must have a parameter that requires a gradient"):
+        LinearisedDIP(frozen, RAYS, blocks={"a": ["outc.weight"]}).reconstruct(measured(), **QUIET)
     dip, y = LinearisedDIP(small_unet(), RAYS), measured()
     for arguments, words in (
         ({"y": y[:2]}, r"y must be floating point measurements \(4, 7\), got torch.float64 \(2, 7\)"),

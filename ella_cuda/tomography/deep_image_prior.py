@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ella_cuda.modes import exclusively
+from ella_cuda.modes import evaluation_mode, exclusively
 from ella_cuda.progress import bar_size
 from ella_cuda.tomography.rays import LinearMap
 from ella_cuda.tomography.total_variation import total_variation
@@ -20,6 +20,7 @@ from ella_cuda.training.checkpoint import Checkpoint, plain, random_state, resto
 
 LARGEST = 1000.0  # absolute value of a weight
 GRADIENT_NORM = 1.0  # at most
+SAME = 1e-3  # relative: projections that differ by less differ by rounding
 
 Step = Callable[[], float]
 
@@ -94,7 +95,11 @@ class Loop:
         self._checkpoint.save(plain({**kept, "random": random_state(())}))
 
     def _check(self, path: Path, kept: dict[str, Any]) -> None:
-        forms = {"of": str, "settings": dict, "values": list, "state": dict, "random": dict}
+        if not isinstance(kept.get("of"), str):
+            raise ValueError(
+                f"{self.where}: {path} is a checkpoint of something else. Name another file, or move it away to start anew."
+            )
+        forms = {"settings": dict, "values": list, "state": dict, "random": dict}
         for key, kind in forms.items():
             if not isinstance(kept.get(key), kind):
                 raise ValueError(f"{self.where}: the checkpoint {path} has no {key}; move it away to start anew.")
@@ -105,6 +110,12 @@ class Loop:
             raise ValueError(
                 f"{self.where}: the checkpoint {path} is of another run: {what}. Pass what that run had, or name another file."
             )
+
+
+def require_same(kept: Tensor, projected: Tensor) -> None:
+    """ValueError where a checkpoint's image has other measurements than the network and the transform at hand give it."""
+    if kept.shape != projected.shape or not (kept.to(projected) - projected).norm() <= SAME * projected.norm():
+        raise ValueError("its image has other measurements: the network or ray_transform is another")
 
 
 def data_loss(image: Tensor, y: Tensor, rays: LinearMap, tv_weight: float) -> Tensor:
@@ -123,11 +134,11 @@ def fit_network(
     loop: Loop,
 ) -> list[float]:
     """Adam on :func:`data_loss` of the network's image of x, with gradients of norm 1 at most and weights within 1000; the network ends at
-    the weights of the least loss. Returns the losses.
+    the weights of the least loss, also where an exception ends the steps. Returns the losses.
 
     Raises:
         ValueError: the network's output is no image.
-        FloatingPointError: a loss is not finite. The network is at the weights of the least loss before.
+        FloatingPointError: a loss is not finite.
     """
     parameters = [p for p in network.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=lr, fused=True)
@@ -138,7 +149,6 @@ def fit_network(
         loss = data_loss(as_image(network(x), rays), y, rays, tv_weight)
         value = loss.item()
         if not math.isfinite(value):
-            network.load_state_dict(best["network"])
             raise FloatingPointError(
                 f"{loop.where}: the loss is {value}; lower lr. The network has the best weights before; the last checkpoint, if any, "
                 "is good."
@@ -154,23 +164,32 @@ def fit_network(
         return value
 
     def state() -> dict[str, Any]:
-        return {"network": dict(network.state_dict()), "best": best, "optimizer": optimizer.state_dict()}
+        return {
+            "network": dict(network.state_dict()),
+            "best": best,
+            "optimizer": optimizer.state_dict(),
+            "projected": projected(),
+        }
+
+    @torch.no_grad()
+    def projected() -> Tensor:
+        with evaluation_mode(network):
+            return rays.forward(as_image(network(x), rays))
 
     def restore(kept: Mapping[str, Any]) -> None:
         network.load_state_dict(kept["network"])
+        require_same(kept["projected"], projected())
         optimizer.load_state_dict(kept["optimizer"])
         best.update(loss=float(kept["best"]["loss"]), network=dict(kept["best"]["network"]))
 
-    with torch.inference_mode(False), torch.enable_grad(), exclusively(network):
-        before = network.training
+    # The outer context puts back the mode of every part.
+    with torch.enable_grad(), exclusively(network), evaluation_mode(network):
         network.train()
         try:
-            losses = loop.run(n_steps, step, state, restore)
+            return loop.run(n_steps, step, state, restore)
         finally:
             optimizer.zero_grad()
-            network.train(before)
-        network.load_state_dict(best["network"])
-    return losses
+            network.load_state_dict(best["network"])
 
 
 def as_image(output: Any, rays: LinearMap) -> Tensor:

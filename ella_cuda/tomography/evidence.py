@@ -8,6 +8,7 @@ With images :math:`x = o + J\\theta`, :math:`\\theta \\sim N(0, S)`, and measure
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from ella_cuda.laplace import TangentModel
 from ella_cuda.progress import bar_size
-from ella_cuda.tomography.filter_prior import FilterPrior
+from ella_cuda.tomography.filter_prior import CHUNK, FilterPrior
 from ella_cuda.tomography.rays import LinearMap
 from ella_cuda.tomography.total_variation import difference_variances, differences
 
@@ -120,15 +121,19 @@ class DenseMeasured:
         for term in tqdm(range(count), **label, **bar_size()):
             self.image_terms[term] = prior.gram(jacobian, term)
         del jacobian
-        self.terms = torch.stack([self.operator @ term @ self.operator.T for term in self.image_terms])
+        k = len(self.operator)
+        self.terms = torch.empty(count, k, k, dtype=torch.float64, device=device)
+        for term, of_image in zip(self.terms, self.image_terms, strict=True):
+            torch.matmul(self.operator @ of_image, self.operator.T, out=term)
 
     @staticmethod
     def bytes(image: LinearisedImage, rays: LinearMap, prior: FilterPrior) -> int:
-        """At the peak."""
+        """At the peak, of matrices."""
         d, n, count = image.n_pixels, math.prod(rays.data_shape), len(prior.terms)
         k = min(d, n)
-        jacobian = d * prior.n_params * torch.finfo(image.dtype).bits // 8
-        return 8 * (count * d * d + 4 * d * n) + max(jacobian, 8 * (count + 3) * k * k)
+        # With the Jacobian, copies of a part of it; with the terms, what covariance and draws take.
+        jacobian = d * prior.n_params * torch.finfo(image.dtype).bits // 8 + 2 * min(CHUNK, 8 * d * prior.n_params)
+        return 8 * ((count + 2) * d * d + 3 * d * n) + max(jacobian, 8 * ((count + 3) * k * k + 3 * d * d))
 
     def evaluate(self, weights: Tensor, noise: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
         factor = self._factor(weights, noise)
@@ -201,8 +206,10 @@ class IterativeMeasured:
     matrices. Gradients of the log determinant are Hutchinson's unbiased estimates.
 
     Args:
-        n_probes: for an estimate. max_iterations, tol: of conjugate gradients; tol is of each residual's norm relative to the right side's.
-        rank: of the preconditioner, a randomised low-rank approximation (Nystrom's) of the prior's part.
+        n_probes: for an estimate.
+        max_iterations, tol: of conjugate gradients; tol bounds each solution's relative error, for which residuals must be small beside the
+            noise: right sides are mostly in the few directions that the prior makes large, and error bars come from the others.
+        rank: of the preconditioner, a randomised low-rank approximation (Nystrom's) of the prior's part; 0 is none.
 
     Source: Antoran, Barbano et al., TMLR 2023, section 4.3; Frangella, Tropp and Udell, "Randomized Nystrom preconditioning", 2023.
     """
@@ -222,6 +229,7 @@ class IterativeMeasured:
         self.n_probes, self.max_iterations, self.tol = n_probes, max_iterations, tol
         self.rank = min(rank, self.n_data)
         self._low_rank: tuple[Tensor, Tensor] | None = None
+        self._conditioned_at: Tensor | None = None  # the terms' weights
         self._evaluations = 0
 
     def evaluate(
@@ -233,7 +241,7 @@ class IterativeMeasured:
         self._evaluations += 1
         z = self._probes() if probes is None else probes
         right = z if residual is None else torch.cat([z, residual[None].double()])
-        solved = self.solve(weights, noise, right)
+        solved, _ = self._solved(weights, noise, right)
         pulled = self.pull(torch.cat([z, solved]))
         n = len(z)
         by_weights = self.prior.pairings(pulled[:n], pulled[n : 2 * n]) / n
@@ -249,14 +257,27 @@ class IterativeMeasured:
         return self.measure(self.image.push(self.prior.multiply(self.pull(data), taps))) + noise * data
 
     def solve(self, weights: Tensor, noise: Tensor, data: Tensor) -> Tensor:
-        """By preconditioned conjugate gradients, for all rows at once."""
+        """By preconditioned conjugate gradients, for all rows at once. Warns where ``max_iterations`` end them before ``tol``; gradients of
+        the evidence take what they have."""
+        if self._conditioned_at is None or not torch.equal(self._conditioned_at, weights):
+            self.precondition(weights)
+        found, reached = self._solved(weights, noise, data)
+        if not reached:
+            warnings.warn(
+                f"LinearisedDIP: conjugate gradients ended at max_iterations={self.max_iterations}, before tol={self.tol}: results are "
+                "inexact. Raise max_iterations or rank.",
+                stacklevel=2,
+            )
+        return found
+
+    def _solved(self, weights: Tensor, noise: Tensor, data: Tensor) -> tuple[Tensor, bool]:
+        """Kyy^-1 of each row, and whether all are within ``tol``."""
         right = data.double()
         found, rest = torch.zeros_like(right), right.clone()
-        aim = self.tol * right.norm(dim=1)
         conditioned = self._conditioned(rest, noise)
         direction, size = conditioned, (rest * conditioned).sum(1)
         for _ in range(self.max_iterations):
-            moving = rest.norm(dim=1) > aim
+            moving = self._moving(rest, found, noise)
             if not moving.any():
                 break
             pushed = self.product(weights, noise, direction)
@@ -266,7 +287,11 @@ class IterativeMeasured:
             conditioned = self._conditioned(rest, noise)
             before, size = size, (rest * conditioned).sum(1)
             direction = conditioned + torch.where(before > 0, size / before, 0.0)[:, None] * direction
-        return found
+        return found, not self._moving(rest, found, noise).any()
+
+    def _moving(self, rest: Tensor, found: Tensor, noise: Tensor) -> Tensor:
+        """Which rows' errors, of norm ``|rest| / noise`` at most, are not within ``tol``."""
+        return rest.norm(dim=1) > self.tol * noise * found.norm(dim=1)
 
     def log_determinant(self, weights: Tensor, noise: Tensor, probes: Tensor | None = None) -> Tensor:
         """By stochastic Lanczos quadrature, an estimate.
@@ -337,7 +362,7 @@ class IterativeMeasured:
             before = self.image.push(self.prior.multiply(pulled, taps)).double()
             explained = self.smoothed(weights, self.solve(weights, noise, self.measure(before)))
             found[rows] = (before - explained).flatten(1)
-        return (found + found.T) / 2
+        return found.add_(found.T.clone()).div_(2)
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluations": self._evaluations, "low_rank": self._low_rank}
@@ -345,7 +370,7 @@ class IterativeMeasured:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         low_rank = state["low_rank"]
         self._low_rank = None if low_rank is None else tuple(part.to(self.image.device) for part in low_rank)
-        self._evaluations = state["evaluations"]
+        self._evaluations, self._conditioned_at = state["evaluations"], None
 
     def measure(self, images: Tensor) -> Tensor:
         """A x: ``(S, H, W) -> (S, n)``, float64."""
@@ -358,11 +383,12 @@ class IterativeMeasured:
 
     def precondition(self, weights: Tensor) -> None:
         """Make the preconditioner at these weights."""
+        self._conditioned_at = weights.detach().clone()
         if not self.rank:
             return
-        device = self.image.device
-        drawn = torch.randn(self.n_data, self.rank, dtype=torch.float64, device=device)
-        basis = torch.linalg.qr(drawn).Q.T
+        generator = torch.Generator().manual_seed(0)  # of its own: a sample is its generator's alone
+        drawn = torch.randn(self.n_data, self.rank, generator=generator, dtype=torch.float64)
+        basis = torch.linalg.qr(drawn.to(self.image.device)).Q.T
         image = torch.cat([self.product(weights, 0.0, part) for part in basis.split(self.image.batch_size)])
         shift = torch.finfo(self.image.dtype).eps * image.norm()
         image = image + shift * basis

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 JITTER = 1e-6  # on the diagonal of the correlations of taps
+CHUNK = 1 << 26  # bytes of a copy
 
 
 class Block(NamedTuple):
@@ -32,11 +33,13 @@ class Block(NamedTuple):
 def filter_blocks(network: nn.Module) -> dict[str, list[str]]:
     """The weights of a network's 2-D convolutions by block: those of one kernel size in the network's outermost module that is no
     ``ModuleList`` or ``ModuleDict``. Of :class:`UNet`, ``inc``, ``down.i``, ``up.i`` and ``outc``, where the 1x1
-    convolutions of ``up.i`` are a block of their own."""
+    convolutions of ``up.i`` are a block of their own. A weight of several convolutions is in the first one's."""
     found: dict[str, list[str]] = {}
+    seen: set[int] = set()
     for path, module in network.named_modules():
-        if not isinstance(module, nn.Conv2d) or not module.weight.requires_grad:
+        if not isinstance(module, nn.Conv2d) or not module.weight.requires_grad or id(module.weight) in seen:
             continue
+        seen.add(id(module.weight))
         parts, outer, depth = path.split(".") if path else [], network, 0
         while depth < len(parts) and (depth == 0 or isinstance(outer, (nn.ModuleList, nn.ModuleDict))):
             outer, depth = outer.get_submodule(parts[depth]), depth + 1
@@ -161,7 +164,7 @@ class FilterPrior:
         crossed = [(torch.einsum("sfa,sfb->ab", a.double(), b.double()) * mask).sum((1, 2)) for a, b, mask in parts]
         return torch.cat(crossed)
 
-    def gram(self, rows: Tensor, term: int, chunk: int = 1 << 26) -> Tensor:
+    def gram(self, rows: Tensor, term: int, chunk: int = CHUNK) -> Tensor:
         """rows (term) rows' of ``(n, P)``: ``(n, n)``, float64, by as many filters at a time as a copy of ``chunk`` bytes holds."""
         block = self.terms[term][0]
         mask = self.masks[block][term - [of for of, _ in self.terms].index(block)]

@@ -14,7 +14,7 @@ from ella_cuda.digest import tensors_digest
 from ella_cuda.laplace import TangentModel
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import evaluation_mode
-from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network
+from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
     IterativeMeasured,
@@ -22,7 +22,7 @@ from ella_cuda.tomography.evidence import (
     LogNormalTerms,
 )
 from ella_cuda.tomography.filter_prior import FilterPrior
-from ella_cuda.tomography.rays import LinearMap, RayTransform
+from ella_cuda.tomography.rays import DTYPES, LinearMap, RayTransform
 from ella_cuda.tomography.total_variation import differences, expected_absolute
 
 METHODS = ("auto", "dense", "iterative")
@@ -113,15 +113,21 @@ class LinearisedDIP:
                 f"LinearisedDIP: ray_transform must be a RayTransform or RayOperator, got {type(ray_transform).__name__}; give functions of "
                 "yours as RayOperator(forward, adjoint, image_size)."
             )
-        _at_least_zero("tv_weight", tv_weight)
+        for name, number in (("tv_weight", tv_weight), ("tol", tol), ("memory_budget", memory_budget)):
+            _at_least_zero("LinearisedDIP", name, number)
         for name, value in (("batch_size", batch_size), ("n_probes", n_probes), ("max_iterations", max_iterations)):
             _positive_integer("LinearisedDIP", name, value)
+        if rank != 0:  # no preconditioner
+            _positive_integer("LinearisedDIP", "rank", rank)
         self.network, self.ray_transform, self.tv_weight = network, ray_transform, float(tv_weight)
         self.form, self.method = check_choice("form", form, FORMS), check_choice("method", method, METHODS)
         self.memory_budget, self.batch_size = memory_budget, batch_size
         self._iterative = {"n_probes": n_probes, "max_iterations": max_iterations, "tol": tol, "rank": rank}
-        self.prior = FilterPrior(network, blocks)
+        with torch.inference_mode(False):
+            self.prior = FilterPrior(network, blocks)
         weight = network.get_parameter(self.prior.parameter_names[0])
+        if weight.dtype not in DTYPES:
+            raise TypeError(f"LinearisedDIP: network must be float32 or float64, got {weight.dtype}.")
         self._kind = {"dtype": weight.dtype, "device": weight.device}
         self.reconstruction: Tensor | None = None
         self.losses: list[float] = []
@@ -132,6 +138,7 @@ class LinearisedDIP:
 
     # reconstruction ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def reconstruct(
         self,
         y: Tensor,
@@ -154,8 +161,8 @@ class LinearisedDIP:
             network_input: ``(H, W)`` or ``(1, C, H, W)``; None is ``ray_transform.fbp(y)``.
             n_steps: of Adam, those before an interruption included. The paper takes 7,400 to 50,000, more for less noise and more angles.
             lr: of Adam.
-            checkpoint: a file, replaced every ``checkpoint_every`` steps and at the end. Where it exists, steps go on from it, on the CPU to
-                the same numbers bit for bit.
+            checkpoint: a file, replaced every ``checkpoint_every`` steps and at the end. Where it exists, steps go on from it, on a CPU with
+                as many threads to the same numbers bit for bit.
             progress_bar: show one.
 
         Raises:
@@ -169,7 +176,9 @@ class LinearisedDIP:
         if not isinstance(x, Tensor) or x.dim() not in (2, 4) or not x.is_floating_point() or not x.isfinite().all():
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{where}: network_input must be finite and of shape (H, W) or (1, C, H, W), got {got}.")
-        x = (x[None, None] if x.dim() == 2 else x).detach().to(**self._kind)
+        x = _own(x[None, None] if x.dim() == 2 else x, self._kind)
+        if not any(p.requires_grad for p in self.network.parameters()):
+            raise ValueError(f"{where}: network must have a parameter that requires a gradient, got none.")
         _positive_integer(where, "n_steps", n_steps)
         _positive_integer(where, "checkpoint_every", checkpoint_every)
         _positive(where, "lr", lr)
@@ -193,6 +202,7 @@ class LinearisedDIP:
 
     # the linear model --------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def linearise(self, progress_bar: bool = False) -> LinearisedDIP:
         """Linearise the network at its weights, and forget hyperparameters: variances are 1, lengthscales 0.1 pixels and the noise the mean
         squared residual. Dense methods form their matrices here. Returns self.
@@ -289,6 +299,7 @@ class LinearisedDIP:
             raw["log_noise"] = torch.full_like(raw["log_noise"], math.log(_positive(where, "noise", noise)))
         self._raw = raw
 
+    @torch.inference_mode(False)
     def optimize_hyperparameters(
         self,
         n_steps: int = 1500,
@@ -340,16 +351,17 @@ class LinearisedDIP:
             _positive_integer(where, name, count)
         _positive(where, "lr", lr)
         _positive(where, "linear_lr", linear_lr)
-        _at_least_zero("tv_prior", tv_prior)
+        _at_least_zero(where, "tv_prior", tv_prior)
         settings: dict[str, Any] = {
-            "data": tensors_digest(self._y, self._image.tangent.point),
+            "data": tensors_digest(self._y, self._x, self._image.tangent.point),
             "ray_transform": self._geometry(),
             "tv_weight": self.tv_weight,
             "at": at,
             "tv_prior": float(tv_prior),
             "lr": float(lr),
             "form": self.form,
-            "dense": self.is_dense,
+            "iterative": None if self.is_dense else self._iterative,
+            "blocks": [[block.name, list(block.parameters)] for block in self.prior.blocks],
             "linear": [linear_steps, float(linear_lr)] if at == "linear_tv" else None,
         }
         loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
@@ -361,6 +373,7 @@ class LinearisedDIP:
         optimizer = torch.optim.Adam(raw.values(), lr=lr)
         tv_terms = self._measured.difference_terms() if tv_prior and self.prior.smooth else None
         moments = None if at == "linear" else self.prior.moments(self.theta)
+        projected = self.ray_transform.forward(self.reconstruction)
 
         def step() -> float:
             optimizer.zero_grad()
@@ -381,10 +394,12 @@ class LinearisedDIP:
                 "optimizer": optimizer.state_dict(),
                 "tv_terms": tv_terms,
                 "measured": self._measured.state_dict(),
+                "projected": projected,
             }
 
         def restore(kept: Mapping[str, Any]) -> None:
             nonlocal tv_terms
+            require_same(kept["projected"], projected)
             with torch.no_grad():
                 for key, r in raw.items():
                     r.copy_(kept["raw"][key])
@@ -393,7 +408,7 @@ class LinearisedDIP:
                 tv_terms = kept["tv_terms"].to(tv_terms)
             self._measured.load_state_dict(kept["measured"])
 
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             values = loop.run(n_steps, step, state, restore)
         self._raw = {key: r.detach().clone() for key, r in raw.items()}
         if at == "linear":
@@ -455,10 +470,10 @@ class LinearisedDIP:
         Source: Antoran, Barbano et al., TMLR 2023, section 4.3 and appendix.
         """
         self._require_linear("covariance")
-        d = self._image.n_pixels
-        if 8 * d * d > self.memory_budget:
+        need = 8 * 2 * self._image.n_pixels**2  # a matrix and a copy; dense matrices have their room
+        if need > self.memory_budget:
             raise MemoryError(
-                f"LinearisedDIP.covariance: {8 * d * d / 2**20:.0f} MiB are more than memory_budget, {self.memory_budget / 2**20:.0f} MiB; "
+                f"LinearisedDIP.covariance: {need / 2**20:.0f} MiB are more than memory_budget, {self.memory_budget / 2**20:.0f} MiB; "
                 "use sample(n), or variance()."
             )
         noise = self._raw["log_noise"].exp()
@@ -536,6 +551,7 @@ class LinearisedDIP:
         if patch_size is None:
             return _log_normal(where, error, self.covariance(image_noise)) / len(error)
         side = _positive_integer(where, "patch_size", patch_size)
+        _positive_integer(where, "n_samples", n_samples)
         number = torch.arange(len(error), device=error.device).view(shape)
         patches = [part.flatten() for rows in number.split(side, 0) for part in rows.split(side, 1)]
         if self.is_dense:
@@ -686,11 +702,16 @@ class LinearisedDIP:
             raise ValueError(f"{where}: y must be floating point measurements {tuple(shape)}, got {got}.")
         if not y.isfinite().all():
             raise ValueError(f"{where}: y must be finite, got {int((~y.isfinite()).sum())} values that are not.")
-        return y.detach().to(**self._kind)
+        return _own(y, self._kind)
 
     def _require_linear(self, what: str) -> None:
         if self._measured is None:
             raise RuntimeError(f"LinearisedDIP.{what}: call linearise first, after reconstruct.")
+
+
+def _own(tensor: Tensor, kind: Mapping[str, Any]) -> Tensor:
+    """A copy, which a caller's changes do not reach."""
+    return tensor.detach().clone().to(**kind)
 
 
 def _log_normal(where: str, error: Tensor, covariance: Tensor) -> Tensor:
@@ -702,15 +723,25 @@ def _log_normal(where: str, error: Tensor, covariance: Tensor) -> Tensor:
 
 
 def _positive(where: str, name: str, value: float) -> float:
-    number = float(value)
+    number = _number(where, name, value)
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(f"{where}: {name} must be positive and finite, got {value!r}.")
     return number
 
 
-def _at_least_zero(name: str, value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"LinearisedDIP: {name} must be at least 0 and finite, got {value!r}.")
+def _at_least_zero(where: str, name: str, value: float) -> None:
+    number = _number(where, name, value)
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"{where}: {name} must be at least 0 and finite, got {value!r}.")
+
+
+def _number(where: str, name: str, value: float) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"{where}: {name} must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__}.") from error
 
 
 def _positive_integer(where: str, name: str, value: int) -> int:

@@ -229,7 +229,10 @@ class RayOperator(LinearMap):
             if not callable(function) and not (name == "fbp" and function is None):
                 raise TypeError(f"RayOperator: {name} must be a function, got {type(function).__name__}.")
         self.image_shape = _image_shape("RayOperator", image_size)
-        self._takes = tuple(self.image_shape if image_shape is None else image_shape)
+        shape = self.image_shape if image_shape is None else image_shape
+        if not isinstance(shape, (tuple, list)) or not all(isinstance(side, Integral) for side in shape):
+            raise TypeError(f"RayOperator: image_shape must be a sequence of integers, got {shape!r}.")
+        self._takes = tuple(shape)
         if math.prod(self._takes) != math.prod(self.image_shape):
             raise ValueError(
                 f"RayOperator: image_shape must have the {math.prod(self.image_shape)} numbers of a {self.image_shape} image, got "
@@ -238,9 +241,12 @@ class RayOperator(LinearMap):
         self._functions, self._batched, self._fbp = (forward, adjoint), batched, fbp
         blank = torch.zeros(self._takes, dtype=dtype, device=device)
         found = forward(blank[None] if batched else blank)
-        if not isinstance(found, Tensor):
-            raise TypeError(f"RayOperator: forward must return a tensor, got {type(found).__name__}; wrap it.")
+        _returned("forward", found)
         self.data_shape = tuple(found.shape[1:] if batched else found.shape)
+        if not self.data_shape:
+            raise ValueError(
+                "RayOperator: forward must return measurements along one axis at least, got a single number."
+            )
         self._check(dtype, torch.device(device))
 
     def fbp(self, y: Tensor) -> Tensor:
@@ -248,7 +254,9 @@ class RayOperator(LinearMap):
             return super().fbp(y)
         y = self._checked("y", y, self.data_shape)
         rows = y.reshape(-1, *self.data_shape)
-        found = [self._fbp(row[None] if self._batched else row).reshape(self.image_shape) for row in rows]
+        found = [_returned("fbp", self._fbp(row[None] if self._batched else row)) for row in rows]
+        if wrong := [tuple(image.shape) for image in found if image.numel() != math.prod(self.image_shape)]:
+            raise ValueError(f"RayOperator: fbp must return an image {self.image_shape}, got {wrong[0]}.")
         return torch.stack(found).reshape(*y.shape[: y.dim() - len(self.data_shape)], *self.image_shape)
 
     def _product(self, x: Tensor, adjoint: bool) -> Tensor:
@@ -258,9 +266,11 @@ class RayOperator(LinearMap):
         rows, function = x.reshape(math.prod(lead), *takes), self._functions[adjoint]
         if not len(rows):
             return x.new_zeros(*lead, *into)
-        found = function(rows) if self._batched else torch.stack([function(row) for row in rows])
+        name = "adjoint" if adjoint else "forward"
+        several = rows[None] if self._batched else rows
+        found = torch.stack([_returned(name, function(some)) for some in several])
         if found.numel() != math.prod(lead) * math.prod(into):
-            name, got = ("adjoint" if adjoint else "forward"), tuple(found.shape)
+            got = tuple(found.shape)
             raise ValueError(f"RayOperator: {name} must return {into} for each of {len(rows)} inputs, got {got}.")
         return found.reshape(*lead, *into)
 
@@ -289,6 +299,13 @@ class RayOperator(LinearMap):
                 f"RayOperator: adjoint must be forward's: <A x, y> and <x, A' y> differ by {gap:.1e} of the norms of A x and y, expected at "
                 f"most {rounding:.1e}. Pass a matched back-projection; where the library has none, forward's gradient is one."
             )
+
+
+def _returned(name: str, found: Any) -> Tensor:
+    if not isinstance(found, Tensor) or found.dtype not in DTYPES:
+        got = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(f"RayOperator: {name} must return a float32 or float64 tensor, got {got}; wrap it.")
+    return found
 
 
 def _joseph(image_shape: tuple[int, int], angles: Tensor, detectors: int) -> Tensor:
@@ -328,7 +345,7 @@ def _angles(angles: int | Sequence[float] | Tensor) -> Tensor:
         raise TypeError(f"RayTransform: angles must be a number or a sequence of radians, got {angles!r}.") from error
     if found.dim() != 1 or not len(found) or not found.isfinite().all():
         raise ValueError(f"RayTransform: angles must be a positive number or finite radians (angles,), got {angles!r}.")
-    return found.clone()
+    return found.detach().clone()
 
 
 def _count(where: str, name: str, value: int) -> int:

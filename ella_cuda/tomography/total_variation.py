@@ -37,11 +37,13 @@ def neighbours(image_shape: tuple[int, int], device: torch.device | str = "cpu")
 
 def expected_absolute(mean: Tensor, variance: Tensor) -> Tensor:
     r"""E|d| of :math:`d \sim N(m, v)`, elementwise: :math:`\sqrt{2v/\pi}\, e^{-m^2/2v} + m\, \mathrm{erf}(m/\sqrt{2v})`; :math:`|m|` where
-    v is 0. Differentiable twice where v is positive."""
-    known = variance <= torch.finfo(variance.dtype).tiny
+    v is 0, or so small beside :math:`m^2` that the exponential is 0. Differentiable twice where v is positive."""
+    tiny = torch.finfo(variance.dtype).tiny
+    known = (variance <= tiny) | (mean.square() >= -2 * math.log(tiny) * variance)
     v = torch.where(known, 1.0, variance)  # a branch that is not taken has finite derivatives
+    mean, outside = torch.where(known, 0.0, mean), mean.abs()
     spread = (2 * v / math.pi).sqrt() * torch.exp(-(mean * mean) / (2 * v)) + mean * torch.erf(mean / (2 * v).sqrt())
-    return torch.where(known, mean.abs(), spread)
+    return torch.where(known, outside, spread)
 
 
 def total_variation_gaussian(mean: Tensor, covariance: Tensor) -> Tensor:

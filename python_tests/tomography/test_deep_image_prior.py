@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.tomography import LinearisedDIP, RayTransform, UNet
+from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet
+from ella_cuda.training.checkpoint import save_checkpoint
 from python_tests.tomography.small import drawn, phantom, small_unet
 
 QUIET = {"progress_bar": False}
@@ -56,6 +57,35 @@ def test_the_network_ends_at_the_least_loss_and_as_it_was():
     assert torch.equal(image, network(dip._x)[0, 0]) and all(p.grad is None for p in network.parameters())
 
 
+def test_every_part_has_its_mode_again():
+    network = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1)).double()
+    network[1].eval()
+    LinearisedDIP(network, RAYS).reconstruct(measured(), n_steps=2, **QUIET)
+    assert [part.training for part in network.modules()] == [True, True, False, True]
+
+
+def test_data_and_input_are_kept_as_they_were():
+    y, x = measured(), RAYS.fbp(measured())
+    dip = LinearisedDIP(small_unet(), RAYS)
+    dip.reconstruct(y, x, n_steps=2, **QUIET)
+    expected = dip.linearise().hyperparameters.noise, dip.covariance()
+    y.zero_(), x.zero_()
+    dip.linearise()
+    assert dip.hyperparameters.noise == expected[0] and torch.equal(dip.covariance(), expected[1])
+
+
+def test_all_of_it_runs_in_inference_mode():
+    network = small_unet()
+    with torch.inference_mode():
+        dip = LinearisedDIP(network, RAYS)
+        dip.reconstruct(measured(), RAYS.fbp(measured()), n_steps=2, **QUIET)
+        dip.linearise()
+        for at in ("linear", "linear_tv", "network"):
+            dip.optimize_hyperparameters(2, at=at, tv_prior=1.0, linear_steps=2, **QUIET)
+        dip.sample(2)
+        assert dip.log_density(phantom()).isfinite()
+
+
 def test_weights_stay_within_bounds():
     network = small_unet()
     with torch.no_grad():
@@ -98,6 +128,11 @@ def test_a_run_that_goes_on_is_one_that_was_not_interrupted(tmp_path):
     first = LinearisedDIP(dropping(9), RAYS)
     with pytest.raises(KeyboardInterrupt):
         first.reconstruct(y, checkpoint=tmp_path / "new" / "dip.pt", **options)
+    torch.manual_seed(7)
+    short = LinearisedDIP(dropping(10**6), RAYS)
+    short.reconstruct(y, **{**options, "n_steps": 9})
+    for one, other in zip(first.network.parameters(), short.network.parameters(), strict=True):
+        assert torch.equal(one, other)  # the best of nine steps
     torch.manual_seed(99)
     again = LinearisedDIP(dropping(10**6), RAYS)
     with torch.no_grad():
@@ -134,11 +169,31 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
     dip.reconstruct(y, n_steps=2, **QUIET)
     with pytest.raises(ValueError, match="is of another run"):
         dip.linearise().optimize_hyperparameters(2, checkpoint=path, **QUIET)
+    save_checkpoint(path, {"epoch": 1})
+    with pytest.raises(ValueError, match="is a checkpoint of something else"):
+        LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     path.write_bytes(content[:-100])
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     with pytest.raises(IsADirectoryError, match=r"LinearisedDIP.reconstruct: checkpoint must be a file"):
         LinearisedDIP(small_unet(), RAYS).reconstruct(y, checkpoint=tmp_path, **QUIET)
+
+
+def scaled(by: float) -> RayOperator:
+    return RayOperator(lambda x: by * RAYS.forward(x), lambda y: by * RAYS.adjoint(y), 6, dtype=torch.float64)
+
+
+def test_checkpoints_of_functions_with_the_same_shapes_are_told_apart(tmp_path):
+    y, path, options = measured(), tmp_path / "dip.pt", {"n_steps": 4, **QUIET}
+    x = RAYS.fbp(y)
+    LinearisedDIP(small_unet(), scaled(1.0)).reconstruct(y, x, checkpoint=path, **options)
+    linear = UNet(channels=3, scales=2, skip_channels=(0, 2), sigmoid=False).double()
+    for network, rays in ((small_unet(2), scaled(3.0)), (linear, scaled(1.0))):
+        before = copy.deepcopy(network.state_dict())
+        with pytest.raises(ValueError, match=r"does not fit .*the network or ray_transform is another"):
+            LinearisedDIP(network, rays).reconstruct(y, x, checkpoint=path, **options)
+        assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    LinearisedDIP(small_unet(2), scaled(1.0)).reconstruct(y, x, checkpoint=path, **options)
 
 
 class Breaks(nn.Module):
@@ -185,9 +240,19 @@ def test_wrong_arguments_are_refused():
         ({"n_probes": 1.5}, "n_probes must be a positive integer"),
         ({"form": "half"}, "form must be one of 'full', 'simple'"),
         ({"method": "exact"}, "method must be one of"),
+        ({"rank": -1}, "rank must be a positive integer"),
+        ({"tol": math.nan}, "tol must be at least 0 and finite"),
+        ({"memory_budget": -1}, "memory_budget must be at least 0"),
     ):
         with pytest.raises(ValueError, match=words):
             LinearisedDIP(small_unet(), RAYS, **options)
+    with pytest.raises(TypeError, match="memory_budget must be a number, got '2GB'"):
+        LinearisedDIP(small_unet(), RAYS, memory_budget="2GB")
+    with pytest.raises(TypeError, match=r"network must be float32 or float64, got torch\.bfloat16"):
+        LinearisedDIP(small_unet().bfloat16(), RAYS)
+    frozen = small_unet().requires_grad_(False)
+    with pytest.raises(ValueError, match="network must have a parameter that requires a gradient"):
+        LinearisedDIP(frozen, RAYS, blocks={"a": ["outc.weight"]}).reconstruct(measured(), **QUIET)
     dip, y = LinearisedDIP(small_unet(), RAYS), measured()
     for arguments, words in (
         ({"y": y[:2]}, r"y must be floating point measurements \(4, 7\), got torch.float64 \(2, 7\)"),

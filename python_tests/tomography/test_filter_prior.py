@@ -78,6 +78,13 @@ def test_blocks_are_the_outermost_modules_that_are_no_lists():
     assert "a.0 3x3" not in filter_blocks(network)
 
 
+def test_a_weight_of_several_convolutions_is_in_the_firsts_block():
+    network = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3))
+    network[1].weight = network[0].weight
+    assert filter_blocks(network) == {"0 3x3": ["0.weight"], "2 3x3": ["2.weight"]}
+    assert FilterPrior(network).n_params == 18
+
+
 def test_blocks_of_ones_own(network):
     prior = FilterPrior(network, {"first": ["2.weight"], "second": ["0.weight"]})
     assert prior.parameter_names == ["2.weight", "0.weight"] and prior.n_params == 6 + 27 and prior.smooth == [1]

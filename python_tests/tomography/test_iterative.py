@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
 from scipy.linalg import hadamard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform
+from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
+from ella_cuda.tomography import evidence as evidence_module
+from ella_cuda.tomography import linearised as linearised_module
 from ella_cuda.tomography import rays as rays_module
-from ella_cuda.tomography.evidence import IterativeMeasured
+from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
 from python_tests.tomography.small import (
     EXACT,
     SIDE,
@@ -78,6 +81,22 @@ def test_covariance_samples_and_evidence_are_those_of_dense_matrices(both):
     assert iterative._image_noise().item() == pytest.approx(dense._image_noise().item(), rel=1e-4)
     many = iterative.log_marginal_likelihood("linear")  # by ten probes
     assert many.item() == pytest.approx(dense.log_marginal_likelihood("linear").item(), rel=0.2)
+
+
+def test_noise_in_the_image_is_along_as_many_singular_vectors_as_are_asked_for(both, monkeypatch):
+    monkeypatch.setattr(linearised_module, "SINGULAR_VECTORS", 5)
+    values = torch.linalg.svdvals(projection(both[0]))[:5]
+    for dip in both:
+        assert dip._image_noise().item() == pytest.approx((values**-2).sum().item() / SIDE**2, rel=1e-4)
+
+
+def test_the_preconditioner_is_made_again_now_and_then(monkeypatch):
+    monkeypatch.setattr(evidence_module, "REFRESH", 3)
+    dip, made = fitted(2, method="iterative"), []
+    precondition = dip._measured.precondition
+    monkeypatch.setattr(dip._measured, "precondition", lambda weights: made.append(weights) or precondition(weights))
+    dip.optimize_hyperparameters(7, lr=0.1, **QUIET)
+    assert len(made) == 3 and not torch.equal(made[0], made[2])
 
 
 def test_samples_are_matherons_of_prior_draws(both):
@@ -178,6 +197,53 @@ def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeyp
     assert found == values or all(map(math.isnan, found))
     with pytest.raises(ValueError, match="of another run: at"):
         start().optimize_hyperparameters(6, at="linear", checkpoint=path, **options)
+    other = fitted(method=method, n_probes=3, rank=9, max_iterations=4)
+    if method == "iterative":
+        with pytest.raises(ValueError, match="of another run: iterative"):
+            other.optimize_hyperparameters(6, checkpoint=path, **options)
+    renamed = {name + "!": weights for name, weights in filter_blocks(small_unet()).items()}
+    with pytest.raises(ValueError, match=r"of another run: .*blocks"):
+        fitted(method=method, n_probes=2, rank=9, max_iterations=4, blocks=renamed).optimize_hyperparameters(
+            6, checkpoint=path, **options
+        )
+    other = start()
+    other._x = 2 * other._x
+    with pytest.raises(ValueError, match="of another run: data"):
+        other.linearise().optimize_hyperparameters(6, checkpoint=path, **options)
+    other = start()
+    matrix = other.ray_transform.matrix().to_dense() * 1.1
+    other.ray_transform._matrices = {
+        (torch.float64, torch.device("cpu"), t): (matrix.T if t else matrix) for t in (0, 1)
+    }
+    with pytest.raises(ValueError, match="the network or ray_transform is another"):
+        other.optimize_hyperparameters(6, checkpoint=path, **options)
+
+
+@pytest.mark.parametrize(("rank", "iterations"), [(200, 50), (10, 50), (0, 300)])
+def test_error_bars_are_right_where_the_prior_is_large_beside_the_noise(rank, iterations, recwarn):
+    """There a residual that is small beside the right side is large beside the noise, which error bars hang on."""
+    dense = fitted(method="dense")
+    dip = fitted(method="iterative", rank=rank, max_iterations=iterations)
+    for some in (dense, dip):
+        some.optimize_hyperparameters(1, **QUIET)  # a preconditioner of other hyperparameters
+        some.set_hyperparameters(50.0, 1.0, 1e-3)
+    before = torch.get_rng_state()
+    expected, found = dense.covariance().diagonal(), dip.covariance().diagonal()
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(dip.linear_mode(), dense.linear_mode(), rtol=0, atol=1e-3 * dense.linear_mode().norm())
+    dip.sample(2, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.get_rng_state(), before)  # draws are the generator's alone
+    assert not [w for w in recwarn if "conjugate" in str(w.message)]
+
+
+def test_conjugate_gradients_that_end_early_are_said(recwarn):
+    dip = fitted(2, method="iterative", max_iterations=2, rank=0)
+    dip.set_hyperparameters(noise=1e-6)
+    with pytest.warns(UserWarning, match="conjugate gradients ended at max_iterations=2, before tol=0.001"):
+        dip.covariance()
+    recwarn.clear()
+    fitted(2, method="iterative", **EXACT).covariance()
+    assert not [w for w in recwarn if "conjugate" in str(w.message)]
 
 
 class Largest(TorchDispatchMode):
@@ -210,6 +276,31 @@ def test_nothing_of_the_size_of_a_covariance_is_formed(monkeypatch):
             dip.sample(2)
         sizes[method] = largest.entries
     assert sizes["iterative"] < side**4 / 5 <= side**4 <= sizes["dense"]
+
+
+def allocated(call):
+    """The most bytes that a call holds at once."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
+
+
+@pytest.mark.parametrize(("side", "angles"), [(20, 4), (10, 40)], ids=["few data", "many data"])
+def test_dense_matrices_take_what_the_budget_is_compared_with(side, angles):
+    rays = RayTransform(side, angles)
+    dip = LinearisedDIP(UNet(channels=4), rays, method="dense")
+    dip.reconstruct(rays.forward(phantom(side)), n_steps=1, **QUIET)
+    dip.linearise()
+    bound = DenseMeasured.bytes(dip._image, rays, dip.prior)
+    dip._measured = None
+
+    def work():
+        dip.linearise().optimize_hyperparameters(1, at="linear", **QUIET)
+        dip.covariance()
+
+    assert 0.8 * bound < allocated(work) <= bound
 
 
 def test_the_way_is_chosen_by_the_budget():

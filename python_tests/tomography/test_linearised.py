@@ -378,6 +378,10 @@ def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
         (lambda: dip.sample(0), "n must be a positive integer"),
         (lambda: dip.log_density(torch.zeros(3, 3)), r"x must be a finite image \(6, 6\), got \(3, 3\)"),
         (lambda: dip.log_density(dip.reconstruction, patch_size=0), "patch_size must be a positive integer"),
+        (
+            lambda: dip.log_density(dip.reconstruction, patch_size=2, n_samples=0),
+            "n_samples must be a positive integer",
+        ),
         (lambda: dip.log_marginal_likelihood("theta"), "at must be one of"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -69,6 +69,10 @@ def test_sizes_by_default():
     torch.testing.assert_close(RayTransform(4, 4).angles, torch.arange(4, dtype=torch.float64) * math.pi / 4)
 
 
+def test_angles_are_constants():
+    assert not RayTransform(4, torch.tensor([0.3], requires_grad=True)).fbp(torch.ones(1, 7)).requires_grad
+
+
 def test_both_directions_are_differentiable_in_every_mode():
     rays = RayTransform((3, 4), [0.2, 1.1], 5)
     x, y = drawn(2, 3, 4).requires_grad_(), drawn(2, 2, 5).requires_grad_()
@@ -158,8 +162,18 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(rays.forward, lambda y: rays.adjoint(y)[:2], 4)
     with pytest.raises(TypeError, match="adjoint must be a function"):
         RayOperator(rays.forward, None, 4)
-    with pytest.raises(TypeError, match="forward must return a tensor"):
+    with pytest.raises(TypeError, match="forward must return a float32 or float64 tensor, got ndarray"):
         RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
+    with pytest.raises(TypeError, match=r"forward must return a float32 or float64 tensor, got torch\.int64"):
+        RayOperator(lambda x: (x > 0).long(), rays.adjoint, 4)
+    with pytest.raises(TypeError, match="adjoint must return a float32 or float64 tensor, got ndarray"):
+        RayOperator(rays.forward, lambda y: rays.adjoint(y).numpy(), 4)
+    with pytest.raises(ValueError, match="measurements along one axis at least"):
+        RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
+    with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
+        RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
+    with pytest.raises(TypeError, match="image_shape must be a sequence of integers, got 16"):
+        RayOperator(rays.forward, rays.adjoint, 4, image_shape=16)
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
 

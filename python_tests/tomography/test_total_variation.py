@@ -60,6 +60,21 @@ def test_without_variance_it_is_the_means_total_variation_and_batches_broadcast(
     torch.testing.assert_close(found[1], total_variation_gaussian(mean.detach()[1], both[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_derivatives_are_finite_however_small_the_variance_is_beside_the_mean(dtype):
+    tiny = torch.finfo(dtype).tiny
+    for v in (0.0, tiny, 10 * tiny, tiny**0.75, tiny**0.5, 1e-6):
+        m = torch.tensor([-0.3, 0.1], dtype=dtype, requires_grad=True)
+        variance = torch.full((2,), v, dtype=dtype, requires_grad=True)
+        found = expected_absolute(m, variance)
+        by_mean, by_variance = torch.autograd.grad(found.sum(), (m, variance), create_graph=True)
+        assert found.tolist() == m.abs().tolist() and by_mean.tolist() == [-1.0, 1.0]
+        assert by_variance.tolist() == [0.0, 0.0]
+        if by_variance.requires_grad:
+            (second,) = torch.autograd.grad(by_variance.sum(), variance)
+            assert second.tolist() == [0.0, 0.0]
+
+
 def test_it_is_differentiable_twice():
     root = drawn(6, 6, seed=2).requires_grad_()
     mean = drawn(2, 3).requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ella_cuda.tomography import UNet, filter_blocks
@@ -35,6 +36,30 @@ def test_outputs_have_the_inputs_size_whatever_it_is(size):
     assert found.shape == (2, 3, *size) and found.min() > 0 and found.max() < 1
     assert UNet(channels=2, sigmoid=False)(100 * torch.randn(1, 1, *size)).abs().max() > 1
     assert not any(isinstance(m, (nn.GroupNorm, nn.BatchNorm2d)) for m in network.modules())
+
+
+def test_outputs_are_those_of_its_layers_one_by_one():
+    torch.manual_seed(0)
+    network = UNet(channels=(2, 3), scales=2, skip_channels=(0, 2)).double()
+    weights, x = dict(network.named_parameters()), torch.randn(1, 1, 6, 9, dtype=torch.float64)
+
+    def conv(x, name, **options):
+        return F.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], **options)
+
+    def active(x, name, stride=1):
+        x = conv(x, name, stride=stride, padding=1)
+        return torch.where(x > 0, x, 0.2 * x)
+
+    fine = active(x, "inc.0")
+    coarse = active(active(fine, "down.0.convs.0", stride=2), "down.0.convs.2")
+    assert coarse.shape == (1, 3, 3, 5)
+    # Bilinear, corners on corners.
+    grid = torch.meshgrid(torch.linspace(-1, 1, 6), torch.linspace(-1, 1, 9), indexing="ij")
+    at = torch.stack([grid[1], grid[0]], -1)[None].double()
+    raised = F.grid_sample(coarse, at, mode="bilinear", align_corners=True, padding_mode="border")
+    joined = torch.cat([raised, conv(fine, "up.0.skip")], 1)
+    expected = conv(active(active(joined, "up.0.convs.0"), "up.0.convs.2"), "outc").sigmoid()
+    torch.testing.assert_close(network(x), expected, rtol=0, atol=1e-6)
 
 
 def test_what_a_scale_skips_reaches_the_output():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -368,3 +370,15 @@ def test_what_does_not_fit_is_refused() -> None:
         TangentModel(lambda x: x)
     with pytest.raises(ValueError, match="trainable"):
         TangentModel(model.requires_grad_(False))
+
+
+@pytest.mark.parametrize("product", ["jvp(x, u)", "push_pull(x, u, lambda f, t, which: t)"])
+def test_torchs_own_warnings_of_its_forward_mode_are_not_the_users(product, beside_the_tests):
+    code = (
+        "import warnings, torch; from ella_cuda.laplace import TangentModel; warnings.simplefilter('error'); "
+        "m = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh()); x = torch.ones(4, 2); "
+        f"t = TangentModel(m); u = torch.ones(t.n_params); print(t.{product}.numel())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=beside_the_tests, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["12" if product[0] == "j" else "9"]

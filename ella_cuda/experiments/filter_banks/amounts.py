@@ -9,8 +9,9 @@ from typing import Any
 from ella_cuda.experiments.filter_banks.networks import (
     INIT,
     measured,
+    plan_of,
+    row_of,
     sampled_filters,
-    settings_of,
     sizes_said,
     small_said,
     trained,
@@ -28,15 +29,7 @@ FILTERS, COPIES = 3, 7  # in a picture: filters of each task, and copies of each
 
 def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, dict[str, Any]]:
     """A study for each data set, task, objective and seed."""
-    made = {}
-    for name in data:
-        common = settings_of(name, scale)
-        for task in SHOWN:
-            for objective in OBJECTIVES:
-                for seed in seeds:
-                    settings = {**common, "task": task, "objective": objective, "seed": seed}
-                    made[f"amounts-{name}-{task}-{objective}-seed{seed}"] = settings
-    return made
+    return plan_of("amounts", SHOWN, "objective", OBJECTIVES, seeds, scale, data)
 
 
 def run(study: Study, work: Work) -> dict[str, Any]:
@@ -54,10 +47,8 @@ def run(study: Study, work: Work) -> dict[str, Any]:
 
 def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row."""
-    keys = ("data", "task", "objective", "seed", "image_size", "train_size", "test_size", "filters", "copies", "epochs")
-    row = {key: study.settings[key] for key in (*keys, "batch")}
-    row |= {key: result[key] for key in ("accuracy", "nll", "bound")}
-    row |= {name: result["learned"][name] for name in ("prior_precision", *GENERATORS)}
+    row = row_of(study.settings, "objective", result)
+    row |= {name: result["learned"][name] for name in GENERATORS}
     return [row | {f"share_{name}": result["learned"][name] / FULL_RANGE[name] for name in GENERATORS}]
 
 

@@ -9,7 +9,8 @@ from ella_cuda.experiments.filter_banks.networks import (
     KERNEL,
     LAYERS,
     measured,
-    settings_of,
+    plan_of,
+    row_of,
     sizes_said,
     small_said,
     trained,
@@ -24,19 +25,7 @@ SHOWN = {"plain": "plain", "rotated": "rotated ±180°", "translated-8of14": "tr
 
 def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, dict[str, Any]]:
     """A study for each data set, task, layer and seed."""
-    made = {}
-    for name in data:
-        common = settings_of(name, scale)
-        for task in SHOWN:
-            for layer in LAYERS:
-                for seed in seeds:
-                    made[f"layers-{name}-{task}-{layer}-seed{seed}"] = {
-                        **common,
-                        "task": task,
-                        "layer": layer,
-                        "seed": seed,
-                    }
-    return made
+    return plan_of("layers", SHOWN, "layer", LAYERS, seeds, scale, data)
 
 
 def run(study: Study, work: Work) -> dict[str, Any]:
@@ -48,10 +37,7 @@ def run(study: Study, work: Work) -> dict[str, Any]:
 
 def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row."""
-    keys = ("data", "task", "layer", "seed", "image_size", "train_size", "test_size", "filters", "copies", "epochs")
-    row = {key: study.settings[key] for key in (*keys, "batch")}
-    row |= {key: result[key] for key in ("bound", "accuracy", "nll")}
-    return [row | {"prior_precision": result["learned"]["prior_precision"]}]
+    return [row_of(study.settings, "layer", result)]
 
 
 def text(rows: Sequence[dict[str, Any]]) -> str:

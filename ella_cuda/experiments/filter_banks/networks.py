@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,6 +55,45 @@ def settings_of(data: str, scale: float) -> dict[str, Any]:
         "rate": RATE if large else SMALL_RATE,
         "amount_rate": AMOUNT_RATE if large else SMALL_AMOUNT_RATE,
     }
+
+
+def plan_of(
+    part: str,
+    tasks: Iterable[str],
+    varied: str,
+    values: Iterable[str],
+    seeds: Sequence[int],
+    scale: float,
+    data: Sequence[str],
+) -> dict[str, dict[str, Any]]:
+    """Studies of a part by name: of every data set, task, value of the setting ``varied`` and seed."""
+    return {
+        f"{part}-{name}-{task}-{value}-seed{seed}": {**common, "task": task, varied: value, "seed": seed}
+        for name in data
+        for common in [settings_of(name, scale)]
+        for task in tasks
+        for value in values
+        for seed in seeds
+    }
+
+
+def row_of(settings: Mapping[str, Any], varied: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """What rows of both parts have: settings, ``varied`` among them, and what was measured."""
+    keys = (
+        "data",
+        "task",
+        varied,
+        "seed",
+        "image_size",
+        "train_size",
+        "test_size",
+        "filters",
+        "copies",
+        "epochs",
+        "batch",
+    )
+    row = {key: settings[key] for key in keys} | {key: result[key] for key in ("accuracy", "nll", "bound")}
+    return row | {"prior_precision": result["learned"]["prior_precision"]}
 
 
 def sizes_said(s: Mapping[str, Any]) -> str:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.experiments import filter_banks, invariances, linearised
+from ella_cuda.experiments import filter_banks, invariances, linearised, tomography
 from ella_cuda.experiments.studies import experiment_of
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXPERIMENTS = {  # of `ella-cuda reproduce`
-    one.name: one for one in (linearised.EXPERIMENT, invariances.EXPERIMENT, filter_banks.EXPERIMENT)
+    one.name: one
+    for one in (linearised.EXPERIMENT, invariances.EXPERIMENT, filter_banks.EXPERIMENT, tomography.EXPERIMENT)
 }
 
 

@@ -31,7 +31,6 @@ FORMS = ("full", "simple")
 LEAST_LOG_VARIANCE = -6.9
 FIRST_LENGTHSCALE = 0.1
 LINEAR_DECAY = 1e-6  # of weights, in the linear model's Adam
-SINGULAR_VECTORS = 100  # of A, that the noise in the image is counted along
 
 
 class Hyperparameters(NamedTuple):
@@ -479,7 +478,7 @@ class LinearisedDIP:
         noise = self._raw["log_noise"].exp()
         found = self._measured.covariance(self._weights(self._raw), noise)
         if image_noise:
-            found.diagonal().add_(noise * self._image_noise())
+            found.diagonal().add_(noise * self.ray_transform.noise_gain(**self._kind))
         return found
 
     def variance(
@@ -502,7 +501,9 @@ class LinearisedDIP:
             total += self._deviations(count, generator).square().sum(0)
             left -= count
         found = total / n_samples
-        return found + self._raw["log_noise"].exp() * self._image_noise() if image_noise else found
+        return (
+            found + self._raw["log_noise"].exp() * self.ray_transform.noise_gain(**self._kind) if image_noise else found
+        )
 
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         r"""Images from the posterior, ``(n, H, W)``, float64, by Matheron's rule: prior samples :math:`x_0` and noise :math:`\epsilon` give
@@ -559,7 +560,10 @@ class LinearisedDIP:
             blocks = [whole[patch][:, patch] for patch in patches]
         else:
             blocks = [error.new_zeros(len(patch), len(patch)) for patch in patches]
-            extra, left = self._raw["log_noise"].exp() * self._image_noise() if image_noise else 0.0, n_samples
+            extra, left = (
+                self._raw["log_noise"].exp() * self.ray_transform.noise_gain(**self._kind) if image_noise else 0.0,
+                n_samples,
+            )
             while left:
                 drawn = self._deviations(min(left, self.batch_size), generator).flatten(1)
                 left -= len(drawn)
@@ -663,28 +667,6 @@ class LinearisedDIP:
         # Dense matrices are factorised once for all.
         parts = (drawn * noise.sqrt() - projected).split(n if self.is_dense else self.batch_size)
         return x + torch.cat([measured.smoothed(weights, measured.solve(weights, noise, part)) for part in parts])
-
-    def _image_noise(self) -> Tensor:
-        """mean diag (A'A)^+ along A's first singular vectors, by subspace iteration."""
-        d, rays = self._image.n_pixels, self.ray_transform
-        count = min(SINGULAR_VECTORS, d, math.prod(rays.data_shape))
-        if isinstance(self._measured, DenseMeasured):
-            values = torch.linalg.svdvals(self._measured.operator)[:count].square()
-        else:
-            generator = torch.Generator().manual_seed(0)
-            basis = torch.randn(d, min(count + 10, d), generator=generator, dtype=torch.float64).to(
-                self._kind["device"]
-            )
-            for _ in range(20):
-                basis = torch.linalg.qr(self._normal(basis)).Q
-            values = torch.linalg.eigvalsh(basis.T @ self._normal(basis)).flip(0)[:count]
-        seen = values > values[0] * torch.finfo(self._kind["dtype"]).eps * d
-        return (1 / values[seen]).sum() / d
-
-    def _normal(self, columns: Tensor) -> Tensor:
-        """A'A of every column, ``(d, S)``."""
-        images = columns.T.to(self._kind["dtype"]).reshape(-1, *self.ray_transform.image_shape)
-        return self.ray_transform.adjoint(self.ray_transform.forward(images)).reshape(len(images), -1).T.double()
 
     def _geometry(self) -> list[Any]:
         """What a checkpoint can tell transforms apart by."""

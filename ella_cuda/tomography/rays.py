@@ -12,6 +12,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64)
 DENSE = 1 << 22  # entries of a matrix, at most, that is held dense too
+SINGULAR_VECTORS = 100  # of A, that the noise in the image is counted along
 PROBES = 3  # random images and data by which a user's adjoint is checked
 
 
@@ -57,6 +58,35 @@ class LinearMap:
         y = y.flatten(-len(self.data_shape))
         size = (again * again).sum(-1)
         return image * ((again * y).sum(-1) / torch.where(size > 0, size, 1.0))[..., None, None]
+
+    def noise_gain(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> float:
+        """Variance of a pixel, on average, for measurements' noise of variance 1 as the image sees it: the mean of the diagonal of the
+        pseudo-inverse of A'A along A's first 100 singular vectors.
+
+        Args:
+            dtype, device: that products are taken in.
+
+        Source: Antoran, Barbano et al., TMLR 2023, appendix.
+        """
+        d, n = math.prod(self.image_shape), math.prod(self.data_shape)
+        count = min(SINGULAR_VECTORS, d, n)
+        kind = {"dtype": dtype, "device": device}
+        if d * n <= DENSE:
+            matrix = self.forward(torch.eye(d, **kind).view(d, *self.image_shape)).reshape(d, n)
+            values = torch.linalg.svdvals(matrix.double())[:count].square()
+        else:
+            generator = torch.Generator().manual_seed(0)
+            basis = torch.randn(d, min(count + 10, d), generator=generator, dtype=torch.float64).to(device)
+            for _ in range(20):
+                basis = torch.linalg.qr(self._normal(basis, dtype)).Q
+            values = torch.linalg.eigvalsh(basis.T @ self._normal(basis, dtype)).flip(0)[:count]
+        seen = values > values[0] * torch.finfo(dtype).eps * d
+        return float((1 / values[seen]).sum() / d)
+
+    def _normal(self, columns: Tensor, dtype: torch.dtype) -> Tensor:
+        """A'A of every column, ``(d, S)``."""
+        images = columns.T.to(dtype).reshape(-1, *self.image_shape)
+        return self.adjoint(self.forward(images)).reshape(len(images), -1).T.double()
 
     def _product(self, x: Tensor, adjoint: bool) -> Tensor:
         raise NotImplementedError

@@ -112,8 +112,8 @@ def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, mon
     [
         (["--scale", "0"], "scale must be above 0"),
         (["--scale", "nan"], "scale must be above 0"),
-        (["--part", "toy", "sweep", "--data", "digits"], "--data is of the part networks"),
-        (["--part", "unet"], "invalid choice"),
+        (["--part", "toy", "sweep", "--data", "digits"], "--data is of the parts networks and unet"),
+        (["--part", "rings", "unets"], "invalid choice"),
         (["--lr", "0.1"], "--lr: of the paper's tables"),
         (["--row", "conv"], "--row: of the paper's tables"),
         (["--tensorboard"], "--tensorboard: of the paper's tables"),

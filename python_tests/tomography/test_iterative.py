@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet, filter_blocks
 from ella_cuda.tomography import evidence as evidence_module
-from ella_cuda.tomography import linearised as linearised_module
 from ella_cuda.tomography import rays as rays_module
 from ella_cuda.tomography.evidence import DenseMeasured, IterativeMeasured
 from python_tests.tomography.small import (
@@ -78,16 +77,8 @@ def test_covariance_samples_and_evidence_are_those_of_dense_matrices(both):
     weights, noise = hyperparameters(iterative)
     found = iterative._measured.log_determinant(weights, noise, every_direction(iterative))
     torch.testing.assert_close(found, dense._measured.log_determinant(weights, noise), rtol=1e-9, atol=1e-9)
-    assert iterative._image_noise().item() == pytest.approx(dense._image_noise().item(), rel=1e-4)
     many = iterative.log_marginal_likelihood("linear")  # by ten probes
     assert many.item() == pytest.approx(dense.log_marginal_likelihood("linear").item(), rel=0.2)
-
-
-def test_noise_in_the_image_is_along_as_many_singular_vectors_as_are_asked_for(both, monkeypatch):
-    monkeypatch.setattr(linearised_module, "SINGULAR_VECTORS", 5)
-    values = torch.linalg.svdvals(projection(both[0]))[:5]
-    for dip in both:
-        assert dip._image_noise().item() == pytest.approx((values**-2).sum().item() / SIDE**2, rel=1e-4)
 
 
 def test_the_preconditioner_is_made_again_now_and_then(monkeypatch):
@@ -127,7 +118,7 @@ def test_variance_and_patches_come_from_samples(both, monkeypatch):
     d = iterative.sample(16, torch.Generator().manual_seed(3)).flatten(1) - dense.reconstruction.flatten()
     c = d.T @ d / 16
     c = (c + c.diagonal().diag()) / 2
-    c += dense.hyperparameters.noise * dense._image_noise() * torch.eye(SIDE * SIDE, dtype=torch.float64)
+    c += dense.hyperparameters.noise * dense.ray_transform.noise_gain() * torch.eye(SIDE * SIDE, dtype=torch.float64)
     gaussian = torch.distributions.MultivariateNormal(dense.reconstruction.flatten(), c)
     assert found.item() == pytest.approx(gaussian.log_prob(x.flatten()).item() / SIDE**2, rel=1e-4)
 

@@ -326,7 +326,9 @@ def test_every_device_gives_the_same_numbers(way, device):
     set_apart(here)
     set_apart(there)
     expected = here.covariance()
-    found = there.covariance(image_noise=True) - here._image_noise() * 0.02 * torch.eye(SIDE**2, device=device)
+    found = there.covariance(image_noise=True) - here.ray_transform.noise_gain() * 0.02 * torch.eye(
+        SIDE**2, device=device
+    )
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-9)
     assert there.sample(2).device.type == device.type and there.linear_mode().device.type == device.type
     there.optimize_hyperparameters(2, at="linear_tv", tv_prior=1.0, linear_steps=2, **QUIET)

@@ -189,3 +189,18 @@ def test_a_convolution_is_a_pair_too():
         batched=True,
     )
     assert operator.data_shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize("held", [1 << 30, 0], ids=["dense", "iterative"])
+@pytest.mark.parametrize("vectors", [5, 100])
+def test_noise_in_the_image_is_along_as_many_singular_vectors_as_are_asked_for(held, vectors, monkeypatch):
+    """Of pixels' variance: the pseudo-inverse's squared norm over pixels, cut off after some vectors."""
+    monkeypatch.setattr(module, "DENSE", held)
+    monkeypatch.setattr(module, "SINGULAR_VECTORS", vectors)
+    rays = RayTransform(7, 4)
+    matrix = rays.forward(torch.eye(49, dtype=torch.float64).view(49, 7, 7)).reshape(49, -1)
+    values = torch.linalg.svdvals(matrix)
+    rank = int((values > 1e-6 * values[0]).sum())
+    expected = (values[: min(vectors, rank)] ** -2).sum().item() / 49
+    assert rays.noise_gain(torch.float64) == pytest.approx(expected, rel=1e-4)
+    assert rays.noise_gain() == pytest.approx(expected, rel=1e-2)

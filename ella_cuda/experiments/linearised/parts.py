@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ella_cuda.experiments.linearised import networks, stopping, sweep, toy
+from ella_cuda.experiments.linearised import networks, stopping, sweep, toy, unet
 from ella_cuda.experiments.studies import Experiment
 
 EXPERIMENT = Experiment(
     "linearised",
     "the evidence at the network's weights and at the linear model's mode (Antorán et al., ICML 2022)",
     "widths and epochs, and of networks' images and parameters",
-    (toy.PART, sweep.PART, stopping.PART, networks.PART),
+    (toy.PART, sweep.PART, stopping.PART, networks.PART, unet.PART),
 )

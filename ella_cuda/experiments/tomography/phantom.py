@@ -1,0 +1,53 @@
+"""The Shepp-Logan phantom, 32 x 32 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ella_cuda.experiments.studies import Part, Study, Work
+from ella_cuda.experiments.tomography.drawn import drawn_densities, drawn_errors, drawn_images
+from ella_cuda.experiments.tomography.reconstruction import ANGLES, NOISES, measured, rows_of, settings_of, text_of
+from ella_cuda.experiments.tomography.sources import shepp_logan
+
+SIZE = 32
+
+
+def plan(seeds: Sequence[int], scale: float, data: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A study for each noise, number of angles and seed, of the noise and of the network."""
+    return {
+        f"phantom-{angles}angles-{100 * noise:g}noise-seed{seed}": {
+            **settings_of(scale, SIZE, angles, noise),
+            "seed": seed,
+        }
+        for noise in NOISES
+        for angles in ANGLES
+        for seed in seeds
+    }
+
+
+def run(study: Study, work: Work) -> dict[str, Any]:
+    """Reconstruct the phantom, with error bars in all ways."""
+    return measured(shepp_logan(study.settings["image_size"]), study.settings, work)
+
+
+def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each way."""
+    return rows_of(study.settings, result)
+
+
+def text(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    return text_of(PART.title, rows)
+
+
+PART = Part(
+    "phantom",
+    "The Shepp-Logan phantom from few angles: reconstructions and error bars",
+    plan,
+    run,
+    rows,
+    text,
+    drawn_images,
+    pictures={"phantom-densities": drawn_densities, "phantom-errors": drawn_errors},
+)

@@ -57,7 +57,7 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
     notes = (
         "All by the bound, in nats per training image, with as many features. FC: a filter of the image's size for each feature. "
         f"Convolution: filters of {KERNEL} x {KERNEL} pixels, means over positions. Learned: FC's filters, averaged over transformations of "
-        "learned amounts."
+        "learned amounts. Filters are point estimates in the bound: it has no price for fitting images with more of them."
     )
     return "\n\n".join([PART.title, *blocks, small_said(list(rows)) + notes])
 

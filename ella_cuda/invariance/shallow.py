@@ -126,10 +126,16 @@ class ShallowNetwork(nn.Module):
         return (module for module in self.features.modules() if isinstance(module, Augment))
 
     def hyperparameters(self) -> dict[str, float]:
-        """What the bound learns beside weights: ``prior_precision``, ``sigma_noise`` of "regression", and amounts by generator."""
+        """What the bound learns beside weights: ``prior_precision``, ``sigma_noise`` of "regression", and amounts by generator, after the
+        module's name and a dot where two augmentations have an amount of the same name."""
         found = {"prior_precision": self.layer.prior_precision.item()}
         if self.sigma_noise is not None:
             found["sigma_noise"] = self.sigma_noise.item()
-        for augment in self.augments():
-            found |= augment.amounts()
-        return found
+        amounts = [
+            (module, name, value)
+            for module, augment in self.features.named_modules()
+            if isinstance(augment, Augment)
+            for name, value in augment.amounts().items()
+        ]
+        names = [name for _, name, _ in amounts]
+        return found | {f"{m}.{name}" if names.count(name) > 1 else name: value for m, name, value in amounts}

@@ -313,6 +313,15 @@ def test_predictions_are_those_of_q():
     assert regression.hyperparameters().keys() == {"prior_precision", "sigma_noise", "rotation", "tx"}
 
 
+def test_amounts_of_two_augmentations_have_names_of_their_own():
+    first, second = network().features, network().features
+    first.augment.set_eta({"rotation": 0.5, "tx": 0.1})
+    second.augment = AffineAugment(4, ("rotation", "ty"), (0.25, 0.2))
+    model = ShallowNetwork(nn.ModuleDict({"a": first, "b": second}), BayesianLinear(6, 3))
+    amounts = {k: v for k, v in model.hyperparameters().items() if k != "prior_precision"}
+    assert amounts == pytest.approx({"a.augment.rotation": 0.5, "b.augment.rotation": 0.25, "tx": 0.1, "ty": 0.2})
+
+
 @pytest.mark.parametrize("objective", ["bound", "point"])
 def test_targets_that_do_not_fit_are_refused(objective):
     """Not broadcast: (N,) beside (N, 1) would be (N, N)."""

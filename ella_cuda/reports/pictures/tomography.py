@@ -20,6 +20,7 @@ from ella_cuda.reports.pictures.page import (
 
 COLOURS = ("#cc4c02", "#f0b020", "#1f4e9c", "#7cc7f0", "#009e73", "#777777")  # of the ways
 FOUND = "#b0b0b0"
+ACROSS = 4  # histograms in a line
 Image = Sequence[Sequence[float]]
 
 
@@ -127,7 +128,7 @@ def draw_errors(shares: Mapping[str, Mapping[str, Sequence[float]]], bins: Seque
     """
     if not shares:
         raise ValueError("shares must hold at least one way, got none.")
-    figure, axes = panels(len(shares), 3, TEXT_WIDTH, 1.9, sharex=True, sharey=True)
+    figure, axes = panels(len(shares), ACROSS, TEXT_WIDTH, 1.6, sharey=True)
     legend: dict[str, Any] = {}
     width = bins[1] - bins[0]
     ends = [*bins, bins[-1] + width]
@@ -138,7 +139,9 @@ def draw_errors(shares: Mapping[str, Mapping[str, Sequence[float]]], bins: Seque
         )
         axis.set_yscale("log")
         axis.set_ylim(1e-4, 1)
-        plain_axes(axis, name, "|error|" if k >= len(shares) - 3 else "", "share of pixels" if k % 3 == 0 else "")
+        plain_axes(
+            axis, name, "|error|" if k >= len(shares) - ACROSS else "", "share of pixels" if k % ACROSS == 0 else ""
+        )
         axis.title.set_fontsize(NORMAL)
     finish(figure, title, legend)
     return figure

@@ -130,7 +130,9 @@ def test_ways_are_what_their_names_say(tmp_path, monkeypatch):
 
     def optimized(self, n_steps, lr, **given):
         begun = set(self.hyperparameters.variance.values()) == {1.0}
-        taken.append((self.form, given["at"], given["tv_prior"], n_steps, lr, given["linear_steps"], begun))
+        taken.append(
+            (self._image.tangent.form, given["at"], given["tv_prior"], n_steps, lr, given["linear_steps"], begun)
+        )
         return optimize(self, n_steps, lr, **given)
 
     monkeypatch.setattr(LinearisedDIP, "optimize_hyperparameters", optimized)

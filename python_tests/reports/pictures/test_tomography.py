@@ -86,6 +86,10 @@ def test_ways_are_beside_the_published_ones():
     axis = shown(figure)[0]
     means = [container.lines[0].get_xdata()[0] for container in axis.containers]
     assert means == [-0.5, -1.5]
+    errors = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axis.containers]
+    assert errors == [
+        [pytest.approx(mean - 0.5), pytest.approx(mean + 0.5)] for mean in means
+    ]  # half of two values' gap
     assert [-1.7] in [list(line.get_xdata()) for line in axis.lines]
 
 

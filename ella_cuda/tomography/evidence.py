@@ -58,9 +58,11 @@ class LinearisedImage:
 
 class Measured(Protocol):
     """What both ways to the covariance of the measurements have. Hyperparameters are the terms' weights ``(T,)`` and the noise's variance,
-    float64; images are ``(S, H, W)`` and data ``(S, n)``, n measurements each."""
+    float64; images are ``(S, H, W)`` and data ``(S, n)``, n measurements each. Estimates are by draws of the generator."""
 
-    def evaluate(self, weights: Tensor, noise: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+    def evaluate(
+        self, weights: Tensor, noise: Tensor, residual: Tensor | None, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, ...]:
         """log|Kyy|, and with a residual r ``(n,)`` the sum of that and r' Kyy^-1 r; its gradients in weights and noise."""
         ...
 
@@ -68,11 +70,11 @@ class Measured(Protocol):
         """Kyy^-1 of each row."""
         ...
 
-    def log_determinant(self, weights: Tensor, noise: Tensor) -> Tensor:
+    def log_determinant(self, weights: Tensor, noise: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """log|Kyy|."""
         ...
 
-    def difference_terms(self) -> Tensor:
+    def difference_terms(self, generator: torch.Generator | None = None) -> Tensor:
         """For each term C, the variances of neighbours' differences under J C J', ``(T, pairs)``."""
         ...
 
@@ -135,7 +137,9 @@ class DenseMeasured:
         jacobian = d * prior.n_params * torch.finfo(image.dtype).bits // 8 + 2 * min(CHUNK, 8 * d * prior.n_params)
         return 8 * ((count + 2) * d * d + 3 * d * n) + max(jacobian, 8 * ((count + 3) * k * k + 3 * d * d))
 
-    def evaluate(self, weights: Tensor, noise: Tensor, residual: Tensor | None) -> tuple[Tensor, ...]:
+    def evaluate(
+        self, weights: Tensor, noise: Tensor, residual: Tensor | None, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, ...]:
         factor = self._factor(weights, noise)
         flat, more = self.terms.flatten(1), self.n_data - len(factor)  # those outside of A's range are noise alone
         inverse = torch.cholesky_inverse(factor)
@@ -151,7 +155,7 @@ class DenseMeasured:
         inverse.addr_(solved, solved, alpha=-1)
         return logdet + inside @ solved + outside / noise, flat @ inverse.flatten(), by_noise
 
-    def log_determinant(self, weights: Tensor, noise: Tensor) -> Tensor:
+    def log_determinant(self, weights: Tensor, noise: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         factor = self._factor(weights, noise)
         return 2 * factor.diagonal().log().sum() + (self.n_data - len(factor)) * noise.log()
 
@@ -162,7 +166,7 @@ class DenseMeasured:
         inside = data @ self.basis
         return torch.cholesky_solve(inside.T, factor).T @ self.basis.T + (data - inside @ self.basis.T) / noise
 
-    def difference_terms(self) -> Tensor:
+    def difference_terms(self, generator: torch.Generator | None = None) -> Tensor:
         return difference_variances(self.image_terms, self.image_shape)
 
     def prior_covariance(self, weights: Tensor) -> Tensor:
@@ -233,13 +237,19 @@ class IterativeMeasured:
         self._evaluations = 0
 
     def evaluate(
-        self, weights: Tensor, noise: Tensor, residual: Tensor | None, probes: Tensor | None = None
+        self,
+        weights: Tensor,
+        noise: Tensor,
+        residual: Tensor | None,
+        probes: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> tuple[Tensor, ...]:
         """The value itself is not estimated: NaN."""
         if self._evaluations % REFRESH == 0:
             self.precondition(weights)
         self._evaluations += 1
-        z = self._probes() if probes is None else probes
+        z = self._probes(generator) if probes is None else probes
         right = z if residual is None else torch.cat([z, residual[None].double()])
         solved, _ = self._solved(weights, noise, right)
         pulled = self.pull(torch.cat([z, solved]))
@@ -293,12 +303,19 @@ class IterativeMeasured:
         """Which rows' errors, of norm ``|rest| / noise`` at most, are not within ``tol``."""
         return rest.norm(dim=1) > self.tol * noise * found.norm(dim=1)
 
-    def log_determinant(self, weights: Tensor, noise: Tensor, probes: Tensor | None = None) -> Tensor:
+    def log_determinant(
+        self,
+        weights: Tensor,
+        noise: Tensor,
+        probes: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         """By stochastic Lanczos quadrature, an estimate.
 
         Source: Ubaru, Chen and Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017.
         """
-        z = self._probes() if probes is None else probes
+        z = self._probes(generator) if probes is None else probes
         total = z.new_zeros(())
         for probe in z:
             norm = probe.norm()
@@ -322,7 +339,7 @@ class IterativeMeasured:
             total = total + norm.square() * (vectors[0].square() * values.clamp_min(noise).log()).sum()
         return total / len(z)
 
-    def difference_terms(self) -> Tensor:
+    def difference_terms(self, generator: torch.Generator | None = None) -> Tensor:
         """Unbiased estimates by random signs of filters, tap by tap."""
         prior, image = self.prior, self.image
         found: list[Tensor] = []
@@ -330,7 +347,7 @@ class IterativeMeasured:
             sums: Any = 0
             for _ in range(self.n_probes):
                 rows = torch.zeros(block.n_taps, prior.n_params, dtype=image.dtype, device=image.device)
-                signs = self._signs(block.n_filters)
+                signs = self._signs(block.n_filters, generator)
                 for tap, part in enumerate(prior.split(rows)[i]):
                     part[:, tap] = signs.to(part)
                 along = differences(image.push(rows).double())
@@ -410,11 +427,11 @@ class IterativeMeasured:
         scale = (values[-1] + noise) / (values + noise) - 1
         return rest + (inside * scale) @ vectors.T
 
-    def _probes(self) -> Tensor:
-        return self._signs(self.n_probes * self.n_data).view(self.n_probes, self.n_data)
+    def _probes(self, generator: torch.Generator | None = None) -> Tensor:
+        return self._signs(self.n_probes * self.n_data, generator).view(self.n_probes, self.n_data)
 
-    def _signs(self, count: int) -> Tensor:
-        drawn = torch.randint(0, 2, (count,), device=self.image.device)
+    def _signs(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        drawn = torch.randint(0, 2, (count,), device=self.image.device, generator=generator)
         return drawn.double() * 2 - 1
 
 
@@ -422,13 +439,20 @@ class LogNormalTerms(torch.autograd.Function):
     """log|Kyy| + r' Kyy^-1 r, differentiable once in the terms' weights and the noise: gradients are computed with the value."""
 
     @staticmethod
-    def forward(ctx: Any, measured: Measured, weights: Tensor, noise: Tensor, residual: Tensor | None) -> Tensor:
-        value, by_weights, by_noise = measured.evaluate(weights, noise, residual)
+    def forward(
+        ctx: Any,
+        measured: Measured,
+        weights: Tensor,
+        noise: Tensor,
+        residual: Tensor | None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        value, by_weights, by_noise = measured.evaluate(weights, noise, residual, generator=generator)
         ctx.save_for_backward(by_weights, by_noise)
         return value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None, None]:
         by_weights, by_noise = ctx.saved_tensors
-        return None, gradient * by_weights, gradient * by_noise, None
+        return None, gradient * by_weights, gradient * by_noise, None, None

@@ -226,6 +226,7 @@ class LinearisedDIP:
                     f"LinearisedDIP.linearise: method='dense' takes {need / 2**20:.0f} MiB, memory_budget is "
                     f"{self.memory_budget / 2**20:.0f} MiB; raise it, or pass method='iterative'."
                 )
+            self._measured = None  # whose matrices would be there beside the new ones
             if self.method == "dense" or (self.method == "auto" and need <= self.memory_budget):
                 self._measured = DenseMeasured(image, self.ray_transform, self.prior, progress_bar)
             else:
@@ -311,6 +312,7 @@ class LinearisedDIP:
         checkpoint: str | Path | None = None,
         checkpoint_every: int = 100,
         progress_bar: bool = True,
+        generator: torch.Generator | None = None,
     ) -> list[float]:
         r"""Type-II MAP: Adam on the logarithms of variances, lengthscales and noise, to raise
 
@@ -327,7 +329,9 @@ class LinearisedDIP:
                 :math:`\kappa_d` the expected total variation under block d's prior around the reconstruction, in closed form. 0 is none; the
                 paper's is 1 for small images.
             linear_steps, linear_lr: of "linear_tv".
-            checkpoint, checkpoint_every, progress_bar: see :meth:`reconstruct`; the file is another.
+            checkpoint, checkpoint_every, progress_bar: see :meth:`reconstruct`; the file is another. "linear_tv" has a second one beside it,
+                for its weights, with ``.linear`` at the end of the name.
+            generator: of the probes of ``method="iterative"``; None is torch's own. A checkpoint keeps its state too.
 
         Returns:
             The objective before every step; NaN with ``method="iterative"``, which estimates its gradient alone.
@@ -362,21 +366,30 @@ class LinearisedDIP:
             "iterative": None if self.is_dense else self._iterative,
             "blocks": [[block.name, list(block.parameters)] for block in self.prior.blocks],
             "linear": [linear_steps, float(linear_lr)] if at == "linear_tv" else None,
+            "generator": generator is not None,
         }
         loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
+        projected = self.ray_transform.forward(self.reconstruction)
         if at == "linear_tv":
-            self.theta = self._linear_weights(linear_steps, linear_lr, progress_bar)
+            own = {"data", "ray_transform", "tv_weight", "form", "blocks"}
+            beside = Loop(
+                "LinearisedDIP: linear weights",
+                None if checkpoint is None else Path(checkpoint).with_name(Path(checkpoint).name + ".linear"),
+                {key: settings[key] for key in settings if key in own} | {"linear_lr": float(linear_lr)},
+                checkpoint_every,
+                progress_bar,
+            )
+            self.theta = self._linear_weights(linear_steps, linear_lr, projected, beside)
         elif at == "network":
             self.theta = self._image.tangent.point.double()
         raw = {key: value.clone().requires_grad_() for key, value in self._raw.items()}
         optimizer = torch.optim.Adam(raw.values(), lr=lr)
-        tv_terms = self._measured.difference_terms() if tv_prior and self.prior.smooth else None
+        tv_terms = self._measured.difference_terms(generator) if tv_prior and self.prior.smooth else None
         moments = None if at == "linear" else self.prior.moments(self.theta)
-        projected = self.ray_transform.forward(self.reconstruction)
 
         def step() -> float:
             optimizer.zero_grad()
-            value = self._objective(raw, moments, tv_prior, tv_terms)
+            value = self._objective(raw, moments, tv_prior, tv_terms, generator)
             (-value).backward()
             if not all(r.grad.isfinite().all() for r in raw.values()):
                 raise FloatingPointError(
@@ -394,6 +407,7 @@ class LinearisedDIP:
                 "tv_terms": tv_terms,
                 "measured": self._measured.state_dict(),
                 "projected": projected,
+                "generator": None if generator is None else generator.get_state(),
             }
 
         def restore(kept: Mapping[str, Any]) -> None:
@@ -406,6 +420,8 @@ class LinearisedDIP:
             if tv_terms is not None:
                 tv_terms = kept["tv_terms"].to(tv_terms)
             self._measured.load_state_dict(kept["measured"])
+            if generator is not None:
+                generator.set_state(kept["generator"])
 
         with torch.enable_grad():
             values = loop.run(n_steps, step, state, restore)
@@ -415,12 +431,13 @@ class LinearisedDIP:
         return values
 
     @torch.no_grad()
-    def log_marginal_likelihood(self, at: str = "network") -> Tensor:
+    def log_marginal_likelihood(self, at: str = "network", generator: torch.Generator | None = None) -> Tensor:
         """The evidence of the measurements at present hyperparameters, nats, without a hyperprior; 0-dim float64. ``method="iterative"``
         estimates it, by random probes.
 
         Args:
             at: "network", or "linear", see :meth:`optimize_hyperparameters`; "linear_tv" is with :attr:`theta` as that left it.
+            generator: of those probes; None is torch's own.
 
         Raises:
             ValueError: no such place. RuntimeError: :meth:`linearise` was not called.
@@ -428,7 +445,7 @@ class LinearisedDIP:
         self._require_linear("log_marginal_likelihood")
         check_choice("at", at, PLACES)
         weights, noise = self._weights(self._raw), self._raw["log_noise"].exp()
-        logdet = self._measured.log_determinant(weights, noise)
+        logdet = self._measured.log_determinant(weights, noise, generator=generator)
         if at == "linear":
             r = self._linear_residual()
             fit = r @ self._measured.solve(weights, noise, r[None])[0]
@@ -578,12 +595,17 @@ class LinearisedDIP:
     # parts -------------------------------------------------------------------------------------------------------
 
     def _objective(
-        self, raw: Mapping[str, Tensor], moments: list[Tensor] | None, tv_prior: float, tv_terms: Tensor | None
+        self,
+        raw: Mapping[str, Tensor],
+        moments: list[Tensor] | None,
+        tv_prior: float,
+        tv_terms: Tensor | None,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         """What is raised: see :meth:`optimize_hyperparameters`."""
         weights, noise = self._weights(raw), raw["log_noise"].exp()
         residual = self._linear_residual() if moments is None else None
-        terms = LogNormalTerms.apply(self._measured, weights, noise, residual)
+        terms = LogNormalTerms.apply(self._measured, weights, noise, residual, generator)
         if moments is not None:
             terms = (
                 terms
@@ -607,7 +629,7 @@ class LinearisedDIP:
         return sizes.log().sum() - strength * kappa.sum()
 
     @torch.no_grad()
-    def _linear_weights(self, n_steps: int, lr: float, progress_bar: bool) -> Tensor:
+    def _linear_weights(self, n_steps: int, lr: float, projected: Tensor, loop: Loop) -> Tensor:
         """The linear model's weights by Adam on the loss of the reconstruction, from the network's on, or from 0 in the simple form; those of
         the least loss."""
         tangent, x, best, loss = self._image.tangent, self._x, math.inf, math.inf
@@ -626,8 +648,6 @@ class LinearisedDIP:
             loss = value.item()
             return slope
 
-        loop = Loop("LinearisedDIP: linear weights", None, {}, n_steps, progress_bar)
-
         def step() -> float:
             nonlocal best, found
             along = theta.detach() if simple else theta.detach() - point
@@ -641,7 +661,22 @@ class LinearisedDIP:
             optimizer.step()
             return loss
 
-        loop.run(n_steps, step, dict, dict)
+        def state() -> dict[str, Any]:
+            return {
+                "theta": theta.detach(),
+                "best": [best, found],
+                "optimizer": optimizer.state_dict(),
+                "projected": projected,
+            }
+
+        def restore(kept: Mapping[str, Any]) -> None:
+            nonlocal best, found
+            require_same(kept["projected"], projected)
+            theta.detach().copy_(kept["theta"])
+            best, found = float(kept["best"][0]), kept["best"][1].to(theta)
+            optimizer.load_state_dict(kept["optimizer"])
+
+        loop.run(n_steps, step, state, restore)
         return found
 
     def _weights(self, raw: Mapping[str, Tensor]) -> Tensor:

@@ -226,7 +226,7 @@ class RayOperator(LinearMap):
 
     Args:
         forward, adjoint: functions of a tensor that return one, such as ``physics.A`` and ``physics.A_adjoint`` of deepinv, or ``A`` and
-            ``A.T`` of tomosipo. They need not be differentiable.
+            ``A.T`` of tomosipo. They need not be differentiable, and may change their argument, a copy.
         image_size: the side of a square image, or ``(H, W)``.
         image_shape: the shape in which ``forward`` takes an image and ``adjoint`` returns it, as many numbers as the image has:
             ``(1, 1, H, W)`` for deepinv, ``(1, H, W)`` for tomosipo; None is ``(H, W)``.
@@ -283,7 +283,7 @@ class RayOperator(LinearMap):
         if self._fbp is None:
             return super().fbp(y)
         y = self._checked("y", y, self.data_shape)
-        rows = y.reshape(-1, *self.data_shape)
+        rows = y.reshape(-1, *self.data_shape).clone()
         found = [_returned("fbp", self._fbp(row[None] if self._batched else row)) for row in rows]
         if wrong := [tuple(image.shape) for image in found if image.numel() != math.prod(self.image_shape)]:
             raise ValueError(f"RayOperator: fbp must return an image {self.image_shape}, got {wrong[0]}.")
@@ -293,7 +293,7 @@ class RayOperator(LinearMap):
         within, into = (self.data_shape, self.image_shape) if adjoint else (self.image_shape, self.data_shape)
         takes = within if adjoint else self._takes
         lead = x.shape[: x.dim() - len(within)]
-        rows, function = x.reshape(math.prod(lead), *takes), self._functions[adjoint]
+        rows, function = x.reshape(math.prod(lead), *takes).clone(), self._functions[adjoint]  # which may change it
         if not len(rows):
             return x.new_zeros(*lead, *into)
         name = "adjoint" if adjoint else "forward"

@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 def total_variation(x: Tensor) -> Tensor:
-    """The sum of absolute differences between neighbours along both axes: ``(..., H, W) -> (...)``."""
+    """The sum of absolute differences between neighbours along both axes: ``(..., H, W) -> (...)``.
+
+    Raises:
+        TypeError: x is no floating point tensor. ValueError: x has no two axes.
+    """
+    _check_image("total_variation", "x", x)
     return differences(x).abs().sum(-1)
 
 
@@ -62,12 +67,8 @@ def total_variation_gaussian(mean: Tensor, covariance: Tensor) -> Tensor:
 
     Source: the folded normal's mean; Antoran, Barbano et al., TMLR 2023, section 4.2, has the expectation by sampling.
     """
-    for name, tensor in (("mean", mean), ("covariance", covariance)):
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"total_variation_gaussian: {name} must be a floating point tensor, got {got}.")
-    if mean.dim() < 2:
-        raise ValueError(f"total_variation_gaussian: mean must have shape (..., H, W), got {tuple(mean.shape)}.")
+    _check_image("total_variation_gaussian", "mean", mean)
+    _check_floating("total_variation_gaussian", "covariance", covariance)
     shape = mean.shape[-2], mean.shape[-1]
     count = math.prod(shape)
     if covariance.dim() < 2 or covariance.shape[-2:] != (count, count):
@@ -82,3 +83,15 @@ def total_variation_gaussian(mean: Tensor, covariance: Tensor) -> Tensor:
             f"total_variation_gaussian: covariance must be positive semi-definite, got a difference of variance {variance.amin().item():.3g}."
         )
     return expected_absolute(differences(mean), variance).sum(-1)
+
+
+def _check_image(where: str, name: str, value: Tensor) -> None:
+    _check_floating(where, name, value)
+    if value.dim() < 2:
+        raise ValueError(f"{where}: {name} must have shape (..., H, W), got {tuple(value.shape)}.")
+
+
+def _check_floating(where: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{where}: {name} must be a floating point tensor, got {got}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import torch
 
 from ella_cuda import cli
 from ella_cuda.data import load
+from ella_cuda.experiments import linearised
+from ella_cuda.experiments.linearised import unet
 from ella_cuda.experiments.studies import study
-from ella_cuda.experiments.tomography import EXPERIMENT, images, phantom, reconstruction
+from ella_cuda.experiments.tomography import EXPERIMENT, drawn, images, phantom, reconstruction, sources
 from ella_cuda.experiments.tomography.quality import error_shares, inside, psnr, ssim
 from ella_cuda.experiments.tomography.sources import image_of, shepp_logan
 from ella_cuda.tomography import LinearisedDIP, RayTransform, UNet
@@ -120,6 +123,128 @@ def test_dropouts_mean_and_covariance_are_of_its_samples(tmp_path, monkeypatch):
     ).eps
 
 
+def test_ways_are_what_their_names_say(tmp_path, monkeypatch):
+    """Form, place and hyperprior of each, with the settings' steps; each starts anew, at the reconstruction."""
+    settings = {**reconstruction.settings_of(0.002, 28, 5, 0.1), "seed": 0, "linear_steps": 7}
+    taken, optimize = [], LinearisedDIP.optimize_hyperparameters
+
+    def optimized(self, n_steps, lr, **given):
+        begun = set(self.hyperparameters.variance.values()) == {1.0}
+        taken.append(
+            (self._image.tangent.form, given["at"], given["tv_prior"], n_steps, lr, given["linear_steps"], begun)
+        )
+        return optimize(self, n_steps, lr, **given)
+
+    monkeypatch.setattr(LinearisedDIP, "optimize_hyperparameters", optimized)
+    ways = [way for way in reconstruction.WAYS if way not in ("dropout", "fixed")]
+    found = reconstruction.measured(shepp_logan(8), settings, study.Work(tmp_path), ways)["ways"]
+    places = [
+        ("full", "network", 0),
+        ("full", "network", 1),
+        ("full", "linear", 0),
+        ("full", "linear", 1),
+        ("simple", "linear_tv", 0),
+    ]
+    assert ways == ["network", "network-tv", "linear", "linear-tv", "simple"] == list(found)
+    steps = settings["evidence_steps"], settings["evidence_rate"], 7, True
+    assert taken == [(*place, *steps) for place in places]
+    assert len({one["log_density"] for one in found.values()}) == 5
+
+
+def made(k, ways=tuple(reconstruction.WAYS)):
+    """A study's result, whose numbers follow from k; dropout has quality of its own."""
+    of = {way: {"log_density": k - 0.125 * i, "inside": 0.5, "noise": 0.25} for i, way in enumerate(ways)}
+    errors = {"found": [k, 1 - k], "expected": [0.5, 0.5]}
+    for one in of.values():
+        one |= {"errors": errors, "deviation": [[0.25]], "variance": {"inc": 2.0}, "lengthscale": {"inc": 3.0}}
+    if "dropout" in of:
+        of["dropout"] |= {"psnr": 13.0, "ssim": 0.75}
+    images = {"truth": [[k]], "fbp": [[0.5]], "reconstruction": [[0.0]]}
+    fbp, own = {"psnr": 11.0, "ssim": 0.25}, {"psnr": 12.0, "ssim": 0.5}
+    return {"parameters": 7, "true_noise": 1.0, "quality": own, "quality_fbp": fbp, "ways": of, **images}
+
+
+def planned(seed, angles, noise=0.05, data="digits"):
+    settings = {**reconstruction.settings_of(0.002, 28, angles, noise), "seed": seed, "data": data}
+    return study.Study("images", f"{data} {angles} {noise} {seed}", settings)
+
+
+def test_columns_and_sentences_of_the_tables():
+    ways = reconstruction.WAYS
+    results = [made(1.0), made(3.0)]
+    results[1]["ways"]["linear"]["log_density"] = 3.5
+    rows = [row for seed in (0, 1) for row in images.rows(planned(seed, 5), results[seed])]
+    assert [r["psnr"] for r in rows[:7]] == [12, 12, 12, 12, 12, 13, 12]
+    assert rows[0]["variance inc"] == 2 and rows[0]["lengthscale inc"] == 3
+    lines = images.text(rows).splitlines()
+
+    def cells(title):
+        return lines[lines.index(title) + 3].replace(" ± ", "±").split()
+
+    (quality,) = [line for line in lines if line.startswith("Quality: digits, 10 x 10 pixels")]
+    assert quality.endswith("7 parameters; mean ± standard error over seeds 0, 1")
+    head = "5% 5 11.0±0.0 12.0±0.0 13.0±0.0 0.25±0.00 0.50±0.00 0.75±0.00"
+    assert cells(quality) == head.split()
+    densities = [2 - 0.125 * i for i in range(7)]
+    densities[2] = 2.125
+    errors = ["1.00"] * 7
+    errors[2] = "1.38"
+    assert cells("Log density per pixel, nats")[2:] == [f"{d:.2f}±{e}" for d, e in zip(densities, errors, strict=True)]
+    assert cells("Pixels within two deviations, %; 95 where errors are as predicted")[2:] == ["50±0"] * 7
+    order = next(line for line in lines if line.startswith("In order"))
+    best = sorted(zip(densities, ways.values(), strict=True), reverse=True)
+    assert order.endswith(" > ".join(f"{name} ({d:.2f})" for d, name in best) + ".")
+    assert (
+        "linear mode above network's weights in 1 of 2 studies; linear loss, simple above network's weights in 0 "
+        in (images.text(rows))
+    )
+
+
+def test_pictures_are_of_the_first_seed_and_the_means(monkeypatch):
+    taken = {}
+    for name in ("reconstructions", "errors"):
+        monkeypatch.setattr(drawn, f"draw_{name}", lambda *given, name=name: taken.update({name: given}))
+    cases = [(1, 20, 0.1), (0, 20, 0.1), (0, 5, 0.1), (0, 20, 0.05), (1, 5, 0.1)]
+    found = [(planned(*case), made(k / 8)) for k, case in enumerate(cases)]
+    found.append((planned(0, 10, 0.05, "fashion-mnist"), made(0.5)))
+    drawn.drawn_images(found)
+    lines, title = taken["reconstructions"]
+    assert title == "digits, seed 0"
+    assert list(lines) == ["20 angles,\n5% noise", "5 angles,\n10% noise", "20 angles,\n10% noise"]
+    assert [images["truth"] for images, _ in lines.values()] == [[[3 / 8]], [[2 / 8]], [[1 / 8]]]
+    errors = next(iter(lines.values()))[1]
+    assert errors["|error|"] == [[3 / 8]] and list(errors)[1:] == [reconstruction.WAYS[way] for way in drawn.SHOWN]
+    drawn.drawn_errors(found)
+    shares, _ = taken["errors"]
+    mean = (0 + 1 + 2 + 3 + 4 + 4) / 8 / 6
+    assert list(shares) == list(reconstruction.WAYS.values())
+    assert shares["MC dropout"] == {"found": pytest.approx([mean, 1 - mean]), "expected": [0.5, 0.5]}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_talks_column_is_nll_beside_its_numbers(tmp_path, capsys):
+    folder = tmp_path / "out"
+    args = ["--data", "digits", "--scale", "0.01", "--seed", "0", "1", "--jobs", "1", "--device", "cpu"]
+    run("linearised", "--part", "unet", *args, "--out", str(folder))
+    assert (folder / "unet.txt").read_text().strip() in capsys.readouterr().out
+    rows, text = table(folder, "unet"), (folder / "unet.txt").read_text()
+    assert [r["way"] for r in rows] == ["network", "linear", "simple"] * 2
+    assert [r["talk_nll"] for r in rows[:3]] == ["-1.703", "", "-2.24"]
+    assert all(float(r["nll"]) == -float(r["log_density"]) for r in rows)
+    assert {(r["angles"], r["noise"], r["steps"]) for r in rows} == {("20", "0.05", "41")}
+    means = []
+    for way, name in unet.WAYS.items():
+        values = [float(r["nll"]) for r in rows if r["way"] == way]
+        means.append(statistics.mean(values))
+        (line,) = [line for line in text.splitlines() if line.startswith(name) and "±" in line]
+        assert f"{means[-1]:.3f} ± {statistics.stdev(values) / 2**0.5:.3f}" in line
+        assert ("-1.703 ± 0.023" in line) == (way == "network") and ("-2.240 ± 0.027" in line) == (way == "simple")
+    kept = ["yes" if m <= means[0] else "no" for m in means[1:]]
+    assert f"No worse than the network's weights: linear mode: {kept[0]}, linear loss, simple form: {kept[1]}." in text
+    done = [(s, study.read_result(folder / s.name)) for s in linearised.EXPERIMENT.read(folder)[0]]
+    assert [axis.get_title() for axis in unet.draw(done).axes if axis.get_visible()] == ["digits"]
+
+
 @pytest.mark.usefixtures("few", "undrawn")
 def test_a_killed_session_goes_on_to_the_files_of_one_that_was_not(tmp_path, monkeypatch, capsys):
     options = ["tomography", "--part", "phantom", "--scale", "0.002", "--seed", "0", "--jobs", "1", "--device", "cpu"]
@@ -175,6 +300,15 @@ def test_images_are_test_images_of_all_classes(tmp_path):
     assert any(torch.equal(own, x[0]) for x in load("digits").test_images)
 
 
+def test_colours_are_made_grey(tmp_path, monkeypatch):
+    colours = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    found = types.SimpleNamespace(test_images=colours, test_labels=torch.arange(4), test_ids=torch.arange(4))
+    monkeypatch.setattr(sources, "load", lambda *_: found)
+    some = [image_of("cifar10", 8, k, study.Work(tmp_path)) for k in range(4)]
+    assert sorted(x.sum().item() for x in some) == pytest.approx(sorted(colours.mean(1).sum((1, 2)).tolist()))
+    assert torch.equal(image_of("cifar10", 8, 5, study.Work(tmp_path)), some[1])  # there are no more
+
+
 def window_ssim(a: np.ndarray, b: np.ndarray) -> float:
     """Window by window."""
     values = []
@@ -215,5 +349,9 @@ def test_published_sizes_at_full_scale():
     s = reconstruction.settings_of(1, 28, 20, 0.05)
     assert (s["channels"], s["steps"], s["rate"], s["tv_weight"]) == (32, 41_000, 1e-4, 1e-4)
     assert (s["evidence_steps"], s["evidence_rate"], s["dropout_samples"]) == (1500, 0.01, 16_384)
+    some = [reconstruction.settings_of(1, 28, angles, noise) for noise in (0.05, 0.1) for angles in (5, 10, 20, 30)]
+    assert [s["steps"] for s in some] == [14_000, 29_000, 41_000, 50_000, 7400, 13_000, 17_000, 22_000]
+    assert [s["tv_weight"] for s in some] == [1e-5, 3e-5, 1e-4, 1e-4, 3e-5, 1e-4, 3e-4, 3e-4]
+    assert reconstruction.DROPOUT == 0.05 and sum(p.numel() for p in UNet(channels=32).parameters()) == 76_905
     small = reconstruction.settings_of(0.05, 28, 20, 0.05)
     assert (small["channels"], small["steps"], small["rate"]) == (16, 4100, 1e-3)

@@ -130,7 +130,7 @@ def test_variances_of_differences_are_exact_with_signs_of_a_design(both, monkeyp
     rows, turn = torch.from_numpy(hadamard(size)).double(), iter(range(10**6))
     measured = iterative._measured
     monkeypatch.setattr(measured, "n_probes", size)
-    monkeypatch.setattr(measured, "_signs", lambda count: rows[next(turn) % size, :count])
+    monkeypatch.setattr(measured, "_signs", lambda count, generator=None: rows[next(turn) % size, :count])
     torch.testing.assert_close(measured.difference_terms(), dense._measured.difference_terms(), rtol=1e-9, atol=1e-12)
 
 
@@ -208,6 +208,31 @@ def test_optimisation_goes_on_where_it_was_interrupted(method, tmp_path, monkeyp
     }
     with pytest.raises(ValueError, match="the network or ray_transform is another"):
         other.optimize_hyperparameters(6, checkpoint=path, **options)
+
+
+def test_estimates_are_their_generators(tmp_path, monkeypatch):
+    """The global one is left alone; a checkpoint keeps the state."""
+    options = {"lr": 0.05, "checkpoint_every": 2, "tv_prior": 1.0, **QUIET}
+
+    def start():
+        return fitted(2, method="iterative", n_probes=2), torch.Generator().manual_seed(5)
+
+    whole, generator = start()
+    before = torch.get_rng_state()
+    evidence = whole.log_marginal_likelihood(generator=generator)
+    assert whole.log_marginal_likelihood(generator=generator.manual_seed(5)) == evidence
+    whole.optimize_hyperparameters(5, generator=generator.manual_seed(5), **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    (first, generator), path = start(), tmp_path / "evidence.pt"
+    objective, left = first._objective, iter(range(3))
+    monkeypatch.setattr(first, "_objective", lambda *args: (next(left), objective(*args))[1])
+    with pytest.raises(StopIteration):
+        first.optimize_hyperparameters(5, generator=generator, checkpoint=path, **options)
+    again, generator = start()
+    again.optimize_hyperparameters(5, generator=generator.manual_seed(6), checkpoint=path, **options)
+    assert again.hyperparameters == whole.hyperparameters
+    with pytest.raises(ValueError, match="of another run: generator"):
+        start()[0].optimize_hyperparameters(5, checkpoint=path, **options)
 
 
 @pytest.mark.parametrize(("rank", "iterations"), [(200, 50), (10, 50), (0, 300)])

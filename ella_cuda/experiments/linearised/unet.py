@@ -68,7 +68,8 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
             )
         )
     blocks.append(
-        "NLL per pixel in nats of the true image, whole covariance, by several precisions: a variance and a lengthscale for each block. The "
+        "NLL per pixel in nats of the true image, whole covariance, by several precisions: a variance and a lengthscale for each block. "
+        "A seed has an image, noise and a network of its own. The "
         "talk's: KMNIST; its linear weights have least error and total variation, of the simple form as in the authors' code."
     )
     return "\n\n".join(blocks)

@@ -10,7 +10,6 @@ import numpy as np
 from ella_cuda.reports.pictures.page import (
     LINE_STYLES,
     MARKERS,
-    NORMAL,
     SMALL,
     TEXT_WIDTH,
     finish,
@@ -18,7 +17,7 @@ from ella_cuda.reports.pictures.page import (
     plain_axes,
 )
 
-COLOURS = ("#cc4c02", "#f0b020", "#1f4e9c", "#7cc7f0", "#009e73", "#777777")  # of the ways
+COLOURS = ("#cc4c02", "#f0b020", "#1f4e9c", "#7cc7f0", "#009e73", "#777777", "#000000")  # of the ways
 FOUND = "#b0b0b0"
 ACROSS = 4  # histograms in a line
 Image = Sequence[Sequence[float]]
@@ -139,11 +138,10 @@ def draw_errors(shares: Mapping[str, Mapping[str, Sequence[float]]], bins: Seque
         )
         axis.set_yscale("log")
         axis.set_ylim(1e-4, 1)
-        plain_axes(
-            axis, name, "|error|" if k >= len(shares) - ACROSS else "", "share of pixels" if k % ACROSS == 0 else ""
-        )
-        axis.title.set_fontsize(NORMAL)
-    finish(figure, title, legend)
+        last = k >= len(shares) - ACROSS
+        plain_axes(axis, name, "|error|" if last else "", "share of pixels" if k % ACROSS == 0 else "")
+        axis.tick_params(labelbottom=last)
+    finish(figure, title, legend, note="The last bin has all larger errors.")
     return figure
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ella_cuda.experiments.tomography.reconstruction import WAYS
 from ella_cuda.reports.pictures.tomography import draw_densities, draw_errors, draw_reconstructions, draw_ways
 from python_tests.reports.pictures.pages import check_page
 
@@ -48,16 +49,29 @@ def test_densities_are_means_over_seeds():
     lines = [container.lines[0] for container in first.containers]
     assert [list(line.get_ydata()) for line in lines] == [[5.5, 20.5], [6.5, 21.5]]
     assert [list(line.get_xdata()) for line in lines] == [[5, 20]] * 2
+    segments = first.containers[1].lines[2][0].get_segments()  # of errors: half the difference of two values
+    assert [s[:, 1].tolist() for s in segments] == [
+        [pytest.approx(m - 0.5), pytest.approx(m + 0.5)] for m in (6.5, 21.5)
+    ]
+
+
+def test_every_way_of_the_study_has_a_look_of_its_own():
+    rows = [{"noise": 0.1, "angles": a, "way": way, "log_density": 1.0} for way in WAYS for a in (5, 20)]
+    figure = draw_densities(rows, WAYS)
+    lines = [container.lines[0] for container in shown(figure)[0].containers]
+    assert len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == len(WAYS)
 
 
 def test_errors_are_beside_the_expected_ones():
-    shares = {name: {"found": [0.7, 0.2, 0.1], "expected": [0.5, 0.3, 0.2]} for name in ("a", "b", "c", "d")}
+    shares = {name: {"found": [0.7, 0.2, 0.1], "expected": [0.5, 0.3, 0.2]} for name in "abcde"}
     figure = draw_errors(shares, (0.0, 0.1, 0.2), TITLE)
     check_page(figure)
     axes = shown(figure)
-    assert [axis.get_title() for axis in axes] == ["a", "b", "c", "d"]
+    assert [axis.get_title() for axis in axes] == ["a", "b", "c", "d", "e"]
     assert [bar.get_height() for bar in axes[0].patches if bar.get_width() == pytest.approx(0.1)][:3] == [0.7, 0.2, 0.1]
     assert list(axes[0].lines[0].get_ydata())[:3] == [0.5, 0.3, 0.2]
+    labelled = [any(label.get_visible() for label in axis.get_xticklabels()) for axis in axes]
+    assert labelled == [False, True, True, True, True]  # nothing is below the second to fourth
 
 
 def test_ways_are_beside_the_published_ones():
@@ -72,6 +86,10 @@ def test_ways_are_beside_the_published_ones():
     axis = shown(figure)[0]
     means = [container.lines[0].get_xdata()[0] for container in axis.containers]
     assert means == [-0.5, -1.5]
+    errors = [container.lines[2][0].get_segments()[0][:, 0].tolist() for container in axis.containers]
+    assert errors == [
+        [pytest.approx(mean - 0.5), pytest.approx(mean + 0.5)] for mean in means
+    ]  # half of two values' gap
     assert [-1.7] in [list(line.get_xdata()) for line in axis.lines]
 
 

@@ -288,9 +288,12 @@ def chain_of(network: nn.Module) -> Chain | None:
 def chain_of_average(model: AveragedFunction) -> Chain | None:
     """The averaged network as a chain; None where it is none, or what the model returns may be other than its outputs' mean: of a subclass,
     and with hooks."""
-    if type(model) is not AveragedFunction or _is_changed(model) or _has_any_global_hook():
-        return None
-    return chain_of(model.network)
+    return chain_of(model.network) if is_plain_average(model) else None
+
+
+def is_plain_average(model: nn.Module) -> bool:
+    """Whether what the model returns is its network's outputs, averaged over copies, and nothing else."""
+    return type(model) is AveragedFunction and not _is_changed(model) and not _has_any_global_hook()
 
 
 def _is_changed(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -186,6 +186,10 @@ class Seen(NamedTuple):
     gradients: list[Tensor]
 
 
+ColumnsOf = Callable[[Tensor], Tensor]
+Derivatives = Callable[[Seen, Tensor], tuple[Seen, Tensor]]
+
+
 class Chain:
     """A network of modules one after the other.
 
@@ -207,62 +211,115 @@ class Chain:
 
     @torch.no_grad()
     def gradient(
-        self,
-        copies: Tensor,
-        columns_of: Callable[[Tensor], Tensor],
-        derivatives: Callable[[Seen, Tensor], tuple[Seen, Tensor]],
-    ) -> Tensor:
-        """The gradient of F in the copies ``(N, S, ...)``.
+        self, chunks: Sequence[Callable[[], Tensor]], columns_of: ColumnsOf, derivatives: Derivatives
+    ) -> Iterator[Tensor]:
+        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after the other.
+
+        Of one chunk there is one pass through the network. Of several, each pass goes over all chunks, and begins with each chunk's inputs:
+        for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies. What is kept from one
+        chunk to the next has no copies.
 
         Args:
-            copies: of N data points.
+            chunks: each makes some of the copies of N data points, the same ones in every call.
             columns_of: of the averaged outputs ``(N, ...)``, columns ``(K, N, ...)`` in their graph.
             derivatives: ``(seen, outputs) -> (those of F in seen, that in the outputs)``.
         """
-        links, x, inputs, s = [], copies, [], copies.shape[1]
-        for part in self._parts:
-            if isinstance(part[0], LAYERS):
-                inputs.append(x.mean(1))
-            links.append(_link(part, x))
-            x = links[-1].out
-        outputs = x.mean(1).requires_grad_()
+        whole = [Way(self._parts, chunks[0]())] if len(chunks) == 1 else None
+
+        def ways() -> Iterator[Way]:
+            yield from (Way(self._parts, chunk()) for chunk in chunks) if whole is None else whole
+
+        count, sums = 0, None
+        for way in ways():
+            count += way.copies
+            sums = _added(sums, way.sums())
+        *inputs, outputs = (total / count for total in sums)
+        outputs.requires_grad_()
         with torch.enable_grad():
             columns = columns_of(outputs)
-        first = next(i for i, link in enumerate(links) if isinstance(link, Layer))
-        # Columns back to the first layer's output; what is behind each curved function is kept.
-        g = (columns.detach() / s)[:, :, None].expand(-1, -1, s, *columns.shape[2:])
-        behind: dict[int, Tensor] = {}
-        gradients: list[Tensor] = []
-        for i in range(len(links) - 1, first - 1, -1):
+        back, gradients = columns.detach() / count, None
+        for way in ways():
+            gradients = _added(gradients, way.columns(back))
+        of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
+        tangent = None
+        if columns.requires_grad or whole is not None:
+            for way in ways():
+                tangent = _added(tangent, [way.tangents(of_seen.gradients)])
+        if columns.requires_grad:
+            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, tangent[0] / count)[0]
+        for way in ways():
+            if whole is None:
+                way.columns(back)
+                way.tangents(of_seen.gradients)
+            yield way.gradient(of_outputs / count, [d / count for d in of_seen.inputs])
+
+
+class Way:
+    """Some copies' way through a chain and back.
+
+    Args:
+        parts: of the chain.
+        copies: ``(N, s, ...)``.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[nn.Module]], copies: Tensor) -> None:
+        self.copies, self._links, self._sums, x = copies.shape[1], [], [], copies
+        for part in parts:
+            if isinstance(part[0], LAYERS):
+                self._sums.append(x.sum(1))
+            self._links.append(_link(part, x))
+            x = self._links[-1].out
+        self._sums.append(x.sum(1))
+        self._first = next(i for i, link in enumerate(self._links) if isinstance(link, Layer))
+        self._behind: dict[int, Tensor] = {}
+        self._bent: dict[int, Tensor] = {}
+
+    def sums(self) -> list[Tensor]:
+        """Over copies, of each layer's inputs and of the outputs."""
+        return self._sums
+
+    def columns(self, columns: Tensor) -> list[Tensor]:
+        """Columns ``(K, N, ...)`` back to the first layer's output; of each layer, the sum over copies there. What is behind each curved
+        function is kept."""
+        links, gradients = self._links, []
+        g = columns[:, :, None].expand(-1, -1, self.copies, *columns.shape[2:])
+        for i in range(len(links) - 1, self._first - 1, -1):
             if isinstance(links[i], Layer):
                 gradients.insert(0, g.sum(2))
             elif links[i].curved:
-                behind[i] = g
-            if i > first:
+                self._behind[i] = g
+            if i > self._first:
                 g = links[i].back(g)
-        of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
-        # Tangents forward, from there.
-        bent: dict[int, Tensor] = {}
-        tangents = iter(of_seen.gradients)
-        t: Tensor | None = None
-        for i in range(first, len(links)):
-            if i in behind:
-                bent[i] = links[i].bent(t, behind.pop(i))
+        return gradients
+
+    def tangents(self, at_layers: Sequence[Tensor]) -> Tensor:
+        """Tangents forward, ``(K, N, ...)`` of which are added at each layer's output; their sum over copies at the outputs. Where columns
+        were there before, what they bend is kept in their place."""
+        links, added, t = self._links, iter(at_layers), None
+        for i in range(self._first, len(links)):
+            if i in self._behind:
+                self._bent[i] = links[i].bent(t, self._behind.pop(i))
             t = None if t is None else links[i].along(t)
             if isinstance(links[i], Layer):
-                added = next(tangents)[:, :, None]
-                t = added if t is None else t.add_(added)
-        if columns.requires_grad:
-            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, t.mean(2))[0]
-        # Back with F itself.
-        b = (of_outputs / s)[None, :, None].expand(1, -1, s, *of_outputs.shape[1:])
+                own = next(added)[:, :, None]
+                t = own if t is None else t.add_(own)
+        return t.expand(-1, -1, self.copies, *t.shape[3:]).sum(2)
+
+    def gradient(self, of_outputs: Tensor, of_inputs: Sequence[Tensor]) -> Tensor:
+        """In the copies, of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
+        links, of_inputs = self._links, list(of_inputs)
+        b = of_outputs[None, :, None].expand(1, -1, self.copies, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):
             b = links[i].back(b)
-            if i in bent:
-                b = b + bent.pop(i)
+            if i in self._bent:
+                b = b + self._bent.pop(i)
             if isinstance(links[i], Layer):
-                b = b + of_seen.inputs.pop()[:, None] / s
+                b = b + of_inputs.pop()[:, None]
         return b[0]
+
+
+def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
+    return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
 
 
 def _link(part: Sequence[nn.Module], x: Tensor) -> Link:

@@ -17,7 +17,8 @@ Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural netwo
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,6 +152,19 @@ def copies_together(model: nn.Module, x: Inputs, room: int, image_bytes: int) ->
     if copies * count <= FEW or image_bytes * count <= room or not has_chunks(model, x):
         return copies
     return min(max(room * copies // (image_bytes * count), FEW // count, 1), copies)
+
+
+@contextmanager
+def seeing(rules: Iterable[Rule], copies: int) -> Iterator[None]:
+    """For the duration of the context, the rules' layers see so many copies."""
+    before = [(rule, rule.copies) for rule in rules]
+    for rule, _ in before:
+        rule.copies = copies
+    try:
+        yield
+    finally:
+        for rule, count in before:
+            rule.copies = count
 
 
 def warn_of_all_copies(model: nn.Module, x: Inputs, room: int, image_bytes: int, where: str) -> None:

@@ -29,6 +29,7 @@ from ella_cuda.laplace.copies import (
     copies_of,
     copies_together,
     require_copies,
+    seeing,
     tried_copies,
     warn_of_all_copies,
 )
@@ -367,7 +368,7 @@ class CurvaturePass:
                     with self.nodes():
                         passes = self.backward(self.forward(x), part * share, passes)
                     sums.end()
-            with self._of_one_copy(), torch.no_grad():
+            with seeing(self.rules, 1), torch.no_grad():
                 sums.add_inputs(whole)
                 sums.add_outputs(whole)
         self.release()
@@ -375,28 +376,13 @@ class CurvaturePass:
     @contextmanager
     def of_copies(self, x: Inputs, uses: Uses) -> Iterator[None]:
         """For the duration of the context, layers see as many copies as these inputs have, and calls are noted there."""
-        copies, before, self.uses = self.copies, self.uses, uses
-        self._set_copies(x[1].shape[1])
+        before = self.copies, self.uses
+        self.copies, self.uses = x[1].shape[1], uses
         try:
-            yield
+            with seeing(self.rules, self.copies):
+                yield
         finally:
-            self._set_copies(copies)
-            self.uses = before
-
-    @contextmanager
-    def _of_one_copy(self) -> Iterator[None]:
-        """For the duration of the context, rules know of no copies."""
-        copies = self.copies
-        self._set_copies(1)
-        try:
-            yield
-        finally:
-            self._set_copies(copies)
-
-    def _set_copies(self, copies: int) -> None:
-        self.copies = copies
-        for rule in self.rules:
-            rule.copies = copies
+            self.copies, self.uses = before
 
     def backward(self, outputs: Tensor, columns: Columns | Tensor, passes: int = 0) -> int:
         """Send the columns back from the outputs, as many at once as the budget allows, or in so many passes; output sides accumulate.

@@ -209,8 +209,8 @@ class SummedUses(Uses):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[_Call] = []
-        self._of_rule: dict[Rule, list[_Call]] = {}
+        self._calls: list[SummedCall] = []
+        self._of_rule: dict[Rule, list[SummedCall]] = {}
         self._made: list[Use] = []
         self._share, self._pass, self._first = 1.0, 0, True
 
@@ -238,23 +238,18 @@ class SummedUses(Uses):
     def call(self, rule: Rule, arguments: Sequence[Any], place: Place, add: Callable[..., None] | None = None) -> Use:
         calls, index = self._of_rule.setdefault(rule, []), self._counts[rule]
         if self._first:
-            calls.append(_Call(rule))
+            calls.append(SummedCall(rule))
             self._calls.append(calls[-1])
         elif index >= len(calls):
             raise _other_calls(rule)
         call = calls[index]
         own = mean_over_copies(rule, (batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
-        wanted, moments = not self._made, {}
-        if wanted and rule.sees_copies:
-            moments = call.rows_of_inputs()
-            for rows in moments.values():
-                rows.begin(self._share)
-        else:
+        if not self._made:
+            call.note(own, self._share)
+        if self._made or not rule.sees_copies:
             moments = {n: _unkept(f.input_moment) for n, f in rule.factors.items() if f.input_moment is not None}
-            if wanted:
-                call.add_arguments(own, self._share)
-        with _exchanged(rule, "input_moment", moments):
-            rule.inputs(*own)
+            with _exchanged(rule, "input_moment", moments):
+                rule.inputs(*own)
         use = _ChunkUse(self, rule, place, of=call)
         use.keep_state()
         call.state = use.state
@@ -267,51 +262,32 @@ class SummedUses(Uses):
         vars(use.rule).update(use.state)
         yield
 
-    def take(self, call: _Call, gradient: Tensor) -> None:
+    def take(self, call: SummedCall, gradient: Tensor) -> None:
         """Gradients ``(K, N S, ...)`` of a chunk, at a call's output."""
-        rule = call.rule
-        if not rule.sees_copies:
-            call.add_gradient(self._pass, summed_over_copies(rule, gradient))
-            return
-        moments = call.rows_of_outputs(self._pass)
-        for rows in {id(m): m for m in moments.values()}.values():
-            rows.begin(1.0)
-        with _exchanged(rule, "output_moment", moments):
-            if rule.differentiates:
-                rule.vjp(gradient, None)
-            else:
-                rule.outputs(gradient)
+        call.take(gradient, self._pass)
 
     def add_inputs(self, uses: Uses) -> None:
         """Make the calls, whose rules know of no copies for the duration, and add the input sides; once."""
-        for call in () if self._made else self._calls:
-            if call.rule.sees_copies:
-                vars(call.rule).update(call.state)
-                self._made.append(uses.call(call.rule, (), Place(), call.pour_inputs))
-            else:
-                self._made.append(uses.call(call.rule, call.arguments, Place()))
-                call.arguments = None
+        if self._made:
+            return
+        for call in self._calls:
+            vars(call.rule).update(call.state)
+            self._made.append(uses.call(call.rule, (), Place(), call.add_inputs))
         uses.close()
 
     def add_outputs(self, uses: Uses) -> None:
         """Add the output sides of the columns that are there, and forget these."""
         for i in range(self._pass):
             for use, call in zip(self._made, self._calls, strict=True):
-                if call.rule.sees_copies:
-                    if i in call.outputs:
-                        with uses.ready(use):
-                            call.pour_outputs(i)
-                elif i in call.gradients and use.rule.differentiates:
-                    use.vjp(call.gradients[i], None)
-                elif i in call.gradients:
-                    use.outputs(call.gradients[i])
+                with uses.ready(use):
+                    call.add_outputs(i)
             uses.flush()
         for call in self._calls:
             call.gradients.clear()
             call.outputs.clear()
 
 
-class _Call:
+class SummedCall:
     """One call of a rule's layer over all chunks of copies: means and sums ``(N, ...)`` and ``(K, N, ...)``, or rows."""
 
     def __init__(self, rule: Rule) -> None:
@@ -321,7 +297,15 @@ class _Call:
         self.inputs: dict[str, _Rows] = {}
         self.outputs: dict[int, dict[str, _Rows]] = {}  # by pass
 
-    def add_arguments(self, arguments: Sequence[Any], share: float) -> None:
+    def note(self, arguments: Sequence[Any], share: float) -> None:
+        """Arguments as the rule takes them, of a chunk with this share in all copies."""
+        if self.rule.sees_copies:
+            self.inputs = self.inputs or _rows_in_place_of(self.rule, "input_moment")
+            for rows in self.inputs.values():
+                rows.begin(share)
+            with _exchanged(self.rule, "input_moment", self.inputs):
+                self.rule.inputs(*arguments)
+            return
         parts = [a * share if isinstance(a, Tensor) else a for a in arguments]
         before = self.arguments or [None] * len(parts)
         if len(before) != len(parts):
@@ -330,28 +314,50 @@ class _Call:
             p if b is None or not isinstance(p, Tensor) else b + p for b, p in zip(before, parts, strict=True)
         ]
 
-    def add_gradient(self, columns: int, gradient: Tensor) -> None:
-        before = self.gradients.get(columns)
-        self.gradients[columns] = gradient if before is None else before + gradient
-
-    def rows_of_inputs(self) -> dict[str, _Rows]:
-        """What the input sides of a chunk are added to, by parameter."""
-        self.inputs = self.inputs or _rows_in_place_of(self.rule, "input_moment")
-        return self.inputs
-
-    def rows_of_outputs(self, columns: int) -> dict[str, _Rows]:
-        """What the output sides are added to in a pass of some columns, by parameter."""
+    def take(self, gradient: Tensor, columns: int = 0) -> None:
+        """Gradients ``(K, N S, ...)`` of a chunk at the output, in a pass of some columns."""
+        if not self.rule.sees_copies:
+            own, before = summed_over_copies(self.rule, gradient), self.gradients.get(columns)
+            self.gradients[columns] = own if before is None else before + own
+            return
         if columns not in self.outputs:
             self.outputs[columns] = _rows_in_place_of(self.rule, "output_moment")
-        return self.outputs[columns]
+        for rows in self.outputs[columns].values():
+            rows.begin(1.0)
+        with _exchanged(self.rule, "output_moment", self.outputs[columns]):
+            _show(self.rule, gradient)
 
-    def pour_inputs(self) -> None:
-        """Add the rows to the factors."""
-        self._pour(self.inputs, "input_moment")
-        self.inputs = {}
+    def add_inputs(self, *_: Any) -> None:
+        """Add the sums to the factors, of a rule that knows of no copies."""
+        if self.rule.sees_copies:
+            self._pour(self.inputs, "input_moment")
+        else:
+            self.rule.inputs(*self.arguments)
+        self.arguments, self.inputs = None, {}
 
-    def pour_outputs(self, columns: int) -> None:
-        self._pour(self.outputs[columns], "output_moment")
+    def add_outputs(self, columns: int = 0) -> None:
+        """Likewise, of a pass."""
+        if columns in self.outputs:
+            self._pour(self.outputs[columns], "output_moment")
+        elif columns in self.gradients:
+            _show(self.rule, self.gradients[columns])
+
+    def tensors(self) -> list[Tensor]:
+        """All sums, in an order of their own."""
+        return [holder[key] for holder, key in self._places()]
+
+    def put(self, tensors: Iterator[Tensor]) -> None:
+        """Others in the place of :meth:`tensors`."""
+        for holder, key in self._places():
+            holder[key] = next(tensors)
+
+    def _places(self) -> list[tuple[Any, Any]]:
+        arguments = self.arguments or []
+        places = [(arguments, i) for i, a in enumerate(arguments) if isinstance(a, Tensor)]
+        places += [(self.gradients, i) for i in self.gradients]
+        for rows in (self.inputs, *self.outputs.values()):
+            places += [(each.sums, i) for each in dict.fromkeys(rows.values()) for i in range(len(each.sums))]
+        return places
 
     def _pour(self, rows: dict[str, _Rows], side: str) -> None:
         poured: set[tuple[int, int]] = set()  # a moment of several parameters once
@@ -360,6 +366,14 @@ class _Call:
             if (id(of_name), id(moment)) not in poured:
                 poured.add((id(of_name), id(moment)))
                 of_name.pour(moment)
+
+
+def _show(rule: Rule, gradient: Tensor) -> None:
+    """Let a rule accumulate the output side."""
+    if rule.differentiates:
+        rule.vjp(gradient, None)
+    else:
+        rule.outputs(gradient)
 
 
 def _rows_in_place_of(rule: Rule, side: str) -> dict[str, _Rows]:
@@ -384,7 +398,7 @@ class _ChunkUse(Use):
         of: the call of all.
     """
 
-    of: _Call | None = None
+    of: SummedCall | None = None
 
     def takes_samples(self) -> bool:
         return False  # gradients are summed over copies as they are
@@ -497,7 +511,8 @@ class _Rows(_InPlaceOfAMoment):
 
     def __init__(self, moment: SecondMoment, rule: Rule) -> None:
         super().__init__(moment)
-        self._rule, self._pieces, self._next, self._weight = rule, [], 0, 1.0
+        self._rule, self._kinds, self._next, self._weight = rule, [], 0, 1.0
+        self.sums: list[Tensor] = []
 
     def begin(self, weight: float) -> None:
         """The next rows are a chunk's first, and count so much."""
@@ -514,18 +529,19 @@ class _Rows(_InPlaceOfAMoment):
 
     def _collect(self, blocks: range | None, rows: Tensor, alpha: float) -> None:
         rows = rows if self._weight == 1 else rows * self._weight
-        if self._next == len(self._pieces):
-            self._pieces.append((blocks, alpha, rows))
+        kind = blocks, alpha, rows.shape
+        if self._next == len(self.sums):
+            self._kinds.append(kind)
+            self.sums.append(rows)
+        elif self._kinds[self._next] != kind:
+            raise _other_calls(self._rule)
         else:
-            its_blocks, its_alpha, before = self._pieces[self._next]
-            if (its_blocks, its_alpha, before.shape) != (blocks, alpha, rows.shape):
-                raise _other_calls(self._rule)
-            self._pieces[self._next] = blocks, alpha, before + rows
+            self.sums[self._next] = self.sums[self._next] + rows
         self._next += 1
 
     def pour(self, moment: Any) -> None:
         """Add all of them to a moment."""
-        for blocks, alpha, rows in self._pieces:
+        for (blocks, alpha, _), rows in zip(self._kinds, self.sums, strict=True):
             if blocks is None:
                 moment.add(rows, alpha)
             else:

@@ -26,6 +26,7 @@ from ella_cuda.augment import AveragedFunction
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
+RISING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
 
 
@@ -49,9 +50,13 @@ class Link(ABC):
     def back(self, g: Tensor) -> Tensor:
         """Gradients at the input of those at the output."""
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+    def back_summed(self, g: Tensor) -> Tensor:
+        """:meth:`back`, summed over copies, ``(K, N, ...)``."""
+        return self.back(g).sum(2)
+
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
-        derivative there."""
+        derivative there; and :meth:`along` of the tangents."""
         raise NotImplementedError
 
 
@@ -59,15 +64,34 @@ class Layer(Link):
     """A linear layer or a convolution."""
 
     def __init__(self, module: nn.Linear | nn.Conv2d, x: Tensor) -> None:
-        self.module, self.shape = module, x.shape
+        self.module, self.shape, m = module, x.shape, module
+        # The transpose of a convolution with the mirrored kernel, where oneDNN is faster by it.
+        self._mirrored = (
+            isinstance(m, nn.Conv2d)
+            and x.is_cpu
+            and m.out_channels > m.in_channels >= 16
+            and m.stride == (1, 1)
+            and m.groups == 1
+            and min(self._reach()) >= 0
+        )
         self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def _reach(self) -> list[int]:
+        """How far the kernel reaches beyond the padding, along each axis."""
+        m = self.module
+        return [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
 
     def along(self, t: Tensor) -> Tensor:
         m, (n, s) = self.module, self.shape[:2]
         t = t if t.shape[2] == s else t.expand(-1, -1, s, *t.shape[3:])
         if isinstance(m, nn.Linear):
             return F.linear(t, m.weight)
-        found = F.conv2d(t.reshape(-1, *t.shape[3:]), m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        rows = t.reshape(-1, *t.shape[3:])
+        if self._mirrored:
+            kernel = m.weight.transpose(0, 1).flip(2, 3)
+            found = F.conv_transpose2d(rows, kernel, None, 1, self._reach(), dilation=m.dilation)
+        else:
+            found = F.conv2d(rows, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
         return found.view(-1, n, s, *found.shape[1:])
 
     def back(self, g: Tensor) -> Tensor:
@@ -75,7 +99,7 @@ class Layer(Link):
         if isinstance(m, nn.Linear):
             return g @ m.weight
         rows = g.reshape(-1, *g.shape[3:])
-        pads = [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
+        pads = self._reach()
         if (
             m.stride == (1, 1)
             and m.groups == 1
@@ -108,19 +132,25 @@ class Reshaped(Link):
 class Pooled(Link):
     """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
 
-    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: Elementwise | None = None) -> None:
-        self.module, self.x, self.curved = module, x.flatten(0, 1), function is not None and function.curved
-        m, seen = module, self.x if function is None else function.out.flatten(0, 1)
-        out, self.places = F.max_pool2d(
-            seen, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, return_indices=True
-        )
-        self.out, self._flat = out.unflatten(0, x.shape[:2]), self.places.flatten(2).unflatten(0, x.shape[:2])
-        self._first = None if function is None else self._there(function.first[None])[0]
-        self._second = self._there(function.second[None])[0] if self.curved else None
+    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
+        self.shape = x.shape
+        rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
+        whole = None if function is None or rises else Elementwise(function, x)
+        self.out, places = _largest(module, x if whole is None else whole.out)
+        self._places = places.flatten(3)
+        there = Elementwise(function, self.out) if rises else whole
+        self.curved = there is not None and there.curved
+        self._first = self._second = None
+        if there is not None:
+            self._first = there.first if rises else self._there(there.first[None])[0]
+        if self.curved:
+            self._second = there.second if rises else self._there(there.second[None])[0]
+        if rises:
+            self.out = there.out
 
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
-        places = self._flat.expand(len(values), *self._flat.shape)
+        places = self._places.expand(len(values), *self._places.shape)
         flat = values.flatten(4).expand(-1, -1, places.shape[2], -1, -1)
         return flat.gather(4, places).view(len(values), *self.out.shape)
 
@@ -131,18 +161,48 @@ class Pooled(Link):
     def back(self, g: Tensor) -> Tensor:
         return self._spread(g if self._first is None else g * self._first)
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
-        return self._spread((self._there(t).mul_(g).sum(0) * self._second)[None])[0]
+    def back_summed(self, g: Tensor) -> Tensor:
+        g = g if self._first is None else g * self._first
+        n, _, channels, height, width = self.shape
+        planes = torch.arange(n * channels, device=g.device).view(n, 1, channels, 1) * (height * width)
+        places = (self._places + planes).flatten()  # in the planes of all data points
+        found = g.new_zeros(len(g), n * channels * height * width)
+        return found.scatter_add_(1, places.expand(len(g), -1), g.reshape(len(g), -1)).view(
+            -1, n, channels, height, width
+        )
+
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        there = self._there(t)
+        return self._spread(((there * g).sum(0) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Values at the largest ones among zeros."""
-        m, found = self.module, values.new_empty(len(values), *self.x.shape)
-        sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
-        for of_column, into in zip(values.flatten(1, 2), found, strict=True):
-            torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
-                of_column, self.x, *sizes, m.ceil_mode, self.places, grad_input=into
-            )
-        return found.unflatten(1, self.out.shape[:2])
+        found = values.new_zeros(len(values), *self.shape[:3], self.shape[3:].numel())
+        places = self._places.expand(len(values), *self._places.shape)
+        return found.scatter_add_(4, places, values.flatten(4)).view(-1, *self.shape)
+
+
+def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest values of windows of planes ``(N, S, C, H, W)``, and where they are in the planes, the first of equal ones."""
+    m = module
+    kernel, stride, pads, dilation = (_pair(n) for n in (m.kernel_size, m.stride, m.padding, m.dilation))
+    if any(pads) or m.ceil_mode or not x.is_cpu:
+        found = F.max_pool2d(x.flatten(0, 1), kernel, stride, pads, dilation, m.ceil_mode, return_indices=True)
+        return tuple(t.unflatten(0, x.shape[:2]) for t in found)
+    # One tap after the other; torch's kernel goes through windows. A tap's distance from the first grows, so that the largest one counts.
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[3:], kernel, stride, dilation, strict=True)]
+    rows, columns = (torch.arange(n, dtype=torch.int32) * s for n, s in zip(sizes, stride, strict=True))
+    value = distance = None
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            down, right = i * dilation[0], j * dilation[1]
+            tap = x[..., down :: stride[0], right :: stride[1]][..., : sizes[0], : sizes[1]].contiguous()
+            if value is None:
+                value, distance = tap, torch.zeros(tap.shape, dtype=torch.int32)
+                continue
+            larger = (tap > value).int().mul_(down * x.shape[4] + right)
+            distance, value = torch.maximum(distance, larger), torch.maximum(tap, value)
+    return value, (distance + (rows[:, None] * x.shape[4] + columns)).long()
 
 
 class Elementwise(Link):
@@ -171,8 +231,8 @@ class Elementwise(Link):
 
     back = along
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
-        return (t * g).sum(0) * self.second
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return (t * g).sum(0) * self.second, self.along(t)
 
 
 class Seen(NamedTuple):
@@ -283,14 +343,15 @@ class Way:
         function is kept."""
         links, gradients = self._links, []
         g = columns[:, :, None].expand(-1, -1, self.copies, *columns.shape[2:])
-        for i in range(len(links) - 1, self._first - 1, -1):
+        for i in range(len(links) - 1, self._first, -1):
             if isinstance(links[i], Layer):
                 gradients.insert(0, g.sum(2))
             elif links[i].curved:
                 self._behind[i] = g
-            if i > self._first:
+            if i > self._first + 1:
                 g = links[i].back(g)
-        return gradients
+        summed = g.sum(2) if self._first + 1 == len(links) else links[self._first + 1].back_summed(g)
+        return [summed, *gradients]
 
     def tangents(self, at_layers: Sequence[Tensor]) -> Tensor:
         """Tangents forward, ``(K, N, ...)`` of which are added at each layer's output; their sum over copies at the outputs. Where columns
@@ -298,8 +359,9 @@ class Way:
         links, added, t = self._links, iter(at_layers), None
         for i in range(self._first, len(links)):
             if i in self._behind:
-                self._bent[i] = links[i].bent(t, self._behind.pop(i))
-            t = None if t is None else links[i].along(t)
+                self._bent[i], t = links[i].bent(t, self._behind.pop(i))
+            else:
+                t = None if t is None else links[i].along(t)
             if isinstance(links[i], Layer):
                 own = next(added)[:, :, None]
                 t = own if t is None else t.add_(own)
@@ -330,8 +392,7 @@ def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
         return Pooled(module, x)
     if not isinstance(module, ELEMENTWISE):
         return Reshaped(module, x)
-    function = Elementwise(module, x)
-    return Pooled(part[1], x, function) if len(part) == 2 else function
+    return Pooled(part[1], x, module) if len(part) == 2 else Elementwise(module, x)
 
 
 def chain_of(network: nn.Module) -> Chain | None:

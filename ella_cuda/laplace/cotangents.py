@@ -64,6 +64,8 @@ from ella_cuda.ops._precision import without_autocast
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
+MANY = 32  # columns that make a product of their own fast
+COPIES = 8  # the part of the memory budget that copies of images take whose network has yet to run
 
 
 def evidence_gradient(
@@ -132,8 +134,7 @@ def evidence_gradient(
                     few = int(passed * part_of_data + start) - seen
                     some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
-                for part, targets in run.parts(x, y):
-                    run.add(gradients, part, targets)
+                run.add(gradients, x, y)
                 seen += data_points(x)
             if not seen:
                 raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
@@ -234,32 +235,39 @@ class _Cotangent(SecondMoment):
         same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread, strict=True))
         pads, groups = same if padding is None else _pair(padding), self.root.shape[0]
         if kernel == steps == (1, 1) and not any(pads):
-            parts = x.flatten(2).unflatten(1, (groups, -1)).mT.transpose(0, 1)  # (G, N, T, d)
-            self._take(_quadratic(parts, self.matrix[:, None].to(x.dtype)), alpha)
+            self._take(self._of_columns(x.flatten(2).unflatten(1, (groups, -1))), alpha)
             return
         if padding_mode == "circular" and any(pads):
             x, pads = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular"), (0, 0)
-        channels = x.shape[1] // groups
-        filters = self.root.mT.reshape(-1, channels, *kernel).to(x.dtype)
-        self._take(F.conv2d(x, filters, None, steps, pads, spread, groups).square().sum(), alpha)
+        columns = F.unfold(x, kernel, spread, pads, steps).unflatten(1, (groups, -1))
+        self._take(self._of_columns(columns), alpha)
+
+    def _of_columns(self, columns: Tensor) -> Tensor:
+        """Of ``(N, G, d, T)``: each T products together, or, where these are few, all."""
+        matrix = self.matrix.to(columns.dtype)
+        if columns.shape[3] >= MANY:
+            return _Quadratic.apply(columns, matrix, True)
+        return _quadratic(columns.permute(1, 0, 3, 2).flatten(1, 2), matrix)
 
     def count(self, rows: int) -> None:
         """Nothing: what is added is in the graph."""
 
 
 class _Quadratic(torch.autograd.Function):
-    """The sum of ``row^T C row``: one product for both ways."""
+    """The sum of ``row^T C row``, or of columns: one product for both ways."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
-        products = rows @ matrix
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor, columns: bool = False) -> Tensor:
+        products = matrix @ rows if columns else rows @ matrix
         ctx.save_for_backward(products)
+        if rows.is_contiguous() and products.is_contiguous():
+            return torch.dot(rows.flatten(), products.flatten())
         return torch.einsum("...ij,...ij->", rows, products)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (products,) = ctx.saved_tensors
-        return products * (2 * gradient), None
+        return products * (2 * gradient), None, None
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -324,36 +332,37 @@ class _Passes:
             (weight,) = torch.autograd.grad(value, statistic)
         return weight
 
-    def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
-        """A batch in parts whose graphs the memory budget has room for."""
-        count = data_points(x)
-        if not count:
-            return
-        if not self._image_bytes:
-            self._try_out(x)
-        step = min(max(self.la.memory_budget // max(self._graph_bytes(), 1), 1), count)
-        step = -(-count // -(-count // step))
-        for begin in range(0, count, step):
-            some = slice(begin, begin + step)
-            yield take(x, some), y[some]
-
     def _graph_bytes(self) -> int:
         """Of a data point, with all copies."""
         columns = self.la.n_outputs if self._columns == "all" else 1
         return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
 
     def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
-        """Add the gradient of :meth:`value`; of all copies at once, or, where there is no room for these, of some at a time."""
-        budget, model = self.la.memory_budget, self.la.model
-        warn_of_all_copies(model, x, budget, self._graph_bytes(), "evidence_gradient")
-        most = copies_together(model, x, budget, self._graph_bytes())
-        chunks = [(x, 1.0)] if most == copies_of(model) else chunks_of(x, most)
-        if self.chain is not None:
-            self._along_chain(gradients, [some for some, _ in chunks], y)
-        elif len(chunks) == 1:
-            gradients.add(lambda: self.value(x, y))
+        """Add the gradient of a batch's :meth:`value`, in parts whose graphs the memory budget has room for: of some data points, or, where
+        there is no room for one, of some of its copies at a time."""
+        count = data_points(x)
+        if not count:
+            return
+        if not self._image_bytes:
+            self._try_out(x)
+        model, budget, graph, one = self.la.model, self.la.memory_budget, self._graph_bytes(), take(x, slice(1))
+        warn_of_all_copies(model, one, budget, graph, "evidence_gradient")
+        most, step = copies_together(model, one, budget, graph), max(budget // graph, 1)
+        if most < copies_of(model):
+            for some in _evenly(count, 1):
+                chunks = chunks_of(take(x, some), most)
+                if self.chain is None:
+                    self._by_chunks(gradients, chunks, y[some])
+                else:
+                    self._along_chain(gradients, [few for few, _ in chunks], y[some])
+        elif self.chain is None:
+            for some in _evenly(count, step):
+                gradients.add(lambda some=some: self.value(take(x, some), y[some]))
         else:
-            self._by_chunks(gradients, chunks, y)
+            # Matrices of transformations, and their graph, are many small numbers: made for more data points than go together later.
+            size = copies_of(model) * one[0].numel() * one[0].element_size()
+            for some in _evenly(count, max(budget // (COPIES * size), step)):
+                self._of_copies(gradients, take(x, some), y[some], step)
 
     def _try_out(self, x: Inputs) -> None:
         x, copies = tried_copies(self.la.model, x)
@@ -512,9 +521,26 @@ class _Passes:
             return likelihood.columns(outputs, y)[:]
         return Likelihood.sampled_column(likelihood, outputs, y, self._generator)
 
+    def _of_copies(self, gradients: DataFitGradient, x: Inputs, y: Tensor, step: int) -> None:
+        """Add the gradient of :meth:`value`, by that in the copies of so many data points at a time."""
+        with torch.enable_grad():
+            copies = self.la.model.copies(*x)
+        parts = [
+            found
+            for some in _evenly(len(y), step)
+            for found in self._in_copies([lambda some=some: copies.detach()[some]], y[some])
+        ]
+        gradients.add(lambda: (copies * torch.cat(parts)).sum())
+
     def _along_chain(self, gradients: DataFitGradient, chunks: Sequence[Inputs], y: Tensor) -> None:
-        """Add the gradient of :meth:`value`, by that in the copies."""
-        copies_of_chunk = self.la.model.copies
+        """Add the gradient of :meth:`value`, by that in a chunk of copies after the other."""
+        model = self.la.model
+        found = self._in_copies([lambda x=x: model.copies(*x) for x in chunks], y)
+        for x, gradient in zip(chunks, found, strict=True):
+            gradients.add(lambda x=x, gradient=gradient: (model.copies(*x) * gradient).sum())
+
+    def _in_copies(self, chunks: Sequence[Callable[[], Tensor]], y: Tensor) -> Iterator[Tensor]:
+        """The gradient of :meth:`value` in each chunk of copies."""
 
         def derivatives(seen: Seen, outputs: Tensor) -> tuple[Seen, Tensor]:
             with torch.enable_grad():
@@ -528,11 +554,7 @@ class _Passes:
             count = len(seen.inputs)
             return Seen(found[:count], found[count:-1]), found[-1]
 
-        made = [copies_of_chunk(*chunks[0])] if len(chunks) == 1 else []  # once
-        makers = [lambda: made[0].detach()] if made else [lambda x=x: copies_of_chunk(*x) for x in chunks]
-        found = self.chain.gradient(makers, lambda outputs: self._columns_of(outputs, y), derivatives)
-        for x, gradient in zip(chunks, found, strict=True):
-            gradients.add(lambda x=x, gradient=gradient: ((made[0] if made else copies_of_chunk(*x)) * gradient).sum())
+        return self.chain.gradient(chunks, lambda outputs: self._columns_of(outputs, y), derivatives)
 
     def _add(self, rule: Rule, gradients: Tensor | None) -> None:
         """What a layer adds to its factors."""
@@ -595,6 +617,13 @@ class _Passes:
                             terms.append(-0.5 * (theirs.projected() * (root @ root.mT)).sum())
             found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
+
+
+def _evenly(count: int, most: int) -> Iterator[slice]:
+    """Slices of about one size, none of more."""
+    step = -(-count // -(-count // most))
+    for begin in range(0, count, step):
+        yield slice(begin, begin + step)
 
 
 def _tensors(calls: Mapping[Rule, SummedCall], alone: Mapping[str, Tensor]) -> list[Tensor]:

@@ -173,7 +173,7 @@ class Pooled(Link):
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         there = self._there(t)
-        return self._spread(((there * g).sum(0) * self._second)[None])[0], there.mul_(self._first)
+        return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Values at the largest ones among zeros."""
@@ -232,7 +232,7 @@ class Elementwise(Link):
     back = along
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return (t * g).sum(0) * self.second, self.along(t)
+        return _over_columns(t, g) * self.second, self.along(t)
 
 
 class Seen(NamedTuple):
@@ -378,6 +378,14 @@ class Way:
             if isinstance(links[i], Layer):
                 b = b + of_inputs.pop()[:, None]
         return b[0]
+
+
+def _over_columns(t: Tensor, g: Tensor) -> Tensor:
+    """The sum over columns of products, without these."""
+    total = t[0] * g[0]
+    for one, other in zip(t[1:], g[1:], strict=True):
+        total.addcmul_(one, other)
+    return total
 
 
 def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:

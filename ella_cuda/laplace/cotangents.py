@@ -190,6 +190,7 @@ class _Cotangent(SecondMoment):
         super().__init__(0, 0, like, name, basis)
         self.total = self.total.new_zeros(()).expand(groups, size, size)
         self.root, self.matrix = root, root @ root.mT
+        self._reduced: Tensor | None = None  # the matrix in the rows' precision
         self.value: Tensor | None = None
 
     def taken(self) -> Tensor | None:
@@ -202,7 +203,12 @@ class _Cotangent(SecondMoment):
         self.value = value if self.value is None else self.value + value
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
-        self._take(_quadratic(rows.transpose(0, 1), self.matrix.to(rows.dtype)), alpha)
+        self._take(_quadratic(rows.transpose(0, 1), self._matrix_in(rows.dtype)), alpha)
+
+    def _matrix_in(self, dtype: torch.dtype) -> Tensor:
+        if self._reduced is None or self._reduced.dtype != dtype:
+            self._reduced = self.matrix.to(dtype)
+        return self._reduced
 
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
         matrix = self.matrix[blocks.start : blocks.stop]
@@ -244,7 +250,7 @@ class _Cotangent(SecondMoment):
 
     def _of_columns(self, columns: Tensor) -> Tensor:
         """Of ``(N, G, d, T)``: each T products together, or, where these are few, all."""
-        matrix = self.matrix.to(columns.dtype)
+        matrix = self._matrix_in(columns.dtype)
         if columns.shape[3] >= MANY:
             return _Quadratic.apply(columns, matrix, True)
         return _quadratic(columns.permute(1, 0, 3, 2).flatten(1, 2), matrix)

@@ -133,11 +133,11 @@ class Pooled(Link):
     """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
 
     def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
-        self.shape = x.shape
+        self.module, self.shape = module, x.shape
         rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
         whole = None if function is None or rises else Elementwise(function, x)
         self.out, places = _largest(module, x if whole is None else whole.out)
-        self._places = places.flatten(3)
+        self._whole_places, self._places = places, places.flatten(3)
         there = Elementwise(function, self.out) if rises else whole
         self.curved = there is not None and there.curved
         self._first = self._second = None
@@ -162,6 +162,8 @@ class Pooled(Link):
         return self._spread(g if self._first is None else g * self._first)
 
     def back_summed(self, g: Tensor) -> Tensor:
+        if not g.is_cpu:  # where values that meet would be added in any order
+            return super().back_summed(g)
         g = g if self._first is None else g * self._first
         n, _, channels, height, width = self.shape
         planes = torch.arange(n * channels, device=g.device).view(n, 1, channels, 1) * (height * width)
@@ -177,6 +179,15 @@ class Pooled(Link):
 
     def _spread(self, values: Tensor) -> Tensor:
         """Values at the largest ones among zeros."""
+        if not values.is_cpu:
+            m, found = self.module, values.new_empty(len(values), *self.shape)
+            sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
+            where = self._whole_places.flatten(0, 1)
+            for of_column, into in zip(values.flatten(1, 2), found.flatten(1, 2), strict=True):
+                torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+                    of_column, into, *sizes, m.ceil_mode, where, grad_input=into
+                )
+            return found
         found = values.new_zeros(len(values), *self.shape[:3], self.shape[3:].numel())
         places = self._places.expand(len(values), *self._places.shape)
         return found.scatter_add_(4, places, values.flatten(4)).view(-1, *self.shape)

@@ -81,7 +81,8 @@ def evidence_gradient(
     weights and hyperparameters, with all that the factors depend on in it.
 
     Of a part of the data, both terms are the part's, times N over the part's number: of random parts, the average is the gradient. The
-    network goes over each batch once, in parts of some data points, each with a graph of its own.
+    network goes over each batch once, in parts of some data points, each with a graph of its own. Where ``la.memory_budget`` has no room
+    for the copies of one, these go in chunks, several times, and memory does not grow with their number.
 
     The output Hessian is exact and whole: of a fit with ``fisher="mc"`` or a ``column_tolerance`` the gradient is not that of the sampled
     or kept columns alone.

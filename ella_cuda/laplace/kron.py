@@ -85,8 +85,9 @@ class KronLaplace(BaseLaplace):
             positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
         memory_budget: bytes that the layers' outputs of images that go through the network together may take, or half of the
             factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
-            accordingly. None chooses: 64 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
-            depend on it beyond rounding; the draws of ``fisher="mc"`` are those of the parts, one after the other.
+            accordingly, and of an :class:`ella_cuda.augment.AveragedFunction` an image's copies. None chooses: 64 MiB on the CPU,
+            where more only takes more memory, 2 GiB elsewhere. The result does not depend on it beyond rounding; the draws of
+            ``fisher="mc"`` are those of the parts, one after the other.
         column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
             the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the
             K-1 columns for 99%. A regression's columns are all of one size, so that none is left out.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
-from ella_cuda.laplace.chains import chain_of
+from ella_cuda.laplace.chains import _largest, chain_of
 from ella_cuda.laplace.copies import FEW
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.rings import rings, trained
@@ -194,6 +194,10 @@ CHAINS = {
     "nested": lambda: [
         nn.Flatten(), nn.Sequential(nn.Linear(36, 5), nn.ELU()), nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True)), nn.Linear(6, CLASSES),
     ],
+    "mirrored kernels": lambda: [
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 17, 2, dilation=2, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(17, 18, (1, 2)), nn.Flatten(), nn.Linear(36, CLASSES)),
+    ],
     "one layer": lambda: [nn.Flatten(), nn.Linear(36, CLASSES)],
 }  # fmt: skip
 
@@ -217,6 +221,27 @@ def test_chains_of_layers_are_differentiated_as_autograd_does(name, copies):
             ]
             torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
             assert found[0].abs().min() > 1e-8
+
+
+POOLS = [
+    ((2,), {}),
+    ((3, 2), {}),
+    (((2, 3), (1, 2)), {}),
+    ((2, 1), {"dilation": 2}),
+    ((3,), {"padding": 1}),
+    ((2,), {"ceil_mode": True}),
+]
+
+
+@pytest.mark.parametrize(("args", "options"), POOLS)
+def test_largest_values_and_their_places_are_torchs(args, options):
+    pool = nn.MaxPool2d(*args, **options)
+    x = torch.randn(2, 3, 2, 7, 8, generator=torch.Generator().manual_seed(0)).relu()  # equal values too
+    expected = F.max_pool2d(
+        x.flatten(0, 1), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, return_indices=True
+    )
+    for found, wanted in zip(_largest(pool, x), expected, strict=True):
+        assert torch.equal(found.flatten(0, 1), wanted)
 
 
 def test_what_is_no_chain():

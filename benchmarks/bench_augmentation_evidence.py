@@ -6,11 +6,15 @@ The published formulation: patches of all copies by ``unfold``, gradients of all
 of the batch, their inner products with the cotangents, and autograd of these; no gradients of weights. "One column" is an unbiased estimate,
 by a sum of the columns with random signs.
 
-Each candidate is a process of its own, which compares its gradient with the other's on a few images first. The floor counts the products
+Each candidate is a process of its own, which compares its gradient with the other's on a few images first. On one thread of a CPU its time
+is the processor's, so that it does not wait for other work of the machine; caches are shared all the same. The floor counts the products
 forward and back, and for each of nine columns those back and, for the second derivative, forward again.
 
+A fit and a gradient of two images with more and more copies have their rows too: in chunks that a memory budget of 4 MiB has room for, and
+all copies together. ``benchmarks.compare`` prints how their memory grows.
+
     pytest benchmarks/bench_augmentation_evidence.py --threads 2
-    python -m benchmarks.bench_augmentation_evidence ella_cuda 2 time    # one process; or memory
+    python -m benchmarks.bench_augmentation_evidence ella_cuda 2 time    # one process; or memory, or a number of copies
 """
 
 from __future__ import annotations
@@ -18,8 +22,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
-from time import perf_counter
+from collections.abc import Callable, Iterator
+from time import perf_counter, process_time
 from typing import Any
 
 import pytest
@@ -36,6 +40,8 @@ from ella_cuda.laplace import KronLaplace, evidence_gradient
 IMAGES, SIZE, COPIES, CLASSES, BATCH = 1000, 28, 8, 10, 250
 OURS, PUBLISHED, ONE = "ella_cuda", "published formulation in torch", "ella_cuda, one column"
 CANDIDATES = (OURS, PUBLISHED, ONE)
+TOGETHER = "ella_cuda, all copies together"
+BUDGETS = {OURS: 4 << 20, TOGETHER: 1 << 40}
 
 
 def network() -> nn.Sequential:
@@ -48,9 +54,9 @@ def network() -> nn.Sequential:
     )
 
 
-def problem(device: torch.device) -> tuple[AveragedFunction, Tensor, Tensor]:
+def problem(device: torch.device, copies: int = COPIES) -> tuple[AveragedFunction, Tensor, Tensor]:
     """Smooth images."""
-    model = AveragedFunction(network(), AffineAugment(COPIES, init=0.2, sampling="shared")).to(device)
+    model = AveragedFunction(network(), AffineAugment(copies, init=0.2, sampling="shared")).to(device)
     generator = torch.Generator().manual_seed(1)
     coarse = torch.randn(IMAGES, 1, 7, 7, generator=generator)
     x = F.interpolate(coarse, size=(SIZE, SIZE), mode="bicubic", align_corners=True)
@@ -149,12 +155,30 @@ def measure(who: str, part: str, device: torch.device) -> dict[str, Any]:
         # More batches take no more.
         return {"bytes": peak_bytes(lambda: run(2 * BATCH), device, once=True)}
     run(BATCH)
-    times = []
-    for _ in range(3 if who == OURS else 2):
-        start = perf_counter()
-        run()
-        times.append(perf_counter() - start)
-    return {"seconds": min(times)}
+    return {"seconds": min(_seconds(run, device) for _ in range(3 if who == OURS else 2))}
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    clock = process_time if device.type == "cpu" and torch.get_num_threads() == 1 else perf_counter
+    start = clock()
+    call()
+    return clock() - start
+
+
+def measure_copies(who: str, copies: int, device: torch.device) -> dict[str, Any]:
+    """A fit of two images and the gradient, with so many copies."""
+    model, x, y = problem(device, copies)
+    loader = [(x[:2], y[:2])]
+
+    def run(budget: int) -> Tensor:
+        la = KronLaplace(model, prior_precision=10.0, memory_budget=budget).fit(loader)
+        return evidence_gradient(la, loader)["augment.raw"]
+
+    with model.augment.held():
+        expected = run(BUDGETS[TOGETHER])
+        torch.testing.assert_close(run(BUDGETS[who]), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+        seconds = _seconds(lambda: run(BUDGETS[who]), device)
+        return {"seconds": seconds, "bytes": peak_bytes(lambda: run(BUDGETS[who]), device, once=True)}
 
 
 @functools.cache
@@ -197,8 +221,42 @@ def test_gradient_in_amounts(benchmark: Any, peaks: Any, threads: int, device: t
     print(f"\n{work} | {who}: {own['seconds']:.3f} s, {(own['bytes'] or 0) / 1e6:.0f} MB", flush=True)
 
 
+@pytest.mark.benchmark(timer=CLOCK, disable_gc=False)
+@pytest.mark.parametrize("who", BUDGETS)
+@pytest.mark.parametrize("copies", [30, 100, 300, 1000])
+def test_memory_of_copies(
+    benchmark: Any, peaks: Any, threads: int, device: torch.device, copies: int, who: str
+) -> None:
+    if device.type == "cuda":
+        own = measure_copies(who, copies, device)
+    else:
+        own = in_a_process("benchmarks.bench_augmentation_evidence", who, str(threads), str(copies))
+
+    def passed() -> None:
+        CLOCK.now += own["seconds"]
+
+    of = "fit and gradient in six amounts, LILA's CNN, 2 images"
+    benchmark.group = f"{of}, S = {copies}"
+    benchmark.pedantic(passed, rounds=1)
+    of_image = count(network(), torch.randn(copies, 1, SIZE, SIZE))
+    flops = 2 * (3 * of_image.forward + 3 * (CLASSES - 1) * of_image.activations)
+    benchmark.extra_info.update(
+        work=benchmark.group,
+        who=who,
+        flops=flops,
+        bytes=0,
+        floor_seconds=peaks.floor(flops, 0),
+        peak_bytes=own["bytes"],
+        remark="budget of 4 MiB" if who == OURS else "",
+        peak_flops=peaks.flops,
+        peak_bandwidth=peaks.bandwidth,
+        series={"of": of, "in": "copies", "size": copies},
+    )
+
+
 if __name__ == "__main__":
     who, threads, part = sys.argv[1:]
     torch.set_num_threads(int(threads))
     torch.set_flush_denormal(True)
-    print(json.dumps(measure(who, part, torch.device("cpu"))))
+    cpu = torch.device("cpu")
+    print(json.dumps(measure_copies(who, int(part), cpu) if part.isdigit() else measure(who, part, cpu)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, require_loader, run_model, take
-from ella_cuda.laplace.copies import augment_of, checked_draws, copies_of, require_served, with_draws
+from ella_cuda.laplace.copies import augment_of, checked_draws, require_served, tried_copies, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
@@ -919,13 +919,14 @@ class BaseLaplace(Predictive):
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:
     """ValueError where the model's output is not the output of the rule's layer."""
     seen: list[Any] = []
+    x, copies = tried_copies(model, x)
     handle = rule.module.register_forward_hook(lambda module, args, out: seen.append(out))
     try:
         with torch.no_grad(), at_test_time(model):
             outputs = run_model(model, x)
     finally:
         handle.remove()
-    if (copies := copies_of(model)) > 1:
+    if copies > 1:
         seen = [out.unflatten(0, (-1, copies)).mean(1) for out in seen[-1:]]
     if not (seen and isinstance(seen[-1], Tensor) and isinstance(outputs, Tensor) and torch.equal(seen[-1], outputs)):
         raise ValueError(

@@ -13,7 +13,7 @@ Source: Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ella_cuda.augment import AveragedFunction
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
+RISING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
 
 
@@ -49,9 +50,13 @@ class Link(ABC):
     def back(self, g: Tensor) -> Tensor:
         """Gradients at the input of those at the output."""
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
+    def back_summed(self, g: Tensor) -> Tensor:
+        """:meth:`back`, summed over copies, ``(K, N, ...)``."""
+        return self.back(g).sum(2)
+
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """What tangents at the input and gradients at the output have together at the input, ``(N, S, ...)``: of their products' sum, its
-        derivative there."""
+        derivative there; and :meth:`along` of the tangents."""
         raise NotImplementedError
 
 
@@ -59,15 +64,34 @@ class Layer(Link):
     """A linear layer or a convolution."""
 
     def __init__(self, module: nn.Linear | nn.Conv2d, x: Tensor) -> None:
-        self.module, self.shape = module, x.shape
+        self.module, self.shape, m = module, x.shape, module
+        # The transpose of a convolution with the mirrored kernel, where oneDNN is faster by it.
+        self._mirrored = (
+            isinstance(m, nn.Conv2d)
+            and x.is_cpu
+            and m.out_channels > m.in_channels >= 16
+            and m.stride == (1, 1)
+            and m.groups == 1
+            and min(self._reach()) >= 0
+        )
         self.out = module.forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    def _reach(self) -> list[int]:
+        """How far the kernel reaches beyond the padding, along each axis."""
+        m = self.module
+        return [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
 
     def along(self, t: Tensor) -> Tensor:
         m, (n, s) = self.module, self.shape[:2]
         t = t if t.shape[2] == s else t.expand(-1, -1, s, *t.shape[3:])
         if isinstance(m, nn.Linear):
             return F.linear(t, m.weight)
-        found = F.conv2d(t.reshape(-1, *t.shape[3:]), m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        rows = t.reshape(-1, *t.shape[3:])
+        if self._mirrored:
+            kernel = m.weight.transpose(0, 1).flip(2, 3)
+            found = F.conv_transpose2d(rows, kernel, None, 1, self._reach(), dilation=m.dilation)
+        else:
+            found = F.conv2d(rows, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
         return found.view(-1, n, s, *found.shape[1:])
 
     def back(self, g: Tensor) -> Tensor:
@@ -75,7 +99,7 @@ class Layer(Link):
         if isinstance(m, nn.Linear):
             return g @ m.weight
         rows = g.reshape(-1, *g.shape[3:])
-        pads = [d * (k - 1) - p for k, d, p in zip(m.kernel_size, m.dilation, m.padding, strict=True)]
+        pads = self._reach()
         if (
             m.stride == (1, 1)
             and m.groups == 1
@@ -108,19 +132,25 @@ class Reshaped(Link):
 class Pooled(Link):
     """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
 
-    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: Elementwise | None = None) -> None:
-        self.module, self.x, self.curved = module, x.flatten(0, 1), function is not None and function.curved
-        m, seen = module, self.x if function is None else function.out.flatten(0, 1)
-        out, self.places = F.max_pool2d(
-            seen, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, return_indices=True
-        )
-        self.out, self._flat = out.unflatten(0, x.shape[:2]), self.places.flatten(2).unflatten(0, x.shape[:2])
-        self._first = None if function is None else self._there(function.first[None])[0]
-        self._second = self._there(function.second[None])[0] if self.curved else None
+    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
+        self.module, self.shape = module, x.shape
+        rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
+        whole = None if function is None or rises else Elementwise(function, x)
+        self.out, places = _largest(module, x if whole is None else whole.out)
+        self._whole_places, self._places = places, places.flatten(3)
+        there = Elementwise(function, self.out) if rises else whole
+        self.curved = there is not None and there.curved
+        self._first = self._second = None
+        if there is not None:
+            self._first = there.first if rises else self._there(there.first[None])[0]
+        if self.curved:
+            self._second = there.second if rises else self._there(there.second[None])[0]
+        if rises:
+            self.out = there.out
 
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
-        places = self._flat.expand(len(values), *self._flat.shape)
+        places = self._places.expand(len(values), *self._places.shape)
         flat = values.flatten(4).expand(-1, -1, places.shape[2], -1, -1)
         return flat.gather(4, places).view(len(values), *self.out.shape)
 
@@ -131,18 +161,59 @@ class Pooled(Link):
     def back(self, g: Tensor) -> Tensor:
         return self._spread(g if self._first is None else g * self._first)
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
-        return self._spread((self._there(t).mul_(g).sum(0) * self._second)[None])[0]
+    def back_summed(self, g: Tensor) -> Tensor:
+        if not g.is_cpu:  # where values that meet would be added in any order
+            return super().back_summed(g)
+        g = g if self._first is None else g * self._first
+        n, _, channels, height, width = self.shape
+        planes = torch.arange(n * channels, device=g.device).view(n, 1, channels, 1) * (height * width)
+        places = (self._places + planes).flatten()  # in the planes of all data points
+        found = g.new_zeros(len(g), n * channels * height * width)
+        return found.scatter_add_(1, places.expand(len(g), -1), g.reshape(len(g), -1)).view(
+            -1, n, channels, height, width
+        )
+
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        there = self._there(t)
+        return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Values at the largest ones among zeros."""
-        m, found = self.module, values.new_empty(len(values), *self.x.shape)
-        sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
-        for of_column, into in zip(values.flatten(1, 2), found, strict=True):
-            torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
-                of_column, self.x, *sizes, m.ceil_mode, self.places, grad_input=into
-            )
-        return found.unflatten(1, self.out.shape[:2])
+        if not values.is_cpu:
+            m, found = self.module, values.new_empty(len(values), *self.shape)
+            sizes = [list(_pair(size)) for size in (m.kernel_size, m.stride, m.padding, m.dilation)]
+            where = self._whole_places.flatten(0, 1)
+            for of_column, into in zip(values.flatten(1, 2), found.flatten(1, 2), strict=True):
+                torch.ops.aten.max_pool2d_with_indices_backward.grad_input(
+                    of_column, into, *sizes, m.ceil_mode, where, grad_input=into
+                )
+            return found
+        found = values.new_zeros(len(values), *self.shape[:3], self.shape[3:].numel())
+        places = self._places.expand(len(values), *self._places.shape)
+        return found.scatter_add_(4, places, values.flatten(4)).view(-1, *self.shape)
+
+
+def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest values of windows of planes ``(N, S, C, H, W)``, and where they are in the planes, the first of equal ones."""
+    m = module
+    kernel, stride, pads, dilation = (_pair(n) for n in (m.kernel_size, m.stride, m.padding, m.dilation))
+    if any(pads) or m.ceil_mode or not x.is_cpu:
+        found = F.max_pool2d(x.flatten(0, 1), kernel, stride, pads, dilation, m.ceil_mode, return_indices=True)
+        return tuple(t.unflatten(0, x.shape[:2]) for t in found)
+    # One tap after the other; torch's kernel goes through windows. A tap's distance from the first grows, so that the largest one counts.
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[3:], kernel, stride, dilation, strict=True)]
+    rows, columns = (torch.arange(n, dtype=torch.int32) * s for n, s in zip(sizes, stride, strict=True))
+    value = distance = None
+    for i in range(kernel[0]):
+        for j in range(kernel[1]):
+            down, right = i * dilation[0], j * dilation[1]
+            tap = x[..., down :: stride[0], right :: stride[1]][..., : sizes[0], : sizes[1]].contiguous()
+            if value is None:
+                value, distance = tap, torch.zeros(tap.shape, dtype=torch.int32)
+                continue
+            larger = (tap > value).int().mul_(down * x.shape[4] + right)
+            distance, value = torch.maximum(distance, larger), torch.maximum(tap, value)
+    return value, (distance + (rows[:, None] * x.shape[4] + columns)).long()
 
 
 class Elementwise(Link):
@@ -171,8 +242,8 @@ class Elementwise(Link):
 
     back = along
 
-    def bent(self, t: Tensor, g: Tensor) -> Tensor:
-        return (t * g).sum(0) * self.second
+    def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return _over_columns(t, g) * self.second, self.along(t)
 
 
 class Seen(NamedTuple):
@@ -184,6 +255,10 @@ class Seen(NamedTuple):
 
     inputs: list[Tensor]
     gradients: list[Tensor]
+
+
+ColumnsOf = Callable[[Tensor], Tensor]
+Derivatives = Callable[[Seen, Tensor], tuple[Seen, Tensor]]
 
 
 class Chain:
@@ -207,62 +282,125 @@ class Chain:
 
     @torch.no_grad()
     def gradient(
-        self,
-        copies: Tensor,
-        columns_of: Callable[[Tensor], Tensor],
-        derivatives: Callable[[Seen, Tensor], tuple[Seen, Tensor]],
-    ) -> Tensor:
-        """The gradient of F in the copies ``(N, S, ...)``.
+        self, chunks: Sequence[Callable[[], Tensor]], columns_of: ColumnsOf, derivatives: Derivatives
+    ) -> Iterator[Tensor]:
+        """The gradient of F in the copies ``(N, s, ...)`` of each chunk, one after the other.
+
+        Of one chunk there is one pass through the network. Of several, each pass goes over all chunks, and begins with each chunk's inputs:
+        for the averages, for the sums of gradients, for tangents at the outputs, and for the gradients in copies. What is kept from one
+        chunk to the next has no copies.
 
         Args:
-            copies: of N data points.
+            chunks: each makes some of the copies of N data points, the same ones in every call.
             columns_of: of the averaged outputs ``(N, ...)``, columns ``(K, N, ...)`` in their graph.
             derivatives: ``(seen, outputs) -> (those of F in seen, that in the outputs)``.
         """
-        links, x, inputs, s = [], copies, [], copies.shape[1]
-        for part in self._parts:
-            if isinstance(part[0], LAYERS):
-                inputs.append(x.mean(1))
-            links.append(_link(part, x))
-            x = links[-1].out
-        outputs = x.mean(1).requires_grad_()
+        whole = [Way(self._parts, chunks[0]())] if len(chunks) == 1 else None
+
+        def ways() -> Iterator[Way]:
+            yield from (Way(self._parts, chunk()) for chunk in chunks) if whole is None else whole
+
+        count, sums = 0, None
+        for way in ways():
+            count += way.copies
+            sums = _added(sums, way.sums())
+        *inputs, outputs = (total / count for total in sums)
+        outputs.requires_grad_()
         with torch.enable_grad():
             columns = columns_of(outputs)
-        first = next(i for i, link in enumerate(links) if isinstance(link, Layer))
-        # Columns back to the first layer's output; what is behind each curved function is kept.
-        g = (columns.detach() / s)[:, :, None].expand(-1, -1, s, *columns.shape[2:])
-        behind: dict[int, Tensor] = {}
-        gradients: list[Tensor] = []
-        for i in range(len(links) - 1, first - 1, -1):
+        back, gradients = columns.detach() / count, None
+        for way in ways():
+            gradients = _added(gradients, way.columns(back))
+        of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
+        tangent = None
+        if columns.requires_grad or whole is not None:
+            for way in ways():
+                tangent = _added(tangent, [way.tangents(of_seen.gradients)])
+        if columns.requires_grad:
+            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, tangent[0] / count)[0]
+        for way in ways():
+            if whole is None:
+                way.columns(back)
+                way.tangents(of_seen.gradients)
+            yield way.gradient(of_outputs / count, [d / count for d in of_seen.inputs])
+
+
+class Way:
+    """Some copies' way through a chain and back.
+
+    Args:
+        parts: of the chain.
+        copies: ``(N, s, ...)``.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[nn.Module]], copies: Tensor) -> None:
+        self.copies, self._links, self._sums, x = copies.shape[1], [], [], copies
+        for part in parts:
+            if isinstance(part[0], LAYERS):
+                self._sums.append(x.sum(1))
+            self._links.append(_link(part, x))
+            x = self._links[-1].out
+        self._sums.append(x.sum(1))
+        self._first = next(i for i, link in enumerate(self._links) if isinstance(link, Layer))
+        self._behind: dict[int, Tensor] = {}
+        self._bent: dict[int, Tensor] = {}
+
+    def sums(self) -> list[Tensor]:
+        """Over copies, of each layer's inputs and of the outputs."""
+        return self._sums
+
+    def columns(self, columns: Tensor) -> list[Tensor]:
+        """Columns ``(K, N, ...)`` back to the first layer's output; of each layer, the sum over copies there. What is behind each curved
+        function is kept."""
+        links, gradients = self._links, []
+        g = columns[:, :, None].expand(-1, -1, self.copies, *columns.shape[2:])
+        for i in range(len(links) - 1, self._first, -1):
             if isinstance(links[i], Layer):
                 gradients.insert(0, g.sum(2))
             elif links[i].curved:
-                behind[i] = g
-            if i > first:
+                self._behind[i] = g
+            if i > self._first + 1:
                 g = links[i].back(g)
-        of_seen, of_outputs = derivatives(Seen(inputs, gradients), outputs)
-        # Tangents forward, from there.
-        bent: dict[int, Tensor] = {}
-        tangents = iter(of_seen.gradients)
-        t: Tensor | None = None
-        for i in range(first, len(links)):
-            if i in behind:
-                bent[i] = links[i].bent(t, behind.pop(i))
-            t = None if t is None else links[i].along(t)
+        summed = g.sum(2) if self._first + 1 == len(links) else links[self._first + 1].back_summed(g)
+        return [summed, *gradients]
+
+    def tangents(self, at_layers: Sequence[Tensor]) -> Tensor:
+        """Tangents forward, ``(K, N, ...)`` of which are added at each layer's output; their sum over copies at the outputs. Where columns
+        were there before, what they bend is kept in their place."""
+        links, added, t = self._links, iter(at_layers), None
+        for i in range(self._first, len(links)):
+            if i in self._behind:
+                self._bent[i], t = links[i].bent(t, self._behind.pop(i))
+            else:
+                t = None if t is None else links[i].along(t)
             if isinstance(links[i], Layer):
-                added = next(tangents)[:, :, None]
-                t = added if t is None else t.add_(added)
-        if columns.requires_grad:
-            of_outputs = of_outputs + torch.autograd.grad(columns, outputs, t.mean(2))[0]
-        # Back with F itself.
-        b = (of_outputs / s)[None, :, None].expand(1, -1, s, *of_outputs.shape[1:])
+                own = next(added)[:, :, None]
+                t = own if t is None else t.add_(own)
+        return t.expand(-1, -1, self.copies, *t.shape[3:]).sum(2)
+
+    def gradient(self, of_outputs: Tensor, of_inputs: Sequence[Tensor]) -> Tensor:
+        """In the copies, of what has these derivatives at each copy's outputs and layers' inputs, and of what is bent."""
+        links, of_inputs = self._links, list(of_inputs)
+        b = of_outputs[None, :, None].expand(1, -1, self.copies, *of_outputs.shape[1:])
         for i in range(len(links) - 1, -1, -1):
             b = links[i].back(b)
-            if i in bent:
-                b = b + bent.pop(i)
+            if i in self._bent:
+                b = b + self._bent.pop(i)
             if isinstance(links[i], Layer):
-                b = b + of_seen.inputs.pop()[:, None] / s
+                b = b + of_inputs.pop()[:, None]
         return b[0]
+
+
+def _over_columns(t: Tensor, g: Tensor) -> Tensor:
+    """The sum over columns of products, without these."""
+    total = t[0] * g[0]
+    for one, other in zip(t[1:], g[1:], strict=True):
+        total.addcmul_(one, other)
+    return total
+
+
+def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
+    return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
 
 
 def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
@@ -273,8 +411,7 @@ def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
         return Pooled(module, x)
     if not isinstance(module, ELEMENTWISE):
         return Reshaped(module, x)
-    function = Elementwise(module, x)
-    return Pooled(part[1], x, function) if len(part) == 2 else function
+    return Pooled(part[1], x, module) if len(part) == 2 else Elementwise(module, x)
 
 
 def chain_of(network: nn.Module) -> Chain | None:
@@ -288,9 +425,12 @@ def chain_of(network: nn.Module) -> Chain | None:
 def chain_of_average(model: AveragedFunction) -> Chain | None:
     """The averaged network as a chain; None where it is none, or what the model returns may be other than its outputs' mean: of a subclass,
     and with hooks."""
-    if type(model) is not AveragedFunction or _is_changed(model) or _has_any_global_hook():
-        return None
-    return chain_of(model.network)
+    return chain_of(model.network) if is_plain_average(model) else None
+
+
+def is_plain_average(model: nn.Module) -> bool:
+    """Whether what the model returns is its network's outputs, averaged over copies, and nothing else."""
+    return type(model) is AveragedFunction and not _is_changed(model) and not _has_any_global_hook()
 
 
 def _is_changed(module: nn.Module) -> bool:

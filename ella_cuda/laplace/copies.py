@@ -7,7 +7,8 @@ position, as if these were a data point's: means come before outer products. Sec
 reward amounts of augmentation for noise, and turn the sign of the evidence's gradient in them. Blocks without an input side, such as
 biases' and norms', stay exact, and so are Jacobians.
 
-Draws are inputs of the network beside the data, so that what runs it several times on a batch, or in parts, runs one function.
+Draws are inputs of the network beside the data, so that what runs it several times on a batch, or in parts, runs one function. Where not
+even one data point's copies have room together, they go through the network in chunks: all that is wanted of copies are sums.
 
 Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations", NeurIPS
 2022, section 3.
@@ -15,15 +16,23 @@ Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural netwo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import Augment, AveragedFunction
-from ella_cuda.laplace.batches import Inputs, take
+from ella_cuda.laplace.batches import Inputs, data_points, take
+from ella_cuda.laplace.chains import is_plain_average
 from ella_cuda.laplace.rules import Rule
+
+FEW = 8  # copies of images, which always go together
+PROBED = 2  # copies of each data point, by which a network is tried
+
+Chunk = tuple[Inputs, float]  # data points with some of their copies, and the share of these in all
 
 
 def augment_of(model: nn.Module) -> Augment | None:
@@ -49,12 +58,12 @@ def require_copies(model: nn.Module, x: Inputs) -> None:
     """ValueError where the model averages over another number of copies of inputs than it says, by which factors would be wrong."""
     if not isinstance(model, AveragedFunction):
         return
+    few, wanted = tried_copies(model, take(x, slice(1)))
     with torch.no_grad():
-        one = take(x, slice(1))
-        found = model.copies(*one if isinstance(one, tuple) else (one,)).shape[1]
-    if found != copies_of(model):
+        found = model.copies(*few if isinstance(few, tuple) else (few,)).shape[1]
+    if found != wanted:
         raise ValueError(
-            f"KronLaplace: the augmentation made {found} copies of an input, and its n_samples is {copies_of(model)}; both must agree."
+            f"KronLaplace: the augmentation made {found} copies of an input, and its n_samples is {wanted}; both must agree."
         )
 
 
@@ -107,6 +116,72 @@ def with_draws(model: nn.Module, x: Inputs, eps: Tensor | None) -> Inputs:
             f"KronLaplace: the augmentation holds draws of {eps.shape[1]} copies, {tuple(eps.shape)}; its n_samples is {augment.n_samples}."
         )
     return x, eps.expand(len(x), *eps.shape[1:])
+
+
+def has_chunks(model: nn.Module, x: Inputs) -> bool:
+    """Whether some of the copies of these inputs can go through the model alone, and its outputs of all are their mean."""
+    if augment_of(model) is None or not is_plain_average(model) or not isinstance(x, tuple) or len(x) != 2:
+        return False
+    eps = x[1]
+    return isinstance(eps, Tensor) and eps.dim() > 1 and eps.shape[1] == copies_of(model)
+
+
+def tried_copies(model: nn.Module, x: Inputs) -> tuple[Inputs, int]:
+    """Inputs with as many copies as show what the network does with them, and how many these are."""
+    copies = copies_of(model)
+    if copies <= PROBED or not has_chunks(model, x):
+        return x, copies
+    return (x[0], x[1][:, :PROBED]), PROBED
+
+
+def chunks_of(x: tuple[Tensor, Tensor], most: int) -> list[Chunk]:
+    """Inputs with at most so many of their copies at a time, the largest chunk first."""
+    copies = x[1].shape[1]
+    step = -(-copies // -(-copies // most))
+    return [((x[0], some), some.shape[1] / copies) for some in x[1].split(step, 1)]
+
+
+def copies_together(model: nn.Module, x: Inputs, room: int, image_bytes: int) -> int:
+    """How many copies of each of these data points go through the network together.
+
+    Args:
+        room: bytes that may be kept.
+        image_bytes: that are kept of all copies of a data point.
+    """
+    copies, count = copies_of(model), max(data_points(x), 1)
+    if copies * count <= FEW or image_bytes * count <= room or not has_chunks(model, x):
+        return copies
+    return min(max(room * copies // (image_bytes * count), FEW // count, 1), copies)
+
+
+@contextmanager
+def seeing(rules: Iterable[Rule], copies: int) -> Iterator[None]:
+    """For the duration of the context, the rules' layers see so many copies."""
+    before = [(rule, rule.copies) for rule in rules]
+    for rule, _ in before:
+        rule.copies = copies
+    try:
+        yield
+    finally:
+        for rule, count in before:
+            rule.copies = count
+
+
+def warn_of_all_copies(model: nn.Module, x: Inputs, room: int, image_bytes: int, where: str) -> None:
+    """Tell where the copies of a data point have no room and must go together all the same."""
+    if copies_of(model) <= FEW or image_bytes <= room or has_chunks(model, x):
+        return
+    reason = (
+        "a hook, a subclass or another forward may change the average"
+        if augment_of(model) is not None
+        else f"a {type(model.augment).__name__} is no ella_cuda.augment.Augment, whose draws are known"
+    )
+    warnings.warn(
+        f"{where}: all {copies_of(model)} copies of a data point go through the network together, {image_bytes:,} bytes of layers' outputs "
+        f"where memory_budget has room for {room:,}: {reason}. A plain AveragedFunction(network, augment) with an Augment is split.",
+        UserWarning,
+        stacklevel=5,
+    )
 
 
 def checked_draws(model: nn.Module, draws: Any) -> Tensor | None:

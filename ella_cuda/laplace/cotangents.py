@@ -28,7 +28,17 @@ from torch.nn.modules.utils import _pair
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
 from ella_cuda.laplace.chains import Seen, chain_of_average
-from ella_cuda.laplace.copies import augment_of, fixed_draws
+from ella_cuda.laplace.copies import (
+    Chunk,
+    augment_of,
+    chunks_of,
+    copies_of,
+    copies_together,
+    fixed_draws,
+    seeing,
+    tried_copies,
+    warn_of_all_copies,
+)
 from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.eigenbases import Eigenbasis
@@ -40,7 +50,13 @@ from ella_cuda.laplace.probe import Place, drawing_module, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
-from ella_cuda.laplace.uses import batch_first, mean_over_copies, more_than_a_call, summed_over_copies
+from ella_cuda.laplace.uses import (
+    SummedCall,
+    batch_first,
+    mean_over_copies,
+    more_than_a_call,
+    summed_over_copies,
+)
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
@@ -48,6 +64,8 @@ from ella_cuda.ops._precision import without_autocast
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
+MANY = 32  # columns that make a product of their own fast
+COPIES = 8  # the part of the memory budget that copies of images take whose network has yet to run
 
 
 def evidence_gradient(
@@ -63,7 +81,8 @@ def evidence_gradient(
     weights and hyperparameters, with all that the factors depend on in it.
 
     Of a part of the data, both terms are the part's, times N over the part's number: of random parts, the average is the gradient. The
-    network goes over each batch once, in parts of some data points, each with a graph of its own.
+    network goes over each batch once, in parts of some data points, each with a graph of its own. Where ``la.memory_budget`` has no room
+    for the copies of one, these go in chunks, several times, and memory does not grow with their number.
 
     The output Hessian is exact and whole: of a fit with ``fisher="mc"`` or a ``column_tolerance`` the gradient is not that of the sampled
     or kept columns alone.
@@ -116,8 +135,7 @@ def evidence_gradient(
                     few = int(passed * part_of_data + start) - seen
                     some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
-                for part, targets in run.parts(x, y):
-                    gradients.add(lambda part=part, targets=targets: run.value(part, targets))
+                run.add(gradients, x, y)
                 seen += data_points(x)
             if not seen:
                 raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
@@ -173,6 +191,7 @@ class _Cotangent(SecondMoment):
         super().__init__(0, 0, like, name, basis)
         self.total = self.total.new_zeros(()).expand(groups, size, size)
         self.root, self.matrix = root, root @ root.mT
+        self._reduced: Tensor | None = None  # the matrix in the rows' precision
         self.value: Tensor | None = None
 
     def taken(self) -> Tensor | None:
@@ -185,7 +204,12 @@ class _Cotangent(SecondMoment):
         self.value = value if self.value is None else self.value + value
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
-        self._take(_quadratic(rows.transpose(0, 1), self.matrix.to(rows.dtype)), alpha)
+        self._take(_quadratic(rows.transpose(0, 1), self._matrix_in(rows.dtype)), alpha)
+
+    def _matrix_in(self, dtype: torch.dtype) -> Tensor:
+        if self._reduced is None or self._reduced.dtype != dtype:
+            self._reduced = self.matrix.to(dtype)
+        return self._reduced
 
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
         matrix = self.matrix[blocks.start : blocks.stop]
@@ -218,32 +242,39 @@ class _Cotangent(SecondMoment):
         same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread, strict=True))
         pads, groups = same if padding is None else _pair(padding), self.root.shape[0]
         if kernel == steps == (1, 1) and not any(pads):
-            parts = x.flatten(2).unflatten(1, (groups, -1)).mT.transpose(0, 1)  # (G, N, T, d)
-            self._take(_quadratic(parts, self.matrix[:, None].to(x.dtype)), alpha)
+            self._take(self._of_columns(x.flatten(2).unflatten(1, (groups, -1))), alpha)
             return
         if padding_mode == "circular" and any(pads):
             x, pads = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular"), (0, 0)
-        channels = x.shape[1] // groups
-        filters = self.root.mT.reshape(-1, channels, *kernel).to(x.dtype)
-        self._take(F.conv2d(x, filters, None, steps, pads, spread, groups).square().sum(), alpha)
+        columns = F.unfold(x, kernel, spread, pads, steps).unflatten(1, (groups, -1))
+        self._take(self._of_columns(columns), alpha)
+
+    def _of_columns(self, columns: Tensor) -> Tensor:
+        """Of ``(N, G, d, T)``: each T products together, or, where these are few, all."""
+        matrix = self._matrix_in(columns.dtype)
+        if columns.shape[3] >= MANY:
+            return _Quadratic.apply(columns, matrix, True)
+        return _quadratic(columns.permute(1, 0, 3, 2).flatten(1, 2), matrix)
 
     def count(self, rows: int) -> None:
         """Nothing: what is added is in the graph."""
 
 
 class _Quadratic(torch.autograd.Function):
-    """The sum of ``row^T C row``: one product for both ways."""
+    """The sum of ``row^T C row``, or of columns: one product for both ways."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrix: Tensor) -> Tensor:
-        products = rows @ matrix
+    def forward(ctx: Any, rows: Tensor, matrix: Tensor, columns: bool = False) -> Tensor:
+        products = matrix @ rows if columns else rows @ matrix
         ctx.save_for_backward(products)
+        if rows.is_contiguous() and products.is_contiguous():
+            return torch.dot(rows.flatten(), products.flatten())
         return torch.einsum("...ij,...ij->", rows, products)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (products,) = ctx.saved_tensors
-        return products * (2 * gradient), None
+        return products * (2 * gradient), None, None
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -272,7 +303,7 @@ class _Passes:
                 self.chain = chain
         self._weight = self._weight_of_statistic()
         self._places: dict[Rule, Place] = {}
-        self._image_bytes, self._noting = 0, False
+        self._image_bytes, self._noting, self._most_copies = 0, False, 1
         self._tapped: dict[Rule, Tensor] = {}
         self._arguments: dict[Rule, list[Any]] = {}
 
@@ -308,25 +339,43 @@ class _Passes:
             (weight,) = torch.autograd.grad(value, statistic)
         return weight
 
-    def parts(self, x: Inputs, y: Tensor) -> Iterator[tuple[Inputs, Tensor]]:
-        """A batch in parts whose graphs the memory budget has room for."""
+    def _graph_bytes(self) -> int:
+        """Of a data point, with all copies."""
+        columns = self.la.n_outputs if self._columns == "all" else 1
+        return self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
+
+    def add(self, gradients: DataFitGradient, x: Inputs, y: Tensor) -> None:
+        """Add the gradient of a batch's :meth:`value`, in parts whose graphs the memory budget has room for: of some data points, or, where
+        there is no room for one, of some of its copies at a time."""
         count = data_points(x)
         if not count:
             return
         if not self._image_bytes:
             self._try_out(x)
-        columns = self.la.n_outputs if self._columns == "all" else 1
-        graph = self._image_bytes * ((1 if self.chain else GRAPH) * columns + 4)
-        step = min(max(self.la.memory_budget // max(graph, 1), 1), count)
-        step = -(-count // -(-count // step))
-        for begin in range(0, count, step):
-            some = slice(begin, begin + step)
-            yield take(x, some), y[some]
+        model, budget, graph, one = self.la.model, self.la.memory_budget, self._graph_bytes(), take(x, slice(1))
+        warn_of_all_copies(model, one, budget, graph, "evidence_gradient")
+        most, step = copies_together(model, one, budget, graph), max(budget // graph, 1)
+        if most < copies_of(model):
+            for some in _evenly(count, 1):
+                chunks = chunks_of(take(x, some), most)
+                if self.chain is None:
+                    self._by_chunks(gradients, chunks, y[some])
+                else:
+                    self._along_chain(gradients, [few for few, _ in chunks], y[some])
+        elif self.chain is None:
+            for some in _evenly(count, step):
+                gradients.add(lambda some=some: self.value(take(x, some), y[some]))
+        else:
+            # Matrices of transformations, and their graph, are many small numbers: made for more data points than go together later.
+            size = copies_of(model) * one[0].numel() * one[0].element_size()
+            for some in _evenly(count, max(budget // (COPIES * size), step)):
+                self._of_copies(gradients, take(x, some), y[some], step)
 
     def _try_out(self, x: Inputs) -> None:
+        x, copies = tried_copies(self.la.model, x)
         own = {id(p): p for rule in self.rules for name, p in rule.parameters().items() if name in rule.trainable}
         with requiring_grad(list(own.values()), True):  # as in training
-            found = probe(self.la.model, self._layers, x, several=False, copies=self.rules[0].copies)
+            found = probe(self.la.model, self._layers, x, several=False, copies=copies)
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(x)
@@ -335,7 +384,7 @@ class _Passes:
                 how = "is used by a function alone" if rule in found.by_function else "is called several times"
                 raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
             self._places[rule] = places[0]
-        self._image_bytes = max(found.image_bytes, 1)
+        self._image_bytes = max(found.image_bytes * copies_of(self.la.model) // copies, 1)
         if drawing := drawing_module(self.la.model, x):
             raise ValueError(
                 f"evidence_gradient: {drawing} draws random numbers in evaluation mode, so that the evidence and its gradient are of "
@@ -345,32 +394,122 @@ class _Passes:
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""
-        if self.chain is not None:
-            return self._along_chain(x, y)
+        outputs = self._outputs(x)
+        back = self._columns_of(outputs, y)
+        for rule, gradients in self._gradients(outputs, back, keep=True):
+            self._add(rule, gradients)
+        self._add_per_example(self._of_single_points(x, back))
+        self._forget()
+        return self._total(outputs, y)
+
+    def _outputs(self, x: Inputs) -> Tensor:
+        """Of the network; layers' calls are noted."""
         with in_plain_products():
             self._noting = True
             try:
-                outputs = checked_outputs(run_model(self.la.model, x), data_points(x))
+                return checked_outputs(run_model(self.la.model, x), data_points(x))
             finally:
                 self._noting = False
-            back = self._columns_of(outputs, y)
-            tapped = [t for t in self._tapped.values() if t.requires_grad]
-            rows = [torch.autograd.grad(outputs, tapped, c, create_graph=True, allow_unused=True) for c in back]
-        gradients = {
-            id(t): None if g[0] is None else torch.stack(g)
-            for t, g in zip(tapped, zip(*rows, strict=True), strict=True)
-        }
+
+    def _gradients(self, outputs: Tensor, back: Tensor, keep: bool) -> Iterator[tuple[Rule, Tensor | None]]:
+        """Each layer's gradients ``(K, *output.shape)`` of columns, in the graph if ``keep``; None where there are none."""
+        tapped = [t for t in self._tapped.values() if t.requires_grad]
+        with in_plain_products():
+            rows = [
+                torch.autograd.grad(outputs, tapped, c, retain_graph=True, create_graph=keep, allow_unused=True)
+                for c in back
+            ]
+        found = {id(t): g for t, g in zip(tapped, zip(*rows, strict=True), strict=True)}
         for rule, out in self._tapped.items():
-            self._add(rule, out, gradients[id(out)])
-        if self.per_example is not None:
-            with in_plain_products():
-                found = self.per_example.gradients(x, back)
-            for rule in self.per_example.rules:
-                for name in rule.trainable:
-                    rule.add(name, found[rule.full_name(name)], data_too=True)
+            gradients = found[id(out)]
+            yield rule, None if gradients[0] is None else torch.stack(gradients)
+
+    def _of_single_points(self, x: Inputs, back: Tensor) -> dict[str, Tensor]:
+        """The gradients that no layer's rule takes."""
+        if self.per_example is None:
+            return {}
+        with in_plain_products():
+            return self.per_example.gradients(x, back)
+
+    def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
+        for rule in [] if self.per_example is None else self.per_example.rules:
+            for name in rule.trainable:
+                rule.add(name, found[rule.full_name(name)], data_too=True)
+
+    def _forget(self) -> None:
         self._tapped.clear()
         self._arguments.clear()
-        return self._total(outputs, y)
+
+    def _by_chunks(self, gradients: DataFitGradient, chunks: Sequence[Chunk], y: Tensor) -> None:
+        """Add the gradient of :meth:`value`, of some copies at a time.
+
+        The value is a function of sums over copies: the averaged outputs, and what rules get of a layer's call. The sums come first, of one
+        chunk after the other, without a graph; then the value's derivatives in them; then each chunk's sums times these, in the chunk's
+        graph. Columns depend on the outputs of all chunks, so what comes of them goes back through every chunk once more.
+        """
+        model = self.la.model
+        with torch.no_grad():
+            f = sum(share * checked_outputs(run_model(model, x), data_points(x)) for x, share in chunks)
+        f.requires_grad_()
+        with torch.enable_grad():
+            columns = self._columns_of(f, y)
+            back, sums = columns.detach(), []
+            for x, share in chunks:
+                _, calls, alone = self._of_chunk(x, share, back, keep=False)
+                own = [t.detach() for t in _tensors(calls, alone)]
+                sums = own if not sums else [a + b for a, b in zip(sums, own, strict=True)]
+        leaves = [t.requires_grad_() for t in sums]
+        remaining = iter(leaves)
+        for call in calls.values():
+            call.put(remaining)
+        alone = dict(zip(alone, remaining, strict=True))
+
+        def of_sums() -> Tensor:
+            with seeing(self._layers, 1):
+                for rule, call in calls.items():
+                    call.add_inputs()
+                    call.add_outputs()
+                    rule.release()
+            self._add_per_example(alone)
+            return self._total(f, y)
+
+        *slopes, of_outputs = gradients.add(of_sums, [*leaves, f])  # rows of some rules depend on buffers beside
+        of_columns = torch.zeros_like(back)
+        for x, share in chunks:
+            leaf = back.clone().requires_grad_()
+
+            def value(x: Inputs = x, share: float = share, leaf: Tensor = leaf) -> Tensor:
+                outputs, calls, alone = self._of_chunk(x, share, leaf, keep=True)
+                total = share * (outputs * of_outputs).sum()
+                for slope, part in zip(slopes, _tensors(calls, alone), strict=True):
+                    if slope is not None:
+                        total = total + (slope * part).sum()
+                return total
+
+            (found,) = gradients.add(value, [leaf])
+            of_columns += 0 if found is None else found
+        if columns.requires_grad:
+            (further,) = torch.autograd.grad(columns, f, of_columns)
+            for x, share in chunks:
+                gradients.add(lambda x=x, share=share: share * (run_model(model, x) * further).sum())
+
+    def _of_chunk(
+        self, x: Inputs, share: float, back: Tensor, keep: bool
+    ) -> tuple[Tensor, dict[Rule, SummedCall], dict[str, Tensor]]:
+        """Of some copies: the outputs, what layers' rules get of their calls, and gradients of single data points, in the graph if
+        ``keep``; all but the outputs count as their share in all copies says."""
+        calls: dict[Rule, SummedCall] = {}
+        with seeing(self._layers, x[1].shape[1]):
+            outputs = self._outputs(x)
+            for rule, gradients in self._gradients(outputs, back * share, keep):
+                calls[rule] = call = SummedCall(rule)
+                call.note(self._arguments[rule], share)
+                if gradients is not None:
+                    call.take(batch_first(gradients, self._places[rule], 1))
+                rule.release()
+            alone = self._of_single_points(x, back * share)
+        self._forget()
+        return outputs, calls, alone
 
     def _total(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The log likelihood at these outputs, with what was added to the factors."""
@@ -389,9 +528,26 @@ class _Passes:
             return likelihood.columns(outputs, y)[:]
         return Likelihood.sampled_column(likelihood, outputs, y, self._generator)
 
-    def _along_chain(self, x: Inputs, y: Tensor) -> Tensor:
-        """A function of the copies whose gradient at them is that of :meth:`value`."""
-        copies = self.la.model.copies(*x)
+    def _of_copies(self, gradients: DataFitGradient, x: Inputs, y: Tensor, step: int) -> None:
+        """Add the gradient of :meth:`value`, by that in the copies of so many data points at a time."""
+        with torch.enable_grad():
+            copies = self.la.model.copies(*x)
+        parts = [
+            found
+            for some in _evenly(len(y), step)
+            for found in self._in_copies([lambda some=some: copies.detach()[some]], y[some])
+        ]
+        gradients.add(lambda: (copies * torch.cat(parts)).sum())
+
+    def _along_chain(self, gradients: DataFitGradient, chunks: Sequence[Inputs], y: Tensor) -> None:
+        """Add the gradient of :meth:`value`, by that in a chunk of copies after the other."""
+        model = self.la.model
+        found = self._in_copies([lambda x=x: model.copies(*x) for x in chunks], y)
+        for x, gradient in zip(chunks, found, strict=True):
+            gradients.add(lambda x=x, gradient=gradient: (model.copies(*x) * gradient).sum())
+
+    def _in_copies(self, chunks: Sequence[Callable[[], Tensor]], y: Tensor) -> Iterator[Tensor]:
+        """The gradient of :meth:`value` in each chunk of copies."""
 
         def derivatives(seen: Seen, outputs: Tensor) -> tuple[Seen, Tensor]:
             with torch.enable_grad():
@@ -405,16 +561,14 @@ class _Passes:
             count = len(seen.inputs)
             return Seen(found[:count], found[count:-1]), found[-1]
 
-        gradient = self.chain.gradient(copies.detach(), lambda outputs: self._columns_of(outputs, y), derivatives)
-        return (copies * gradient).sum()
+        return self.chain.gradient(chunks, lambda outputs: self._columns_of(outputs, y), derivatives)
 
-    def _add(self, rule: Rule, out: Tensor, gradients: Sequence[Tensor | None]) -> None:
+    def _add(self, rule: Rule, gradients: Tensor | None) -> None:
         """What a layer adds to its factors."""
-        place = self._places[rule]
         rule.inputs(*self._arguments[rule])
         if gradients is None:
             return
-        columns = summed_over_copies(rule, batch_first(gradients, place, 1))
+        columns = summed_over_copies(rule, batch_first(gradients, self._places[rule], 1))
         if rule.differentiates:
             rule.vjp(columns, None)
         else:
@@ -470,6 +624,18 @@ class _Passes:
                             terms.append(-0.5 * (theirs.projected() * (root @ root.mT)).sum())
             found = torch.autograd.grad(torch.stack(terms).sum(), learnt, allow_unused=True) if terms else []
         return {id(b): g.double() for b, g in zip(learnt, found, strict=False) if g is not None}
+
+
+def _evenly(count: int, most: int) -> Iterator[slice]:
+    """Slices of about one size, none of more."""
+    step = -(-count // -(-count // most))
+    for begin in range(0, count, step):
+        yield slice(begin, begin + step)
+
+
+def _tensors(calls: Mapping[Rule, SummedCall], alone: Mapping[str, Tensor]) -> list[Tensor]:
+    """What is summed over copies."""
+    return [*(t for call in calls.values() for t in call.tensors()), *alone.values()]
 
 
 def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None) -> _Cotangent:

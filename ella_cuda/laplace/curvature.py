@@ -8,6 +8,7 @@ gradient of a parameter is ever formed.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,16 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
-from ella_cuda.laplace.copies import copies_of, require_copies
+from ella_cuda.laplace.copies import (
+    Chunk,
+    chunks_of,
+    copies_of,
+    copies_together,
+    require_copies,
+    seeing,
+    tried_copies,
+    warn_of_all_copies,
+)
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
@@ -32,7 +42,7 @@ from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.rules.norm import constant_scale
-from ella_cuda.laplace.uses import Use, Uses
+from ella_cuda.laplace.uses import SummedUses, Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
@@ -229,16 +239,18 @@ class CurvaturePass:
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
         require_copies(self.model, x)
+        few, copies = tried_copies(self.model, x)
         self._attention = in_plain_products if several else nullcontext
         with (
             requiring_grad([*self.hyperparameters, *self.parameters], True),
             refusing_reentrant("fit"),
             self._attention(),
         ):
-            self.findings = probe(self.model, self.rules, x, several, self.copies)
+            found = probe(self.model, self.rules, few, several, copies)
             if self.per_example is not None:
                 with in_plain_products():
-                    self.per_example.try_out(x)
+                    self.per_example.try_out(few)
+        self.findings = dataclasses.replace(found, image_bytes=found.image_bytes * self.copies // copies)
 
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
@@ -247,8 +259,24 @@ class CurvaturePass:
 
     def most_images(self) -> int:
         """How many images may go through the network together."""
-        room = max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
-        return max(room // max(self.findings.image_bytes, 1), FEW_IMAGES // self.copies, 1)
+        return max(self._room() // max(self.findings.image_bytes, 1), FEW_IMAGES // self.copies, 1)
+
+    def _room(self) -> int:
+        """Bytes of layers' outputs that may be there."""
+        return max(self.memory_budget, sum(rule.bytes() for rule in self.rules) // 2)
+
+    def chunks(self, x: Inputs) -> list[Chunk] | None:
+        """A part of a batch with some of its copies at a time, where there is no room for all of them; None where there is.
+
+        Warns:
+            UserWarning: there is none, and copies cannot be split.
+        """
+        each = self.findings.image_bytes
+        if not data_points(x):
+            return None
+        warn_of_all_copies(self.model, x, self._room(), each, "fit")
+        most = copies_together(self.model, x, self._room(), each)
+        return None if most == self.copies else chunks_of(x, most)
 
     def merged_images(self, x: Inputs) -> int:
         """How many images of several batches like x go together: none on the CPU, where a batch costs what its images do; a GPU waits for
@@ -315,16 +343,52 @@ class CurvaturePass:
             self._look_before(outputs)
         return outputs
 
-    def add_per_example(self, x: Inputs, columns: Columns | Tensor) -> None:
-        """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`."""
+    def add_per_example(self, x: Inputs, columns: Columns | Tensor, most: int | None = None) -> None:
+        """Accumulate the blocks of parameters that no rule knows; outside of :meth:`nodes`. ``most``: copies at a time, None is all."""
         if self.per_example is not None:
             with in_plain_products():
-                self.per_example.add(x, columns, max(self.column_bytes, bytes_each(columns)), self.memory_budget)
+                each = max(self.column_bytes, bytes_each(columns))
+                self.per_example.add(x, columns, each, self.memory_budget, most)
 
-    def backward(self, outputs: Tensor, columns: Columns | Tensor) -> None:
-        """Send the columns back from the outputs, as many at once as the budget allows; output sides accumulate."""
+    def add_chunks(self, chunks: Sequence[Chunk], columns: Columns | Tensor) -> None:
+        """:meth:`forward` and :meth:`backward` of data points whose copies come in chunks: both sides accumulate.
+
+        What there is at a time is a chunk's graph, each layer's mean input and the sums of its gradients over copies, of as many columns as
+        the budget has room for. The chunks' graphs are made anew for every so many columns.
+        """
         if not self.rules:
             return
+        each = self.findings.image_bytes * data_points(chunks[0][0]) // self.copies  # of a column's sums
+        step, sums, whole = max(self.memory_budget // max(each, 1), 1), SummedUses(), self.uses
+        for begin in range(0, len(columns), step):
+            part, passes = columns[begin : begin + step], 0
+            for x, share in chunks:
+                with self.of_copies(x, sums):
+                    sums.begin(share)
+                    with self.nodes():
+                        passes = self.backward(self.forward(x), part * share, passes)
+                    sums.end()
+            with seeing(self.rules, 1), torch.no_grad():
+                sums.add_inputs(whole)
+                sums.add_outputs(whole)
+        self.release()
+
+    @contextmanager
+    def of_copies(self, x: Inputs, uses: Uses) -> Iterator[None]:
+        """For the duration of the context, layers see as many copies as these inputs have, and calls are noted there."""
+        before = self.copies, self.uses
+        self.copies, self.uses = x[1].shape[1], uses
+        try:
+            with seeing(self.rules, self.copies):
+                yield
+        finally:
+            self.copies, self.uses = before
+
+    def backward(self, outputs: Tensor, columns: Columns | Tensor, passes: int = 0) -> int:
+        """Send the columns back from the outputs, as many at once as the budget allows, or in so many passes; output sides accumulate.
+        Returns the number of passes."""
+        if not self.rules:
+            return 0
         if not len(self.uses):
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
         if not outputs.requires_grad:
@@ -333,7 +397,8 @@ class CurvaturePass:
                 "no_grad?)."
             )
         count, each = len(columns), max(self.column_bytes, bytes_each(columns))
-        passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
+        if not passes:
+            passes = min(max(-(-count * each // self.memory_budget), 1), count) if self.findings.batched else count
         self._differentiating = True
         try:
             for i in range(passes):
@@ -353,6 +418,7 @@ class CurvaturePass:
         finally:
             self._differentiating = False
             self.release()
+        return passes
 
     def release(self) -> None:
         """Drop what is kept of the last batch."""
@@ -484,8 +550,8 @@ class CurvaturePass:
 
     def _place(self, rule: Rule) -> Place:
         """Of the images in the rule's next call, as in the same call of the probe."""
-        places = self.findings.places.get(rule, (Place(copies=self.copies),))
-        return places[min(self.uses.of(rule), len(places) - 1)]
+        places = self.findings.places.get(rule, (Place(),))
+        return places[min(self.uses.of(rule), len(places) - 1)]._replace(copies=self.copies)
 
     def _fits(self, out: Tensor, place: Place) -> bool:
         """Whether the images can be there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -44,21 +44,23 @@ class DataFitGradient:
         self.others = {name: b for name, b in self.buffers.items() if id(b) not in own}
         self._sums: list[Tensor | None] = [None] * (len(self.others) + len(self.bases))
 
-    def add(self, statistic: Callable[[], Tensor]) -> None:
-        """Differentiate what ``statistic`` computes by running the model on a batch."""
+    def add(self, statistic: Callable[[], Tensor], beside: Sequence[Tensor] = ()) -> list[Tensor | None]:
+        """Differentiate what ``statistic`` computes by running the model on a batch; returns its gradients in tensors beside the buffers."""
         if not self.buffers:
-            return
+            return [None] * len(beside)
         with ExitStack() as stack, torch.enable_grad():
             matrices = [stack.enter_context(basis.held()) for basis in self.bases]
             wanted = [*self.others.values(), *matrices]
             value = statistic()
             if not value.requires_grad:  # it depends on none of them
-                return
-            found = torch.autograd.grad(value, wanted, allow_unused=True)
+                return [None] * len(beside)
+            found = torch.autograd.grad(value, [*wanted, *beside], allow_unused=True)
+            found, others = found[: len(wanted)], found[len(wanted) :]
         self._sums = [
             old if new is None else new.double() if old is None else old + new
             for old, new in zip(self._sums, found, strict=True)
         ]
+        return list(others)
 
     def total(self) -> dict[str, Tensor]:
         """The gradient of the sum of all batches' statistics in float64, by the buffers' names; zeros where nothing depends on one."""

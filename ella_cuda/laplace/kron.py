@@ -21,12 +21,12 @@ from ella_cuda.laplace.batches import (
     require_loader,
     run_model,
 )
-from ella_cuda.laplace.copies import fixed_draws, require_constant_amounts, with_draws
+from ella_cuda.laplace.copies import Chunk, fixed_draws, require_constant_amounts, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.likelihoods import IGNORED, Likelihood
+from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
 from ella_cuda.laplace.posterior import KronPosterior
@@ -85,8 +85,9 @@ class KronLaplace(BaseLaplace):
             positions before the loss; it multiplies fewer rows. Biases and norms have the same, exact blocks in both.
         memory_budget: bytes that the layers' outputs of images that go through the network together may take, or half of the
             factors, if that is more; and the batched gradients of one backward pass. A batch's images and the columns are split
-            accordingly. None chooses: 64 MiB on the CPU, where more only takes more memory, 2 GiB elsewhere. The result does not
-            depend on it beyond rounding; the draws of ``fisher="mc"`` are those of the parts, one after the other.
+            accordingly, and of an :class:`ella_cuda.augment.AveragedFunction` an image's copies. None chooses: 64 MiB on the CPU,
+            where more only takes more memory, 2 GiB elsewhere. The result does not depend on it beyond rounding; the draws of
+            ``fisher="mc"`` are those of the parts, one after the other.
         column_tolerance: with ``fisher="exact"``, the share of the output Hessian's trace (summed over images that go through
             the network together) that may be left out to save columns, least first; 0 is exact. Trained networks need a few of the
             K-1 columns for 99%. A regression's columns are all of one size, so that none is left out.
@@ -324,19 +325,13 @@ class KronLaplace(BaseLaplace):
         outputs_of: Callable[[Inputs], Tensor] | None,
     ) -> Tensor:
         """Add a batch to the factors and to the data fit's gradient; returns its part of the statistic."""
+        if (chunks := run.chunks(x)) is not None:
+            return self._add_chunks(run, data_fit, chunks, x, y, generator, outputs_of)
         others = None if outputs_of is None else outputs_of(x)
         with run.nodes():
             outputs = run.forward(x)
             f = outputs.detach()
-            with torch.no_grad():
-                self.likelihood_function.check(f, y)
-                statistic = self.likelihood_function.statistic(f, y)
-                at = f if others is None else others.to(f.dtype)
-                columns = (
-                    self.likelihood_function.columns(at, y, self.column_tolerance)
-                    if self.fisher == "exact"
-                    else self.likelihood_function.sampled_column(at, y, generator)
-                )
+            statistic, columns = self._columns_at(f, f if others is None else others.to(f.dtype), y, generator)
             if data_points(x):
                 run.backward(outputs, columns)
         if data_points(x):
@@ -344,6 +339,49 @@ class KronLaplace(BaseLaplace):
         if data_fit.buffers:
             with requiring_grad(run.hyperparameters, True):
                 data_fit.add(lambda: self.likelihood_function.statistic(run_model(self.model, x), y))
+        self.n_outputs = math.prod(f.shape[1:])
+        return statistic
+
+    @torch.no_grad()
+    def _columns_at(
+        self, f: Tensor, at: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Columns | Tensor]:
+        """The statistic of a batch at outputs f, and the columns of the Hessian at other ones."""
+        likelihood = self.likelihood_function
+        likelihood.check(f, y)
+        statistic = likelihood.statistic(f, y)
+        if self.fisher == "exact":
+            return statistic, likelihood.columns(at, y, self.column_tolerance)
+        return statistic, likelihood.sampled_column(at, y, generator)
+
+    def _add_chunks(
+        self,
+        run: CurvaturePass,
+        data_fit: DataFitGradient,
+        chunks: Sequence[Chunk],
+        x: Inputs,
+        y: Tensor,
+        generator: torch.Generator | None,
+        outputs_of: Callable[[Inputs], Tensor] | None,
+    ) -> Tensor:
+        """:meth:`_add` of data points whose copies have no room together: once through the network for the outputs, and once for all else."""
+
+        def mean(outputs: Callable[[Inputs], Tensor]) -> Tensor:
+            return sum(share * outputs(some) for some, share in chunks)
+
+        with torch.no_grad():
+            f = mean(lambda some: checked_outputs(run_model(self.model, some), data_points(some)))
+        at = f if outputs_of is None else mean(outputs_of).to(f.dtype)
+        statistic, columns = self._columns_at(f, at, y, generator)
+        run.add_chunks(chunks, columns)
+        run.add_per_example(x, columns, chunks[0][0][1].shape[1])
+        if data_fit.buffers:
+            at = f.clone().requires_grad_()
+            with torch.enable_grad():
+                (slope,) = torch.autograd.grad(self.likelihood_function.statistic(at, y), at)
+            with requiring_grad(run.hyperparameters, True):
+                for some, share in chunks:
+                    data_fit.add(lambda some=some, share=share: share * (run_model(self.model, some) * slope).sum())
         self.n_outputs = math.prod(f.shape[1:])
         return statistic
 

@@ -6,7 +6,7 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +19,7 @@ from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
+from ella_cuda.laplace.uses import Uses
 from ella_cuda.ops._precision import without_autocast
 
 ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built
@@ -163,13 +164,20 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
         rule.allocate(UnkeptMoment)
     with curvature_pass(model, rules, memory_budget) as run, without_autocast(next(model.parameters()).device.type):
         run.try_out(x, several=False)
-        run.watched = keep
-        with run.nodes(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
-            outputs = run.forward(take(x, slice(1)))
+        run.watched, one, sums = keep, take(x, slice(1)), 0
+        with ExitStack() as stack:
+            if (chunks := run.chunks(one)) is not None:
+                sums = run.findings.image_bytes // run.copies
+                one = chunks[0][0]
+                stack.enter_context(run.of_copies(one, Uses()))
+            stack.enter_context(run.nodes())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor))
+            outputs = run.forward(one)
             ours = run.uses.kept_bytes() + run.passage_bytes
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
     together = max(data_points(x), run.merged_images(x))
     images, count = run.images_at_once(together), math.prod(outputs.shape[1:])
     column = images * max(run.column_bytes, COLUMN * outputs.shape[-1] + outputs.element_size() * count)
-    return images * (sum(kept.values()) + ours + ROOT * count), column, count * column
+    of_copies = sums + max(min(count * sums, memory_budget), sums)  # means of inputs, and sums of gradients
+    return images * (sum(kept.values()) + ours + of_copies + ROOT * count), column, count * column

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.copies import chunks_of
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
 from ella_cuda.laplace.probe import leaf_uses
 from ella_cuda.laplace.rules import PerExampleRule
@@ -64,7 +65,14 @@ class PerExampleGradients:
                 stacklevel=5,
             )
 
-    def add(self, x: Inputs, columns: Columns | Tensor, column_bytes: int, memory_budget: int) -> None:
+    def add(
+        self,
+        x: Inputs,
+        columns: Columns | Tensor,
+        column_bytes: int,
+        memory_budget: int,
+        most_copies: int | None = None,
+    ) -> None:
         """Add the batch to the rules' factors.
 
         Args:
@@ -72,6 +80,7 @@ class PerExampleGradients:
             columns: of the batch.
             column_bytes: of the gradients of a column of the whole batch.
             memory_budget: bytes that gradients may take at a time.
+            most_copies: of a data point that are there at a time, where the model averages over copies; None is all.
         """
         count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._parameters.values().values())
         each = max(-(-column_bytes // count), 2 * own)
@@ -82,7 +91,7 @@ class PerExampleGradients:
             part = columns[begin : begin + wide]
             for first in range(0, count, step):
                 some = slice(first, first + step)
-                found = self.gradients(take(x, some), part[:, some])
+                found = self._of_copies(take(x, some), part[:, some], most_copies)
                 last_columns = begin + wide >= len(columns)
                 for rule in self.rules:
                     for name in rule.trainable:
@@ -91,6 +100,16 @@ class PerExampleGradients:
     def gradients(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once."""
         return (self._by_vmap if self._together else self._one_by_one)(x, columns)
+
+    def _of_copies(self, x: Inputs, columns: Tensor, most: int | None) -> dict[str, Tensor]:
+        """:meth:`gradients`, of so many copies at a time."""
+        if most is None:
+            return self.gradients(x, columns)
+        total: dict[str, Tensor] = {}
+        for some, share in chunks_of(x, most):
+            for name, found in self.gradients(some, columns * share).items():
+                total[name] = total[name] + found if name in total else found
+        return total
 
     def _require_read_from_modules(self, x: Inputs) -> None:
         values = {name: value.requires_grad_() for name, value in self._parameters.values().items()}

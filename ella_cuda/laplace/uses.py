@@ -5,7 +5,7 @@ product of the inputs' mean over them, B that of the gradients' sum. Blocks with
 over the calls before the outer product.
 
 Of a network that averages over copies, a rule gets the inputs' mean and the gradients' sum over the copies of a data point, see
-:mod:`ella_cuda.laplace.copies`.
+:mod:`ella_cuda.laplace.copies`. Where copies come in chunks, :class:`SummedUses` has these of all chunks, and then makes the calls of them.
 
 Source: Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural network architectures", NeurIPS 2023.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
-from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.second_moment import SecondMoment, UnkeptMoment
 
 # What a rule has from the start; the rest is what a call left there.
 _OF_THE_RULE = {"module", "name", "resolution", "factors", "trainable", "tied", "lent", "approximation", "copies"}
@@ -128,15 +128,15 @@ class Uses:
         kept = [use.state.get("kept") for use in self._all]
         return sum(tensor.numel() * tensor.element_size() for tensor in kept if isinstance(tensor, Tensor))
 
-    def call(self, rule: Rule, arguments: Sequence[Any], place: Place) -> Use:
-        """A call with these arguments, the images at ``place``; accumulates its input side."""
+    def call(self, rule: Rule, arguments: Sequence[Any], place: Place, add: Callable[..., None] | None = None) -> Use:
+        """A call with these arguments, the images at ``place``; accumulates its input side, as the rule does unless ``add`` is given."""
         use = Use(self, rule, place)
         before = {name: _rows(factor) for name, factor in rule.factors.items()}
         reduced = rule.factors if rule.approximation == "reduce" else {}
         collected = {n: _Summed(f.input_moment) for n, f in reduced.items() if f.input_moment is not None}
         with _exchanged(rule, "input_moment", collected):
             placed = (batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments)
-            rule.inputs(*mean_over_copies(rule, placed))
+            (add or rule.inputs)(*mean_over_copies(rule, placed))
         use.keep_state()
         use.blocks = rule.touched()
         for name, part in use.parts():
@@ -199,6 +199,223 @@ class Uses:
             each.clear()
 
 
+class SummedUses(Uses):
+    """The calls of a batch whose copies go through the network in chunks. Nothing is added to factors but by :meth:`add_inputs` and
+    :meth:`add_outputs`, once all chunks were there: then the calls are those of a network without copies, at the means of inputs and sums of
+    gradients. Of a rule that sees copies it is the rows that are summed.
+
+    Columns may go back in several passes, the same ones of every chunk.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[SummedCall] = []
+        self._of_rule: dict[Rule, list[SummedCall]] = {}
+        self._made: list[Use] = []
+        self._share, self._pass, self._first = 1.0, 0, True
+
+    def begin(self, share: float) -> None:
+        """The next calls and gradients are those of a chunk with this share in all copies."""
+        super().clear()
+        self._share, self._pass = share, 0
+
+    def end(self) -> None:
+        """The chunk's calls and gradients are there."""
+        if short := next((r for r, calls in self._of_rule.items() if len(calls) != self._counts[r]), None):
+            raise _other_calls(short)
+        super().clear()
+        self._first = False
+
+    def clear(self) -> None:
+        """Nothing: sums are of all chunks."""
+
+    def close(self) -> None:
+        """Nothing: calls are made in :meth:`add_inputs`."""
+
+    def flush(self) -> None:
+        self._pass += 1
+
+    def call(self, rule: Rule, arguments: Sequence[Any], place: Place, add: Callable[..., None] | None = None) -> Use:
+        calls, index = self._of_rule.setdefault(rule, []), self._counts[rule]
+        if self._first:
+            calls.append(SummedCall(rule))
+            self._calls.append(calls[-1])
+        elif index >= len(calls):
+            raise _other_calls(rule)
+        call = calls[index]
+        own = mean_over_copies(rule, (batch_first(a, place) if isinstance(a, Tensor) else a for a in arguments))
+        if not self._made:
+            call.note(own, self._share)
+        if self._made or not rule.sees_copies:
+            moments = {n: _unkept(f.input_moment) for n, f in rule.factors.items() if f.input_moment is not None}
+            with _exchanged(rule, "input_moment", moments):
+                rule.inputs(*own)
+        use = _ChunkUse(self, rule, place, of=call)
+        use.keep_state()
+        call.state = use.state
+        self._all.append(use)
+        self._counts[rule] += 1
+        return use
+
+    @contextmanager
+    def ready(self, use: Use) -> Iterator[None]:
+        vars(use.rule).update(use.state)
+        yield
+
+    def take(self, call: SummedCall, gradient: Tensor) -> None:
+        """Gradients ``(K, N S, ...)`` of a chunk, at a call's output."""
+        call.take(gradient, self._pass)
+
+    def add_inputs(self, uses: Uses) -> None:
+        """Make the calls, whose rules know of no copies for the duration, and add the input sides; once."""
+        if self._made:
+            return
+        for call in self._calls:
+            vars(call.rule).update(call.state)
+            self._made.append(uses.call(call.rule, (), Place(), call.add_inputs))
+        uses.close()
+
+    def add_outputs(self, uses: Uses) -> None:
+        """Add the output sides of the columns that are there, and forget these."""
+        for i in range(self._pass):
+            for use, call in zip(self._made, self._calls, strict=True):
+                with uses.ready(use):
+                    call.add_outputs(i)
+            uses.flush()
+        for call in self._calls:
+            call.gradients.clear()
+            call.outputs.clear()
+
+
+class SummedCall:
+    """One call of a rule's layer over all chunks of copies: means and sums ``(N, ...)`` and ``(K, N, ...)``, or rows."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.state = rule, {}
+        self.arguments: list[Any] | None = None
+        self.gradients: dict[int, Tensor] = {}
+        self.inputs: dict[str, _Rows] = {}
+        self.outputs: dict[int, dict[str, _Rows]] = {}  # by pass
+
+    def note(self, arguments: Sequence[Any], share: float) -> None:
+        """Arguments as the rule takes them, of a chunk with this share in all copies."""
+        if self.rule.sees_copies:
+            self.inputs = self.inputs or _rows_in_place_of(self.rule, "input_moment")
+            for rows in self.inputs.values():
+                rows.begin(share)
+            with _exchanged(self.rule, "input_moment", self.inputs):
+                self.rule.inputs(*arguments)
+            return
+        parts = [a * share if isinstance(a, Tensor) else a for a in arguments]
+        before = self.arguments or [None] * len(parts)
+        if len(before) != len(parts):
+            raise _other_calls(self.rule)
+        self.arguments = [
+            p if b is None or not isinstance(p, Tensor) else b + p for b, p in zip(before, parts, strict=True)
+        ]
+
+    def take(self, gradient: Tensor, columns: int = 0) -> None:
+        """Gradients ``(K, N S, ...)`` of a chunk at the output, in a pass of some columns."""
+        if not self.rule.sees_copies:
+            own, before = summed_over_copies(self.rule, gradient), self.gradients.get(columns)
+            self.gradients[columns] = own if before is None else before + own
+            return
+        if columns not in self.outputs:
+            self.outputs[columns] = _rows_in_place_of(self.rule, "output_moment")
+        for rows in self.outputs[columns].values():
+            rows.begin(1.0)
+        with _exchanged(self.rule, "output_moment", self.outputs[columns]):
+            _show(self.rule, gradient)
+
+    def add_inputs(self, *_: Any) -> None:
+        """Add the sums to the factors, of a rule that knows of no copies."""
+        if self.rule.sees_copies:
+            self._pour(self.inputs, "input_moment")
+        else:
+            self.rule.inputs(*self.arguments)
+        self.arguments, self.inputs = None, {}
+
+    def add_outputs(self, columns: int = 0) -> None:
+        """Likewise, of a pass."""
+        if columns in self.outputs:
+            self._pour(self.outputs[columns], "output_moment")
+        elif columns in self.gradients:
+            _show(self.rule, self.gradients[columns])
+
+    def tensors(self) -> list[Tensor]:
+        """All sums, in an order of their own."""
+        return [holder[key] for holder, key in self._places()]
+
+    def put(self, tensors: Iterator[Tensor]) -> None:
+        """Others in the place of :meth:`tensors`."""
+        for holder, key in self._places():
+            holder[key] = next(tensors)
+
+    def _places(self) -> list[tuple[Any, Any]]:
+        arguments = self.arguments or []
+        places = [(arguments, i) for i, a in enumerate(arguments) if isinstance(a, Tensor)]
+        places += [(self.gradients, i) for i in self.gradients]
+        for rows in (self.inputs, *self.outputs.values()):
+            places += [(each.sums, i) for each in dict.fromkeys(rows.values()) for i in range(len(each.sums))]
+        return places
+
+    def _pour(self, rows: dict[str, _Rows], side: str) -> None:
+        poured: set[tuple[int, int]] = set()  # a moment of several parameters once
+        for name, of_name in rows.items():
+            moment = getattr(self.rule.factors[name], side)
+            if (id(of_name), id(moment)) not in poured:
+                poured.add((id(of_name), id(moment)))
+                of_name.pour(moment)
+
+
+def _show(rule: Rule, gradient: Tensor) -> None:
+    """Let a rule accumulate the output side."""
+    if rule.differentiates:
+        rule.vjp(gradient, None)
+    else:
+        rule.outputs(gradient)
+
+
+def _rows_in_place_of(rule: Rule, side: str) -> dict[str, _Rows]:
+    """By parameter; those that share a moment share rows."""
+    moments = {name: getattr(factor, side) for name, factor in rule.factors.items()}
+    rows = {id(moment): _Rows(moment, rule) for moment in moments.values() if moment is not None}
+    return {name: rows[id(moment)] for name, moment in moments.items() if moment is not None}
+
+
+def _other_calls(rule: Rule) -> ValueError:
+    return ValueError(
+        f"fit: {rule.label} was called another number of times, or otherwise, for some copies of a data point than for others; copies that "
+        "go through the network in chunks must take the same way. Use a larger memory_budget, by which all go together, or freeze the layer."
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _ChunkUse(Use):
+    """A call for a chunk of copies.
+
+    Attributes:
+        of: the call of all.
+    """
+
+    of: SummedCall | None = None
+
+    def takes_samples(self) -> bool:
+        return False  # gradients are summed over copies as they are
+
+    def outputs(self, gradient: Tensor) -> None:
+        with self.uses.ready(self):
+            self.uses.take(self.of, self._batch_first(gradient))
+
+    def _vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
+        with self.uses.ready(self):
+            self.uses.take(self.of, gradient)
+            if input_shape is None:
+                return None
+            with _without_factors(self.rule):
+                return self.rule.vjp(gradient, input_shape)
+
+
 def batch_first(tensor: Tensor, place: Place, ahead: int = 0) -> Tensor:
     """The tensor with the images along the first axis behind ``ahead`` others."""
     if place.folded > 1:
@@ -236,6 +453,12 @@ def _without_factors(rule: Rule) -> Iterator[None]:
         yield
     finally:
         rule.factors = factors
+
+
+def _unkept(moment: SecondMoment) -> UnkeptMoment:
+    """Something to add to in the place of a moment."""
+    groups, size, _ = moment.total.shape
+    return UnkeptMoment(groups, size, moment.total.new_empty(0, dtype=moment.dtype), moment.name, moment.basis)
 
 
 def _rows(factor: KroneckerFactor) -> int:
@@ -281,6 +504,57 @@ class _InPlaceOfAMoment:
     def dtype(self) -> torch.dtype:
         """Of the moment's rows."""
         return self._moment.dtype
+
+
+class _Rows(_InPlaceOfAMoment):
+    """Rows of a rule that sees copies, summed over chunks of these; a chunk's may come in pieces, the same ones of every chunk."""
+
+    def __init__(self, moment: SecondMoment, rule: Rule) -> None:
+        super().__init__(moment)
+        self._rule, self._kinds, self._next, self._weight = rule, [], 0, 1.0
+        self.sums: list[Tensor] = []
+
+    def begin(self, weight: float) -> None:
+        """The next rows are a chunk's first, and count so much."""
+        self._next, self._weight = 0, weight
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self._collect(None, rows, alpha)
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        self._collect(blocks, rows, alpha)
+
+    def count(self, rows: int) -> None:
+        """Nothing: what is added at last is counted then."""
+
+    def _collect(self, blocks: range | None, rows: Tensor, alpha: float) -> None:
+        rows = rows if self._weight == 1 else rows * self._weight
+        kind = blocks, alpha, rows.shape
+        if self._next == len(self.sums):
+            self._kinds.append(kind)
+            self.sums.append(rows)
+        elif self._kinds[self._next] != kind:
+            raise _other_calls(self._rule)
+        else:
+            self.sums[self._next] = self.sums[self._next] + rows
+        self._next += 1
+
+    def pour(self, moment: Any) -> None:
+        """Add all of them to a moment."""
+        for (blocks, alpha, _), rows in zip(self._kinds, self.sums, strict=True):
+            if blocks is None:
+                moment.add(rows, alpha)
+            else:
+                moment.add_to(blocks, rows, alpha)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("add"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"fit: {self._rule.label}: {type(self._rule).__name__} has sees_copies = True and adds to a factor by {name}(), of which copies "
+            "that go through the network in chunks make no sum. Have the rule use add() or add_to(), take a larger memory_budget, by which "
+            "all copies go together, or freeze the layer."
+        )
 
 
 class _Scaled(_InPlaceOfAMoment):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, Augment, AveragedFunction
-from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, Rule, TangentModel, register
+from ella_cuda.laplace import DiagLaplace, FactorShape, FullLaplace, KronLaplace, Rule, TangentModel, register
+from ella_cuda.laplace.copies import FEW
+from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.nn import FactoredLinear2d, GroupConv2d, GroupLift, SparseConv2d, SparseFactoredLinear2d
 
 SIZE, CLASSES, COPIES = 6, 3, 4
@@ -381,3 +386,206 @@ def test_a_rule_of_ones_own_must_promise():
     model = AveragedFunction(nn.Sequential(Times(), nn.Linear(SIZE * SIZE, CLASSES)).double(), Same(2))
     with pytest.raises(ValueError, match="TimesRule does not serve an AveragedFunction"):
         KronLaplace(model)
+
+
+# chunks of copies ----------------------------------------------------------------------------------------------------
+
+MANY = 2 * FEW + 3  # in chunks of 7, 7 and 5
+
+
+def many(name: str, sampling: str = "shared") -> AveragedFunction:
+    return averaged(name, sampling, MANY)
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    """For the duration of the context, there is room for few copies, however large factors are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CurvaturePass, "_room", lambda self: 1)
+        yield
+
+
+def in_chunks(model: nn.Module, loader, seen: list[int] | None = None, **options) -> KronLaplace:
+    """A fit with little room; ``seen`` gets how many copies the network had, each time."""
+    generator = options.pop("generator", None)
+    first = next(m for m in model.network.modules() if next(m.parameters(recurse=False), None) is not None)
+    handle = first.register_forward_pre_hook(lambda m, args: None if seen is None else seen.append(len(args[0])))
+    with little_room():
+        la = KronLaplace(model, **{"memory_budget": 1, **options}).fit(loader, generator=generator)
+    handle.remove()
+    return la
+
+
+def assert_equal_factors(one: KronLaplace, other: KronLaplace) -> None:
+    for name, factor in one.factors.items():
+        expected = other.factors[name]
+        for side in ("inputs", "outputs"):
+            found, wanted = getattr(factor, side), getattr(expected, side)
+            size = max(getattr(f, side).abs().max().item() for f in other.factors.values())
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13 * size, msg=f"{name}, {side}")
+    torch.testing.assert_close(one.log_marginal_likelihood(), other.log_marginal_likelihood(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("budget", [1, 1 << 12])  # columns go back one by one, and together
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_chunks_of_copies_are_all_copies(name, approximation, budget):
+    x, y = data(3)
+    model, seen = many(name), []
+    with model.augment.held():
+        whole = KronLaplace(model, approximation=approximation).fit([(x, y)])
+        parts = in_chunks(model, [(x, y)], seen, approximation=approximation, memory_budget=budget)
+    assert_equal_factors(parts, whole)
+    assert max(seen) <= FEW and min(seen) > 0
+    assert model.network is parts.model.network and all(rule.copies == MANY for rule in parts._rules)
+
+
+@pytest.mark.parametrize("options", [{"fisher": "mc"}, {"resolution": "per_channel"}, {"likelihood": "regression"}])
+@pytest.mark.parametrize("sampling", ["shared", "independent"])
+def test_chunks_of_each_data_points_own_copies(sampling, options):
+    x, y = data(1)
+    y = torch.randn(1, CLASSES).double() if "likelihood" in options else y
+    model = many("factored", sampling)
+    generators = (torch.Generator().manual_seed(1) for _ in range(2))
+    with model.augment.held(model.augment.draw(1)):
+        whole = KronLaplace(model, **options).fit([(x, y)], generator=next(generators))
+        parts = in_chunks(model, [(x, y)], **options, generator=next(generators))
+    assert_equal_factors(parts, whole)
+
+
+def test_draws_of_both_passes_over_chunks_are_the_same():
+    """Drawn for each data point alone, from the global generator: once."""
+    x, y = data(2)
+    model = many("conv", "independent")
+    torch.manual_seed(11)
+    parts = in_chunks(model, [(x, y)])
+    after = torch.get_rng_state()
+    torch.manual_seed(11)
+    whole = KronLaplace(model).fit([(x, y)])
+    assert_equal_factors(parts, whole)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("name", ["conv", "fixup", "norms"])
+def test_exact_blocks_by_chunks_are_the_dense_gauss_newton_matrix(name, dense_ggn):
+    x, y = data(3)
+    model = many(name)
+    plain, eps = held(model, name)
+    with model.augment.held(eps):
+        la = in_chunks(model, [(x, y)])
+    expected, bare = dense_ggn(plain, x, y), [n for n, f in la.factors.items() if f.input_moment is None]
+    for parameter in bare:
+        found = la.factors[parameter].to_dense()[0]
+        torch.testing.assert_close(found, expected[parameter], rtol=1e-8, atol=1e-11, msg=parameter)
+    assert bare
+
+
+def test_chunks_of_copies_give_the_data_fits_gradient():
+    x, y = data(3)
+    model = many("sparse")
+    names = [n for n, _ in model.named_buffers() if n.endswith("inverse_lengthscale")]
+    for name in names:
+        model.get_buffer(name).requires_grad_()
+    with model.augment.held():
+        whole, parts = KronLaplace(model).fit([(x, y)]), in_chunks(model, [(x, y)])
+    buffers = [model.get_buffer(name) for name in names]
+    for found, expected in zip(
+        *(torch.autograd.grad(la.log_marginal_likelihood(), buffers) for la in (parts, whole)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+        assert expected.abs().max() > 1e-6
+
+
+def test_chunks_of_copies_at_the_linear_mode():
+    x, y = data(3)
+    model = many("conv")
+    with model.augment.held():
+        whole, parts = KronLaplace(model).fit([(x, y)]), in_chunks(model, [(x, y)])
+    whole.fit_linear_mode([(x, y)], hessian_at="linear")
+    with little_room():
+        parts.fit_linear_mode([(x, y)], hessian_at="linear")
+    torch.testing.assert_close(parts.linear_mode, whole.linear_mode, rtol=1e-9, atol=1e-12)
+    assert_same_factors(parts, whole)
+
+
+class Halved(AveragedFunction):
+    """More than a mean."""
+
+    def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:
+        return 0.5 * super().forward(x, eps)
+
+
+@pytest.mark.parametrize("kind", [AveragedFunction, Halved])
+def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so(kind):
+    x, y = data(2)
+    same = kind is AveragedFunction
+    augment = Same(MANY) if same else AffineAugment(MANY, sampling="shared", dtype=torch.float64)
+    model, seen = kind(network("mlp"), augment), []
+    words = r"a Same is no ella_cuda.augment.Augment" if same else "a subclass or another forward"
+    with nullcontext() if same else augment.held():
+        with pytest.warns(
+            UserWarning, match=rf"all {MANY} copies of a data point go through the network together.*{words}"
+        ):
+            parts = in_chunks(model, [(x, y)], seen)
+        assert_equal_factors(parts, KronLaplace(model).fit([(x, y)]))
+    assert MANY in seen
+
+
+def test_a_networks_way_must_be_the_same_for_all_chunks():
+    class Wavering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(SIZE * SIZE, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.flatten(1)
+            return self.linear(x) + self.linear(x.tanh()) if len(x) == 5 else self.linear(x)
+
+    x, y = data(1)
+    augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"'network.linear' \(Linear\) was called another number of times.*larger memory_budget"
+    ):
+        in_chunks(AveragedFunction(Wavering().double(), augment), [(x, y)])
+
+
+def test_a_rule_that_sees_copies_and_makes_no_rows_is_named():
+    class Slopes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(SIZE * SIZE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) * self.weight
+
+    @register(Slopes)
+    class SlopesRule(Rule):
+        averages = sees_copies = True
+
+        def shapes(self):
+            return {"weight": FactorShape.bias(SIZE * SIZE)}
+
+        def inputs(self, x: Tensor) -> None:
+            self.kept = x.flatten(1)
+
+        def outputs(self, gradient: Tensor) -> None:
+            rows = (gradient * self.kept).unflatten(1, (-1, self.copies)).sum(2).flatten(0, 1)
+            self.factors["weight"].output_moment.add_weighted(rows, torch.ones(1, 1, 1).double())
+
+    x, y = data(1)
+    augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
+    model = AveragedFunction(nn.Sequential(Slopes(), nn.Linear(SIZE * SIZE, CLASSES)).double(), augment)
+    with pytest.raises(ValueError, match=r"'network.0' \(Slopes\): SlopesRule .* adds to a factor by add_weighted\(\)"):
+        in_chunks(model, [(x, y)])
+    KronLaplace(model).fit([(x, y)])
+
+
+def test_the_estimate_of_memory_and_the_probe_are_those_of_few_copies():
+    x, _ = data(2)
+    estimates, seen = [], []
+    for copies in (100, 10_000):
+        model = averaged("conv", copies=copies)
+        model.network[0].register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))
+        with little_room():
+            estimates.append(KronLaplace(model, memory_budget=1).memory_estimate(x))
+    assert estimates[0] == estimates[1] and max(seen) <= FEW

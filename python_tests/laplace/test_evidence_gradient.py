@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
-from ella_cuda.laplace.chains import chain_of
+from ella_cuda.laplace.chains import _largest, chain_of
+from ella_cuda.laplace.copies import FEW
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.rings import rings, trained
-from python_tests.laplace.test_averaged import CLASSES, COPIES, NETWORKS, SIZE, averaged, data, network
+from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, NETWORKS, SIZE, averaged, data, many, network
 
 SERVED = [name for name in NETWORKS if name not in ("twice", "sequence")]
 
@@ -110,6 +111,66 @@ def test_it_does_not_depend_on_the_batches(size, budget):
     torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("columns", ["all", "one"])
+@pytest.mark.parametrize("name", SERVED)
+def test_chunks_of_copies_are_all_copies(name, columns, approximation):
+    x, y = data(2 if columns == "all" else 1)  # signs are drawn for what goes together
+    model, seen = many(name), []
+    generators = (torch.Generator().manual_seed(1) for _ in range(2))
+    with model.augment.held():
+        la = fitted(model, [(x, y)], approximation=approximation)
+        whole = evidence_gradient(la, [(x, y)], columns=columns, generator=next(generators))["augment.raw"]
+        la.memory_budget = 1
+        handle = model.augment.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+        batches = [(x, y)] if columns == "one" else [(x[:1], y[:1]), (x[1:], y[1:])]
+        parts = evidence_gradient(la, batches, columns=columns, generator=next(generators))["augment.raw"]
+        handle.remove()
+    torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
+    assert max(seen) <= FEW and whole.abs().min() > 0
+    assert all(rule.copies == MANY for rule in la.present_rules())
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize("name", ["mlp", "norms"])  # a chain, and none
+def test_chunks_of_each_data_points_own_copies(name, likelihood):
+    x, y = data(2)
+    y = torch.randn(2, CLASSES).double() if likelihood == "regression" else y
+    model = many(name, "independent")
+    with model.augment.held(sampling="independent"):
+        la = fitted(model, [(x, y)], likelihood=likelihood)
+        whole = evidence_gradient(la, [(x, y)])["augment.raw"]
+        la.memory_budget = 1
+        parts = evidence_gradient(la, [(x, y)])["augment.raw"]
+    torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
+
+
+def test_chunks_of_copies_for_buffers_inside_of_the_network():
+    x, y = data(2)
+    model = many("sparse")
+    names = ["augment.raw", *(n for n, _ in model.named_buffers() if n.endswith("inverse_lengthscale"))]
+    with model.augment.held():
+        la = fitted(model, [(x, y)])
+        whole = evidence_gradient(la, [(x, y)], names)
+        la.memory_budget = 1
+        parts = evidence_gradient(la, [(x, y)], names)
+    for name in names:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-10, atol=1e-12, msg=name)
+        assert whole[name].abs().max() > 1e-6
+
+
+def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so():
+    x, y = data(2)
+    model = Halved(network("mlp"), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
+    with model.augment.held():
+        la = fitted(model, [(x, y)])
+        whole = evidence_gradient(la, [(x, y)])["augment.raw"]
+        la.memory_budget = 1
+        with pytest.warns(UserWarning, match=f"evidence_gradient: all {MANY} copies of a data point go .* together"):
+            parts = evidence_gradient(la, [(x, y)])["augment.raw"]
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-11)
+
+
 class Hidden(nn.Module):
     """A chain that is none to see."""
 
@@ -132,6 +193,10 @@ CHAINS = {
     ],
     "nested": lambda: [
         nn.Flatten(), nn.Sequential(nn.Linear(36, 5), nn.ELU()), nn.Sequential(nn.Linear(5, 6), nn.ReLU(inplace=True)), nn.Linear(6, CLASSES),
+    ],
+    "mirrored kernels": lambda: [
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 17, 2, dilation=2, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(17, 18, (1, 2)), nn.Flatten(), nn.Linear(36, CLASSES)),
     ],
     "one layer": lambda: [nn.Flatten(), nn.Linear(36, CLASSES)],
 }  # fmt: skip
@@ -156,6 +221,27 @@ def test_chains_of_layers_are_differentiated_as_autograd_does(name, copies):
             ]
             torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
             assert found[0].abs().min() > 1e-8
+
+
+POOLS = [
+    ((2,), {}),
+    ((3, 2), {}),
+    (((2, 3), (1, 2)), {}),
+    ((2, 1), {"dilation": 2}),
+    ((3,), {"padding": 1}),
+    ((2,), {"ceil_mode": True}),
+]
+
+
+@pytest.mark.parametrize(("args", "options"), POOLS)
+def test_largest_values_and_their_places_are_torchs(args, options):
+    pool = nn.MaxPool2d(*args, **options)
+    x = torch.randn(2, 3, 2, 7, 8, generator=torch.Generator().manual_seed(0)).relu()  # equal values too
+    expected = F.max_pool2d(
+        x.flatten(0, 1), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode, return_indices=True
+    )
+    for found, wanted in zip(_largest(pool, x), expected, strict=True):
+        assert torch.equal(found.flatten(0, 1), wanted)
 
 
 def test_what_is_no_chain():

@@ -40,7 +40,8 @@ class Rule(ABC):
     :meth:`outputs` or :meth:`vjp` says with ``averages = True`` that the rows of the input side are linear in the layer's inputs, those of
     the output side in the gradient and independent of the inputs, and that :meth:`vjp` adds to those of :attr:`factors` that are there: its
     methods then get the inputs' mean over copies, and the gradients' sum. With ``sees_copies = True`` too, they get all copies, those of
-    a data point one after the other, and add rows that are means and sums over :attr:`copies`. A class that says neither is refused.
+    a data point one after the other, and add rows that are means and sums over :attr:`copies`, by ``add`` or ``add_to``: where copies come in
+    chunks, these rows are summed. A class that says neither is refused.
 
     Attributes:
         module: the layer.

@@ -34,11 +34,15 @@ def few(monkeypatch):
 
 
 @pytest.mark.usefixtures("few")
-def test_parts_are_tables_and_pictures(tmp_path, capsys):
+def test_parts_are_tables_and_pictures(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "out"
-    run("tomography", *SMALL, "--seed", "0", "1", "--out", str(folder))
+    with monkeypatch.context() as patched:  # pictures are drawn once, not after each study
+        patched.setattr("ella_cuda.experiments.studies.experiment.add_picture", lambda *_: None)
+        run("tomography", *SMALL, "--seed", "0", "1", "--out", str(folder))
+    assert "6 networks on cpu, 1 at once, 0 done before" in capsys.readouterr().out
+    run("--resume", str(folder))
     printed = capsys.readouterr().out
-    assert "6 networks on cpu, 1 at once, 0 done before" in printed
+    assert "6 done before" in printed
     for part in ("phantom", "images"):
         assert (folder / f"{part}.txt").read_text().strip() in printed
         assert {p.suffix for p in folder.glob(f"{part}.*")} == {".txt", ".csv", ".png", ".svg"}

@@ -60,7 +60,8 @@ def draw_reconstructions(lines: Mapping[str, tuple[Mapping[str, Image], Mapping[
     finish(
         figure,
         title,
-        note="Errors and deviations of a line have one scale, from 0 (black) to the error's 99th percentile.",
+        note="Errors and deviations of a line have one scale, from 0 (black) to the error's 99th percentile. The error is the deep "
+        "image prior's; dropout has a mean of its own.",
     )
     return figure
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.distributed import Ranks, owners
 from ella_cuda.laplace.eigenvalues import eigenvalues, eigenvalues_of_all
 from ella_cuda.nn import SpatialBasis
 
@@ -172,6 +173,43 @@ class SecondMoment:
             for moment, values in zip(together, found, strict=True):
                 moment._keep(values)
 
+    @staticmethod
+    def decompose_together(moments: Sequence[SecondMoment], ranks: Ranks) -> None:
+        """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get.
+
+        Raises:
+            What :meth:`eigenvalues` raises, on all ranks.
+        """
+        sizes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
+        blocks = [(number, block) for number, (groups, _) in enumerate(sizes) for block in range(groups)]
+        owner = owners([float(sizes[number][1]) ** 3 for number, _ in blocks], ranks.size)
+        mine: dict[int, list[int]] = {}
+        for (number, block), rank in zip(blocks, owner, strict=True):
+            if rank == ranks.rank:
+                mine.setdefault(number, []).append(block)
+
+        def decompose() -> Tensor:
+            wholes = _blocks([moments[number] for number in mine])
+            own = [whole[its_own] for whole, its_own in zip(wholes, mine.values(), strict=True)]
+            rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in mine]
+            found = eigenvalues_of_all(own, rows)
+            return torch.cat([one.flatten() for one in found]) if found else moments[0].total.new_empty(0)
+
+        found = ranks.together(decompose)
+        counts = [0] * ranks.size
+        for (number, _), rank in zip(blocks, owner, strict=True):
+            counts[rank] += sizes[number][1]
+        pieces = [
+            list(part.split(_of_rank(blocks, owner, sizes, rank)))
+            for rank, part in enumerate(ranks.gather_uneven(found, counts))
+        ]
+        taken = [iter(part) for part in pieces]
+        by_moment: list[list[Tensor]] = [[] for _ in moments]
+        for (number, _), rank in zip(blocks, owner, strict=True):
+            by_moment[number].append(next(taken[rank]))
+        for moment, values in zip(moments, _checked(moments, [torch.stack(v) for v in by_moment]), strict=True):
+            moment._keep(values)
+
     def _learns(self) -> bool:
         """Whether the eigenvalues are wanted as a function of the basis."""
         return self.basis is not None and torch.is_grad_enabled() and self.basis.learns()
@@ -257,6 +295,22 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
             if not is_fine:
                 moment._refuse(values)
     return [values.clamp(min=0) for values in found]
+
+
+def _projected_rows(moment: SecondMoment) -> int:
+    """Rows of a block of :meth:`SecondMoment.projected`."""
+    rows = moment.total.shape[-1]
+    if moment.basis is None:
+        return rows
+    anchors, positions = moment.basis.matrix().shape
+    return rows // positions * anchors
+
+
+def _of_rank(
+    blocks: Sequence[tuple[int, int]], owner: Sequence[int], sizes: Sequence[tuple[int, int]], rank: int
+) -> list[int]:
+    """Rows of a rank's blocks, in their order."""
+    return [sizes[number][1] for (number, _), its_owner in zip(blocks, owner, strict=True) if its_owner == rank]
 
 
 def _each(flags: Sequence[Tensor]) -> list[bool]:

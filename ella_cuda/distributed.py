@@ -105,12 +105,12 @@ class Shard:
     """A rank's whole batches of a loader that all ranks have alike: batch i is rank ``i mod R``'s; see :func:`shard`.
 
     Attributes:
-        loader: of all batches. rank, ranks: whose part it is.
+        loader: of all batches. rank, ranks: whose part it is. group: of these ranks, if it was given.
         dataset_size: data points of all ranks' batches together; None where the loader does not tell.
     """
 
-    def __init__(self, loader: Iterable[Any], rank: int, ranks: int) -> None:
-        self.loader, self.rank, self.ranks = loader, rank, ranks
+    def __init__(self, loader: Iterable[Any], rank: int, ranks: int, group: Any = None) -> None:
+        self.loader, self.rank, self.ranks, self.group = loader, rank, ranks, group
         self.dataset_size = dataset_size(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,7 +141,7 @@ def shard(loader: Iterable[Any], group: Any) -> Shard:
     """
     ranks = Ranks(group, "shard")
     require_whole(loader, ranks.size, "shard: loader")
-    return Shard(loader, ranks.rank, ranks.size)
+    return Shard(loader, ranks.rank, ranks.size, group)
 
 
 def dataset_size(loader: Any) -> int | None:
@@ -252,12 +252,19 @@ class Ranks:
         header = {**facts, "error": None if error is None else [_kind(error), str(error)]}
         if error is not None:
             header = {"error": header["error"]}
+        if getattr(error, "of_all_ranks", False):  # which have raised it here, all of them
+            raise error
         headers = self.exchange(header)
         failed = [rank for rank, one in enumerate(headers) if one["error"] is not None]
         if failed:
             kind, text = headers[failed[0]]["error"]
+            if error is not None and not isinstance(error, tuple(KINDS.values())):  # such as a command's own
+                error.of_all_ranks = True  # type: ignore[attr-defined]
+                raise error
             others = f" (so did {_named(failed[1:])})" if failed[1:] else ""
-            raise KINDS.get(kind, RuntimeError)(f"on {_named(failed[:1])} of {self.size}{others}: {text}") from error
+            raised = KINDS.get(kind, RuntimeError)(f"on {_named(failed[:1])} of {self.size}{others}: {text}")
+            raised.of_all_ranks = True  # type: ignore[attr-defined]
+            raise raised from error
         return headers
 
     def together(self, work: Callable[[], T]) -> T:
@@ -278,6 +285,18 @@ class Ranks:
                 f"{self.where}: all ranks must have the same {what}, but {_named(others)} of {self.size} "
                 f"{'has' if len(others) == 1 else 'have'} another than rank 0 ({_short(values[others[0]])}, rank 0 {_short(values[0])}). {do}"
             )
+
+    def wait_for_all(self) -> Callable[[], bool]:
+        """Say that this rank is here; what is returned says whether all are, and raises where one has left."""
+        handle = self._dist.barrier(group=self.group, async_op=True)
+
+        def done() -> bool:
+            if not handle.is_completed():
+                return False
+            handle.wait()
+            return True
+
+        return done
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, tensors and plain values that ``torch.load`` takes with ``weights_only``, on the CPU elsewhere."""

@@ -63,11 +63,14 @@ def test_left_out_columns_are_those_of_whole_batches(processes):
         require_near(found, expected, 1e-6, 1e-6)
 
 
-def test_gradients_in_lengthscales_and_anchors_are_those_of_one_process(processes):
+@pytest.mark.parametrize(
+    ("work", "arguments"), [("fit_of_buffers", ["float64", 11]), ("fit_of_buffers_twice", ["float64"])]
+)
+def test_gradients_in_lengthscales_and_anchors_are_those_of_one_process(processes, work, arguments):
     model, names = works.learning("float64")
     la = KronLaplace(model, prior_precision=0.7).fit(works.loader_of(11, torch.float64))
     expected = works.gradients(la, names)
-    for found in processes.run("fit_of_buffers", 3, "float64", 11):
+    for found in processes.run(work, 3, *arguments):
         assert found.keys() == expected.keys() and len(expected) >= 2
         for name, value in expected.items():
             assert ((found[name] - value).abs().max() / value.abs().max()) <= 1e-9, name
@@ -141,6 +144,10 @@ def test_a_fit_sums_once_and_its_evidence_needs_nobody(processes):
         assert sums == [8 * (found["numbers"] + found["moments"] + 2)]  # packed, with rows, targets and the statistic
         assert found["later"] == 0
         assert len(found["calls"]) <= 5  # two headers, the sum, a header and the eigenvalues
+
+
+def test_a_later_pass_over_the_data_asks_for_all_of_them(processes):
+    assert all("pass train_loader" in words for words in processes.run("later_pass", 2))
 
 
 def test_predictions_of_parts_are_gathered(processes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ella_cuda.data import TensorLoader
+from ella_cuda.augment import AffineAugment
+from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
+from ella_cuda.training import MarglikTrainer
+from python_tests.test_experiments import small
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SIZE = 101  # data points, in batches of which ranks have different numbers
@@ -112,6 +116,26 @@ def fit_of_buffers(dtype: str, batches: int) -> dict[str, Tensor]:
     la = KronLaplace(model, prior_precision=0.7)
     la.fit(shard(loader_of(batches, DTYPES[dtype]), dist.group.WORLD), group=dist.group.WORLD)
     return gradients(la, names)
+
+
+def fit_of_buffers_twice(dtype: str) -> dict[str, Tensor]:
+    model, names = learning(dtype)
+    la, (x, y) = KronLaplace(model, prior_precision=0.7), data(DTYPES[dtype])
+    for part in (slice(0, 40), slice(40, SIZE)):
+        la.fit(
+            shard(TensorLoader(x[part], y[part], 10), dist.group.WORLD), override=not part.start, group=dist.group.WORLD
+        )
+    return gradients(la, names)
+
+
+def later_pass() -> str:
+    """What asking for a pass over a fit's own loader says, which has a part of the data."""
+    la = fitted("relaxed", "float32", 11, dist.group.WORLD)
+    try:
+        la.optimize_prior_precision(at="linear", n_steps=1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def fit_wrongly(what: str) -> None:
@@ -234,3 +258,243 @@ def exchange(size: int) -> list[Any]:
 
 def pid() -> int:
     return os.getpid()
+
+
+# training -------------------------------------------------------------------------------------------------------------
+
+
+def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
+    """A training, and what tests compare of it."""
+    kind = options.pop("network", "relaxed")
+    model = network(kind, DTYPES[dtype])
+    x, y = data(DTYPES[dtype])
+    torch.manual_seed(5)
+    augment = FlipsShifts(torch.zeros(1, dtype=x.dtype), 1) if options.pop("shifted", False) else None
+    if options.pop("averaged", False):
+        options |= {"augment": AffineAugment(4, sampling="shared").to(DTYPES[dtype]), "learn": ["augmentation"]}
+    if options.pop("loader", "tensors") == "tensors":
+        loader: Any = TensorLoader(x, y, 32, shuffle=True, augment=augment)
+    else:
+        loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
+    trainer = MarglikTrainer(
+        model,
+        loader,
+        marglik_loader=TensorLoader(x, y, 10),
+        optimizer_kwargs={"lr": 0.01},
+        group=group,
+        **{
+            "n_epochs": 4,
+            "n_epochs_burnin": 1,
+            "marglik_frequency": 1,
+            "n_hypersteps": 3,
+            "progress_bar": False,
+            **options,
+        },
+    )
+    return described(trainer, trainer.run())
+
+
+def described(trainer: MarglikTrainer, la: KronLaplace) -> dict[str, Any]:
+    """What tests compare of a training."""
+    return {
+        "losses": trainer.losses,
+        "margliks": trainer.margliks,
+        "accuracies": [one["accuracy"] for one in trainer.history],
+        "log_precision": la.prior_precision.log(),
+        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+        "buffers": torch.cat(
+            [b.detach().double().flatten() for b in trainer.model.buffers()] or [torch.zeros(1).double()]
+        ),
+        "sigma": float(la.sigma_noise),
+    }
+
+
+def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
+    return training(dtype, dist.group.WORLD, **options)
+
+
+class Dying:
+    """A loader whose process is killed on a rank, at a batch of an epoch."""
+
+    def __init__(self, loader: TensorLoader, rank: int, epoch: int, batch: int) -> None:
+        self.loader, self.rank, self.at, self.epochs = loader, rank, (epoch, batch), 0
+        self.dataset_size, self.data_digest, self.augment = loader.dataset_size, loader.data_digest, None
+
+    def parts(self, rank: int, ranks: int) -> Any:
+        self.epochs += 1
+        for number, part in enumerate(self.loader.parts(rank, ranks), start=1):
+            if dist.get_rank() == self.rank and (self.epochs, number) == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield part
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+def stoppable(checkpoint: str, group: Any, how: str = "") -> dict[str, Any]:
+    """A training with a checkpoint, of which "killed" is its second rank in the middle of epoch 3, "interrupted" its third epoch, and "saved
+    before" and "saved after" its rank 0 before and after the third checkpoint takes its place."""
+    torch.manual_seed(5)
+    x, y = data()
+    loader: Any = TensorLoader(x, y, 32, shuffle=True)
+    if how == "killed":
+        loader = Dying(loader, 1, 3, 2)
+    saved = 0
+    replace = os.replace
+
+    def dying_replace(*names: Any) -> None:
+        nonlocal saved
+        saved += str(names[1]) == checkpoint
+        if saved == 3 and how == "saved before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*names)
+        if saved == 3 and how == "saved after":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def shown(evaluation: Any) -> None:
+        if how == "interrupted" and evaluation.epoch == 3:
+            raise RuntimeError("interrupted")
+
+    if how.startswith("saved"):
+        os.replace = dying_replace
+    trainer = MarglikTrainer(
+        network(),
+        loader,
+        marglik_loader=TensorLoader(x, y, 10),
+        optimizer_kwargs={"lr": 0.01},
+        n_epochs=5,
+        n_epochs_burnin=1,
+        n_hypersteps=3,
+        progress_bar=False,
+        checkpoint=checkpoint,
+        on_evaluation=shown,
+        group=group,
+    )
+    la = trainer.run()
+    return described(trainer, la)
+
+
+def train_stoppably(checkpoint: str, how: str = "") -> dict[str, Any]:
+    return stoppable(checkpoint, dist.group.WORLD, how)
+
+
+def train_wrongly(what: str, folder: str) -> None:
+    """A training that must be refused on all ranks; rank 1 is to blame, or all are."""
+    torch.manual_seed(5)
+    (x, y), rank, model = data(), dist.get_rank(), network()
+    options: dict[str, Any] = {}
+    if what == "batch norm":
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    elif what == "graph":
+        options["cuda_graph"] = True
+    elif what == "label" and rank == 1:
+        y[:] = 10
+    elif what == "nan" and rank == 1:
+        x[:] = float("nan")
+    elif what == "parameters" and rank == 1:
+        nn.init.zeros_(next(model.parameters()))
+    elif what == "argument" and rank == 1:
+        options["lr_hyp"] = -1.0
+    elif what == "checkpoint":
+        options["checkpoint"] = folder
+    elif what == "callback":
+        options["on_evaluation"] = lambda evaluation: 1 / 0
+    loader: Any = TensorLoader(x, y, 10)
+    batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, SIZE, 10)]
+    if what == "ends" and rank == 1:
+        options |= {"n_data": SIZE}
+        loader = batches[:5]
+    elif what == "ends":
+        options |= {"n_data": SIZE}
+        loader = batches
+    elif what == "first batch":
+        loader = batches[rank:] + batches[:rank]
+    elif what == "sampler":
+        dataset = TensorDataset(x, y)
+        loader = DataLoader(dataset, batch_size=10, sampler=DistributedSampler(dataset))
+    elif what == "loader":
+        loader = Broken(batches, rank)
+    MarglikTrainer(
+        model,
+        loader,
+        marglik_loader=TensorLoader(*data(), 10),
+        n_epochs=2,
+        progress_bar=False,
+        group=dist.group.WORLD,
+        **options,
+    ).run()
+
+
+class Broken:
+    """A loader that raises on rank 1 in its second pass."""
+
+    dataset_size = SIZE
+
+    def __init__(self, batches: list[Any], rank: int) -> None:
+        self.batches, self.rank, self.passes = batches, rank, 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for number, batch in enumerate(self.batches):
+            if self.rank == 1 and self.passes == 2 and number == 4:
+                raise OSError("a file is gone")
+            yield batch
+
+
+def count_steps() -> dict[str, Any]:
+    """Sums of a training's epochs, by their sizes."""
+    counted = Counted()
+    model = network()
+    x, y = data()
+    trainer = MarglikTrainer(
+        model, TensorLoader(x, y, 10), n_epochs=2, progress_bar=False, objective="map", group=dist.group.WORLD
+    )
+    trainer.epoch()
+    before = len(counted.calls)
+    trainer.epoch()
+    return {
+        "calls": [list(c) for c in counted.calls[before:]],
+        "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
+        "steps": len(trainer._train_loader),
+    }
+
+
+def shown() -> str:
+    """What a training with a progress bar writes."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as file:
+        training("float32", dist.group.WORLD, n_epochs=2, progress_bar=True)
+    return file.getvalue()
+
+
+# grids ----------------------------------------------------------------------------------------------------------------
+
+
+def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "") -> dict[str, Any]:
+    """A grid of small runs; "fails" is its second run, "killed" the process that does it."""
+    from ella_cuda.experiments import grid as grids
+
+    configs = [small(**one) for one in changes]
+    did, real = [], grids.run_one
+
+    def noted(config: Any, *args: Any, **options: Any) -> Any:
+        did.append(config.name)
+        if config.name == configs[1].name and how == "fails":
+            raise FloatingPointError("it diverged")
+        if config.name == configs[1].name and how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(config, *args, **options)
+
+    grids.run_one = noted
+    seen: list[str] = []
+    rows = grids.run_grid(
+        configs,
+        folder,
+        progress=False,
+        group=dist.group.WORLD if dist.is_initialized() else None,
+        spread=spread,
+        on_row=lambda row: seen.append(row["run"]),
+    )
+    return {"rows": rows, "did": did, "seen": seen}

@@ -204,8 +204,8 @@ class Ranks:
             )
         self.group, self.where = group, where
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        backends = dist.get_backend(group)
-        self._on_cpu = "nccl" not in str(backends)
+        config = str(dist.get_backend_config(group))  # such as "cpu:gloo,cuda:nccl"
+        self._takes_cuda, self._takes_cpu = "nccl" in config, "cpu:" in config
         self._dist = dist
 
     @property
@@ -214,9 +214,9 @@ class Ranks:
 
     def _there(self, tensor: Tensor) -> Tensor:
         """Where the group's backend takes it."""
-        if self._on_cpu:
-            return tensor.cpu()
-        return tensor if tensor.is_cuda else tensor.cuda()
+        if tensor.is_cuda:
+            return tensor if self._takes_cuda else tensor.cpu()
+        return tensor if self._takes_cpu else tensor.cuda()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place; all get the same bits."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, require_whole
 from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, tensors_of
+from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
 from ella_cuda.laplace.rules import Rule
@@ -133,6 +134,11 @@ def accumulate_together(
 def _facts_before(
     la: KronLaplace, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
 ) -> dict[str, Any]:
+    if la._draws is None and augment_of(la.model) is not None:
+        raise ValueError(
+            "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
+            'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
+        )
     draws = None if la._draws is None else float(uneven_sum(la._draws))
     return {
         "settings": {

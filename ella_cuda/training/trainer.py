@@ -545,8 +545,8 @@ class MarglikTrainer:
     def _describe_data(self) -> None:
         """Digests of the data, among the settings; they take a pass over their bytes."""
         if "data" not in self._settings:
-            digests = {"training": data_digest(self._train_loader), "evidence": data_digest(self._evidence_loader)}
-            self._settings["data"] = digests
+            digests = map(data_digest, self._loaders)
+            self._settings["data"] = dict(zip(("training", "evidence"), digests, strict=True))
 
     def _new_laplace(self) -> KronLaplace:
         values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}

@@ -119,6 +119,7 @@ REFUSED = {
     "parameters": ("ValueError", "same parameters and buffers, but rank 1 of 2"),
     "settings": ("ValueError", "same resolution, but rank 1 of 2"),
     "dataset": ("TypeError", "rank 1 of 2: fit: loader must yield batches"),
+    "draws": ("ValueError", "must be of the same draws"),
     "nothing": ("ValueError", "the loader gave no data"),
     "never called": ("ValueError", "'not' (Linear) has trainable parameters but was never called"),
 }

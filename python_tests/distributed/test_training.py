@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +37,7 @@ def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader
         assert same(one, found[0])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,7 +45,7 @@ def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader
         {"network": "sparse", "learn": ["lengthscales", "anchors"]},
         {"network": "sparse", "learn": ["lengthscales"], "hold_factors": False},
         {"averaged": True, "n_epochs": 3},
-        {"objective": "map"},
+        {"objective": "map", "other_seeds": True},
         {"hyper_optimizer": "mackay", "fisher": "exact", "column_tolerance": 0.05},
     ],
     ids=lambda options: "+".join(map(str, options)),
@@ -56,6 +60,13 @@ def test_whatever_the_evidence_learns(processes, options):
         assert (one["log_precision"] - expected["log_precision"]).abs().max() <= 1e-8
         assert (one["buffers"] - expected["buffers"]).abs().max() <= 1e-8
         assert (one["weights"] - expected["weights"]).abs().max() <= 1e-8
+
+
+def test_the_code_of_the_page_runs(processes):
+    page = (Path(__file__).parents[2] / "docs/distributed.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    one, other = processes.run("documented", 2, block)
+    assert one == other and math.isfinite(one)
 
 
 REFUSED = {
@@ -106,6 +117,7 @@ def uninterrupted(processes, tmp_path_factory):
     return {1: works.stoppable(str(folder / "1.pt"), None), 3: several[0]}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 1), (1, 3)])
 def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(processes, tmp_path, uninterrupted, before, after):
     path = str(tmp_path / "checkpoint.pt")
@@ -122,6 +134,7 @@ def test_a_checkpoint_is_gone_on_with_by_another_number_of_processes(processes, 
         require_near(one, uninterrupted[1])
 
 
+@pytest.mark.processes
 def test_a_killed_process_ends_all_and_the_next_start_repeats_every_bit(processes, tmp_path, uninterrupted):
     path = str(tmp_path / "checkpoint.pt")
     begun = time.monotonic()
@@ -132,6 +145,7 @@ def test_a_killed_process_ends_all_and_the_next_start_repeats_every_bit(processe
         assert same(one, uninterrupted[3])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("how", "epoch"), [("saved before", 2), ("saved after", 3)])
 def test_a_checkpoint_is_whole_whenever_rank_0_is_killed(processes, tmp_path, uninterrupted, how, epoch):
     path = str(tmp_path / "checkpoint.pt")
@@ -141,6 +155,7 @@ def test_a_checkpoint_is_whole_whenever_rank_0_is_killed(processes, tmp_path, un
     assert same(processes.run("train_stoppably", 3, path)[2], uninterrupted[3])
 
 
+@pytest.mark.processes
 def test_a_checkpoint_has_nothing_of_the_group(processes, tmp_path):
     paths = [str(tmp_path / f"{ranks}.pt") for ranks in (1, 3)]
     works.stoppable(paths[0], None)

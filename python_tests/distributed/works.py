@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from ella_cuda.augment import AffineAugment
+from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
 from ella_cuda.laplace import KronLaplace
@@ -163,6 +163,8 @@ def fit_wrongly(what: str) -> None:
     elif what == "settings" and rank == 1:
         KronLaplace(model, resolution="per_channel").fit(loader, group=group)
         return
+    elif what == "draws":
+        model = AveragedFunction(model, AffineAugment(4, sampling="independent"))
     elif what == "dataset" and rank == 1:
         loader = TensorDataset(x, y)
     elif what == "nothing":
@@ -268,7 +270,7 @@ def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
     kind = options.pop("network", "relaxed")
     model = network(kind, DTYPES[dtype])
     x, y = data(DTYPES[dtype])
-    torch.manual_seed(5)
+    torch.manual_seed(5 + (options.pop("other_seeds", False) and dist.is_initialized() and dist.get_rank()))
     augment = FlipsShifts(torch.zeros(1, dtype=x.dtype), 1) if options.pop("shifted", False) else None
     if options.pop("averaged", False):
         options |= {"augment": AffineAugment(4, sampling="shared").to(DTYPES[dtype]), "learn": ["augmentation"]}
@@ -459,6 +461,14 @@ def count_steps() -> dict[str, Any]:
     }
 
 
+def documented(block: str) -> float:
+    """Run a page's code, in a group that is there already."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    names: dict[str, Any] = {}
+    exec(compile(block, "distributed.md", "exec"), names)
+    return float(names["la"].log_marginal_likelihood())
+
+
 def shown() -> str:
     """What a training with a progress bar writes."""
     import contextlib
@@ -475,26 +485,32 @@ def shown() -> str:
 def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "") -> dict[str, Any]:
     """A grid of small runs; "fails" is its second run, "killed" the process that does it."""
     from ella_cuda.experiments import grid as grids
+    from ella_cuda.reports import results
+    from ella_cuda.reports.pictures import Drawn
 
     configs = [small(**one) for one in changes]
     did, real = [], grids.run_one
 
     def noted(config: Any, *args: Any, **options: Any) -> Any:
         did.append(config.name)
-        if config.name == configs[1].name and how == "fails":
+        if how == "fails" and config.name == configs[1].name:
             raise FloatingPointError("it diverged")
-        if config.name == configs[1].name and how == "killed":
+        if how == "killed" and config.name == configs[1].name:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(config, *args, **options)
 
-    grids.run_one = noted
+    drawn = results.save_pictures
+    grids.run_one, results.save_pictures = noted, lambda *_: Drawn()  # which takes longer than runs do
     seen: list[str] = []
-    rows = grids.run_grid(
-        configs,
-        folder,
-        progress=False,
-        group=dist.group.WORLD if dist.is_initialized() else None,
-        spread=spread,
-        on_row=lambda row: seen.append(row["run"]),
-    )
+    try:
+        rows = grids.run_grid(
+            configs,
+            folder,
+            progress=False,
+            group=dist.group.WORLD if dist.is_initialized() else None,
+            spread=spread,
+            on_row=lambda row: seen.append(row["run"]),
+        )
+    finally:
+        grids.run_one, results.save_pictures = real, drawn
     return {"rows": rows, "did": did, "seen": seen}

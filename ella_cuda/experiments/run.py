@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -231,14 +231,21 @@ def _run(
     device = device_of_process(resolve_device(config.device))
     if config.evidence_batch_size is None:
         config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
-    dataset = prepare_for(config, data_dir, download).to(device)
-    asked = asked_images(config, dataset, data_dir, download)
+
+    def all_do(work: Callable[[], Any]) -> Any:
+        return work() if ranks is None else ranks.together(work)
+
+    def loaded() -> tuple[Dataset, Any]:
+        found = prepare_for(config, data_dir, download).to(device)
+        return found, asked_images(config, found, data_dir, download)
+
+    dataset, asked = all_do(loaded)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     bare = build_network(config, **network).to(device)
     model = averaged(config, bare)
-    diary = Diary(run_dir, config, network, bare) if first else None
-    log = TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None
+    diary = all_do(lambda: Diary(run_dir, config, network, bare) if first else None)
+    log = all_do(lambda: TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None)
 
     def record(evaluation: Evaluation) -> None:
         diary.record(evaluation)
@@ -301,7 +308,8 @@ def _run(
     def described() -> dict[str, Any]:
         return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
 
-    return described() if ranks is None else ranks.exchange(ranks.together(lambda: described() if first else None))[0]
+    row = all_do(lambda: described() if first else None)
+    return row if ranks is None else ranks.exchange(row)[0]
 
 
 def _described(

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ella_cuda import cli
+from ella_cuda.cli.grid import failure_noted
+from ella_cuda.experiments import device_of_process
 from ella_cuda.training.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +63,45 @@ def test_a_restarted_training_repeats_every_bit(processes, tmp_path):
             torch.equal(value, expected[key]) if isinstance(value, torch.Tensor) else value == expected[key]
             for key, value in found.items()
         )
+
+
+def test_what_a_rank_fails_with_goes_to_a_file_of_its_own(tmp_path):
+    with pytest.raises(ValueError, match="of rank 1"), failure_noted(tmp_path, SimpleNamespace(rank=1)):
+        raise ValueError("of rank 1")
+    assert (tmp_path / "failure-rank-1.txt").read_text().splitlines()[-1] == "ValueError: of rank 1"
+    with pytest.raises(ValueError, match="alone"), failure_noted(tmp_path, None):
+        raise ValueError("alone")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "together", "found"),
+    [
+        ("cuda", "1", True, "cuda:1"),
+        ("cuda", "1", False, "cuda"),
+        ("cuda", None, True, "cuda"),
+        ("cuda:0", "1", True, "cuda:0"),
+        ("cpu", "1", True, "cpu"),
+    ],
+)
+def test_a_process_has_the_gpu_of_its_local_rank(monkeypatch, name, local, together, found):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: together)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert device_of_process(torch.device(name)) == torch.device(found)
+    assert chosen == ([torch.device(found)] if found == "cuda:1" else [])
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="local rank 2 needs a GPU of its own, and there are 2"):
+        device_of_process(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

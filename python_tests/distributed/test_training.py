@@ -97,6 +97,18 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(processes, tmp_path, what):
         assert outcome.seconds < 5
 
 
+def test_what_a_learner_learned_on_rank_0_goes_to_all(processes):
+    assert processes.run("train_drifting", 3, False) == [2.0] * 3  # after each of two evidence steps that epochs follow
+
+
+def test_gradients_of_a_rank_s_own_data_are_refused(processes):
+    for outcome in processes.fail("train_drifting", 3, True):
+        assert (
+            outcome.error is not None
+            and "must be the same on all ranks, but those in 'drifting' differ" in outcome.error[1]
+        )
+
+
 def test_a_step_is_one_sum(processes):
     for found in processes.run("count_steps", 2):
         sums = [size for name, size in found["calls"] if name == "all_reduce"]

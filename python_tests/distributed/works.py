@@ -16,7 +16,7 @@ from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
-from ella_cuda.training import MarglikTrainer
+from ella_cuda.training import Learner, MarglikTrainer
 from python_tests.test_experiments import small
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -459,6 +459,42 @@ def count_steps() -> dict[str, Any]:
         "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
         "steps": len(trainer._train_loader),
     }
+
+
+class Drifting(Learner):
+    """Moves a buffer by what depends on the rank, as rounding of other machines does; or has gradients of the rank's own data."""
+
+    name = "drifting"
+
+    def __init__(self, model: nn.Module, of_own_data: bool) -> None:
+        self.buffer, self.of_own_data = model.drifting, of_own_data
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"drifting": self.buffer}
+
+    def gradients(self, la: KronLaplace, loader: Any) -> dict[str, Tensor]:
+        first = next(iter(loader))[0].mean()
+        return {"drifting": first if self.of_own_data else torch.ones(())}
+
+    def step(self, la: KronLaplace, gradients: Any) -> None:
+        self.buffer += 1 + 0.1 * dist.get_rank()
+
+
+def train_drifting(of_own_data: bool) -> float:
+    torch.manual_seed(5)
+    (x, y), model = data(), network()
+    model.register_buffer("drifting", torch.zeros(()))
+    trainer = MarglikTrainer(
+        model,
+        TensorLoader(x, y, 10),
+        n_epochs=3,
+        n_hypersteps=1,
+        progress_bar=False,
+        learn=[Drifting(model, of_own_data)],
+        group=dist.group.WORLD,
+    )
+    trainer.run()
+    return float(model.drifting)
 
 
 def documented(block: str) -> float:

@@ -278,12 +278,15 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def require_same(self, values: Sequence[Any], what: str, do: str) -> None:
-        """ValueError where ranks' values, in their order, are not equal."""
-        others = [rank for rank, value in enumerate(values) if value != values[0]]
+        """ValueError where ranks' values, in their order, are not equal; it names those that have not the commonest."""
+        values = list(values)
+        common = max(values, key=values.count)
+        others = [rank for rank, value in enumerate(values) if value != common]
         if others:
             raise ValueError(
                 f"{self.where}: all ranks must have the same {what}, but {_named(others)} of {self.size} "
-                f"{'has' if len(others) == 1 else 'have'} another than rank 0 ({_short(values[others[0]])}, rank 0 {_short(values[0])}). {do}"
+                f"{'has' if len(others) == 1 else 'have'} another ({_short(values[others[0]])}) than {_named([values.index(common)])} "
+                f"({_short(common)}). {do}"
             )
 
     def wait_for_all(self) -> Callable[[], bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,9 +165,8 @@ class SecondMoment:
             What :meth:`eigenvalues` raises; other moments may have theirs.
         """
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
-        # On the CPU one projection after the other: they are copies, in float64.
-        apart = [m for m in lacking if m.total.is_cpu and m.basis is not None]
-        for together in ([m for m in lacking if m not in apart], *([m] for m in apart)):
+        for numbers in _at_once(dict(enumerate(lacking))):
+            together = [lacking[number] for number in numbers]
             rows = [(m.rows, torch.finfo(m.dtype).eps) for m in together]
             found = _checked(together, eigenvalues_of_all(_blocks(together), rows))
             for moment, values in zip(together, found, strict=True):
@@ -189,11 +188,16 @@ class SecondMoment:
                 mine.setdefault(number, []).append(block)
 
         def decompose() -> Tensor:
-            wholes = _blocks([moments[number] for number in mine])
-            own = [whole[its_own] for whole, its_own in zip(wholes, mine.values(), strict=True)]
-            rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in mine]
-            found = eigenvalues_of_all(own, rows)
-            return torch.cat([one.flatten() for one in found]) if found else moments[0].total.new_empty(0)
+            found: dict[int, Tensor] = {}
+            for some in _at_once({number: moments[number] for number in mine}):
+                wholes = _blocks([moments[number] for number in some])
+                own = [
+                    whole if len(mine[number]) == len(whole) else whole[mine[number]]
+                    for whole, number in zip(wholes, some, strict=True)
+                ]
+                rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in some]
+                found |= zip(some, eigenvalues_of_all(own, rows), strict=True)
+            return torch.cat([found[number].flatten() for number in mine]) if mine else moments[0].total.new_empty(0)
 
         found = ranks.together(decompose)
         counts = [0] * ranks.size
@@ -295,6 +299,12 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
             if not is_fine:
                 moment._refuse(values)
     return [values.clamp(min=0) for values in found]
+
+
+def _at_once(moments: Mapping[int, SecondMoment]) -> list[list[int]]:
+    """Which of the moments are decomposed together. On the CPU one projection after the other: they are copies, in float64."""
+    apart = [number for number, m in moments.items() if m.total.is_cpu and m.basis is not None]
+    return [[number for number in moments if number not in apart], *([number] for number in apart)]
 
 
 def _projected_rows(moment: SecondMoment) -> int:

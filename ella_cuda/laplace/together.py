@@ -219,8 +219,8 @@ def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
     for name in names:
         ranks.require_same([one["settings"][name] for one in headers], name, "Pass all ranks the same arguments.")
     same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
-    ranks.require_same(_rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
-    ranks.require_same(_rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
+    ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
+    ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
     firsts = [one["loader"]["first"] for one in headers]
     again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]
     if again:
@@ -249,7 +249,7 @@ def _require_counted_once(ranks: Ranks, headers: Sequence[dict[str, Any]], after
         )
 
 
-def _rounded(values: Sequence[float | None]) -> list[Any]:
+def rounded(values: Sequence[float | None]) -> list[Any]:
     """The values, those that are near the commonest one in its place."""
 
     def near(a: float | None, b: float | None) -> bool:
@@ -258,7 +258,7 @@ def _rounded(values: Sequence[float | None]) -> list[Any]:
         return math.isclose(a, b, rel_tol=NEAR) or (math.isnan(a) and math.isnan(b))
 
     common = max(values, key=lambda value: sum(near(value, other) for other in values))
-    return ["the commonest" if near(value, common) else json.dumps(value) for value in values]
+    return [json.dumps(common if near(value, common) else value) for value in values]
 
 
 # sums -----------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from ella_cuda.distributed import Ranks, require_whole, slice_of
 from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, pair_of, pair_on, run_model, take
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import fingerprint_of
+from ella_cuda.laplace.together import rounded
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state
 from ella_cuda.training.learners import Learner, Prior
@@ -231,9 +232,9 @@ def train_epoch_together(
         digest = None if following is None else following[1]
     except Exception as raised:
         error = raised
-    headers = ranks.agree(error, batch=digest, fingerprint=float(fingerprint_of(step.model)).hex())
+    headers = ranks.agree(error, batch=digest, fingerprint=float(fingerprint_of(step.model)))
     ranks.require_same(
-        [one["fingerprint"] for one in headers],
+        rounded([one["fingerprint"] for one in headers]),
         "parameters and buffers",
         "Seed all ranks alike before the model is made, or load one state on all; buffers must not follow from a rank's own data.",
     )

@@ -134,9 +134,19 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(processes, what):
         assert outcome.seconds < 5
 
 
-def test_the_odd_one_of_three_is_named_whichever_it_is(processes):
-    for outcome in processes.fail("fit_wrongly", 3, "parameters"):
-        assert "rank 1 of 3 has another" in outcome.error[1]
+@pytest.mark.parametrize(("what", "rank"), [("parameters", 1), ("parameters of rank 0", 0)])
+def test_the_odd_one_of_three_is_named_whichever_it_is(processes, what, rank):
+    for outcome in processes.fail("fit_wrongly", 3, what):
+        assert f"rank {rank} of 3 has another" in outcome.error[1]
+
+
+@pytest.mark.parametrize(("most", "sums"), [(1 << 25, 1), (30, 3), (1, 4)])
+def test_large_factors_are_summed_in_parts(processes, most, sums):
+    found = processes.run("sum_in_parts", 2, most)
+    for one in found:
+        assert one["sums"] == sums and one["extra"].tolist() == [1.0, 3.0, 5.0]
+        for total, mine, others in zip(one["totals"], found[0]["before"], found[1]["before"], strict=True):
+            assert torch.equal(total, mine + others)
 
 
 def test_a_fit_sums_once_and_its_evidence_needs_nobody(processes):

@@ -81,7 +81,7 @@ REFUSED = {
         "FloatingPointError",
         "on rank 1 of 3: marglik_training: the loss is nan at epoch 1, step 1; the batch itself is not finite",
     ),
-    "parameters": ("ValueError", "rank 1 of 3 has another than rank 0"),
+    "parameters": ("ValueError", "rank 1 of 3 has another"),
     "ends": ("ValueError", "at epoch 1, step 5 it ended on 1 of 3"),
     "first batch": ("ValueError", "same first batch of train_loader, but ranks 1, 2 of 3 have another"),
     "loader": ("OSError", "on rank 1 of 3: a file is gone"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from ella_cuda import distributed
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
@@ -157,7 +158,7 @@ def fit_wrongly(what: str) -> None:
         x[15] = float("nan")
     elif what == "label" and rank == 1:
         y[15] = 10
-    elif what == "parameters" and rank == 1:
+    elif (what == "parameters" and rank == 1) or (what == "parameters of rank 0" and rank == 0):
         with torch.no_grad():
             next(model.parameters()).view(-1)[0] += 1e-3
     elif what == "settings" and rank == 1:
@@ -251,6 +252,20 @@ def wrapped(how: str) -> int:
     plain.load_state_dict(get_model_state_dict(sharded, options=options))
     assert torch.equal(plain[1].weight, weight)
     return KronLaplace(plain).fit(shard(loader, group), group=group).n_data
+
+
+def sum_in_parts(most: int) -> dict[str, Any]:
+    """Matrices summed so many numbers at once."""
+    distributed.AT_ONCE = most
+    counted, ranks = Counted(), Ranks(dist.group.WORLD, "test")
+    generator = torch.Generator().manual_seed(ranks.rank)
+    halves = [
+        torch.randn(g, d, d, dtype=torch.float64, generator=generator) for g, d in ((1, 1), (2, 4), (3, 5), (1, 6))
+    ]
+    totals = [half + half.mT for half in halves]
+    before = [total.clone() for total in totals]
+    extra = ranks.sum_matrices_(totals, torch.arange(3).double() + ranks.rank)
+    return {"before": before, "totals": totals, "extra": extra, "sums": len(counted.calls)}
 
 
 def exchange(size: int) -> list[Any]:

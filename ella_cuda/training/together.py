@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -29,7 +30,7 @@ Part = tuple[Inputs, Tensor, int]  # a rank's inputs and targets, and how many d
 
 
 def all_raise_together(make: Callable[..., None]) -> Callable[..., None]:
-    """A constructor with an argument ``group``, after which no rank goes on where another's has raised."""
+    """The trainer's constructor, after which no rank goes on where another's has raised, or its arguments or data are others."""
 
     @functools.wraps(make)
     def made(self: Any, *args: Any, group: Any = None, **kwargs: Any) -> None:
@@ -38,6 +39,10 @@ def all_raise_together(make: Callable[..., None]) -> Callable[..., None]:
             return
         ranks = Ranks(group, "marglik_training")
         ranks.together(lambda: make(self, *args, group=ranks, **kwargs))
+        settings = ranks.together(self.described_settings)
+        found = ranks.exchange({name: json.dumps(value, default=str) for name, value in settings.items()})
+        for name in settings:
+            ranks.require_same([one.get(name) for one in found], name, "Pass all ranks the same arguments and data.")
 
     return made
 

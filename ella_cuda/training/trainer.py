@@ -542,6 +542,11 @@ class MarglikTrainer:
         if self._graphed is not None:
             self._graphed.forget()
 
+    def described_settings(self) -> dict[str, Any]:
+        """What a checkpoint must agree on, and all processes that train together: arguments in words, digests of the data."""
+        self._describe_data()
+        return dict(self._settings)
+
     def _describe_data(self) -> None:
         """Digests of the data, among the settings; they take a pass over their bytes."""
         if "data" not in self._settings:

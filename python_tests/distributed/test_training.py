@@ -84,6 +84,8 @@ REFUSED = {
     "parameters": ("ValueError", "rank 1 of 3 has another"),
     "ends": ("ValueError", "at epoch 1, step 5 it ended on 1 of 3"),
     "first batch": ("ValueError", "same first batch of train_loader, but ranks 1, 2 of 3 have another"),
+    "settings": ("ValueError", "same lr_hyp, but rank 1 of 3 has another ('0.2') than rank 0 ('0.1')"),
+    "data": ("ValueError", "same data, but rank 1 of 3 has another"),
     "loader": ("OSError", "on rank 1 of 3: a file is gone"),
 }
 

@@ -416,7 +416,12 @@ def train_wrongly(what: str, folder: str) -> None:
         options["checkpoint"] = folder
     elif what == "callback":
         options["on_evaluation"] = lambda evaluation: 1 / 0
-    loader: Any = TensorLoader(x, y, 10)
+    elif what == "settings" and rank == 1:
+        options["lr_hyp"] = 0.2
+    digest = None if what == "data" else "told to be the same"
+    if what == "data" and rank == 1:
+        x[-1] += 1
+    loader: Any = TensorLoader(x, y, 10, data_digest=digest)
     batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, SIZE, 10)]
     if what == "ends" and rank == 1:
         options |= {"n_data": SIZE}

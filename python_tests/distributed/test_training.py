@@ -100,7 +100,9 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(processes, tmp_path, what):
 
 
 def test_what_a_learner_learned_on_rank_0_goes_to_all(processes):
-    assert processes.run("train_drifting", 3, False) == [2.0] * 3  # after each of two evidence steps that epochs follow
+    assert (
+        processes.run("train_drifting", 3, False) == [[2.0, 2.0]] * 3
+    )  # after each of two evidence steps that epochs follow
 
 
 def test_gradients_of_a_rank_s_own_data_are_refused(processes):

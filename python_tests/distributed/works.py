@@ -487,7 +487,7 @@ class Drifting(Learner):
     name = "drifting"
 
     def __init__(self, model: nn.Module, of_own_data: bool) -> None:
-        self.buffer, self.of_own_data = model.drifting, of_own_data
+        self.buffer, self.of_own_data, self.moved = model.drifting, of_own_data, 0.0
 
     def tensors(self) -> dict[str, Tensor]:
         return {"drifting": self.buffer}
@@ -498,9 +498,16 @@ class Drifting(Learner):
 
     def step(self, la: KronLaplace, gradients: Any) -> None:
         self.buffer += 1 + 0.1 * dist.get_rank()
+        self.moved += 1 + 0.1 * dist.get_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moved": self.moved}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.moved = state["moved"]
 
 
-def train_drifting(of_own_data: bool) -> float:
+def train_drifting(of_own_data: bool) -> list[float]:
     torch.manual_seed(5)
     (x, y), model = data(), network()
     model.register_buffer("drifting", torch.zeros(()))
@@ -510,11 +517,11 @@ def train_drifting(of_own_data: bool) -> float:
         n_epochs=3,
         n_hypersteps=1,
         progress_bar=False,
-        learn=[Drifting(model, of_own_data)],
+        learn=[learner := Drifting(model, of_own_data)],
         group=dist.group.WORLD,
     )
     trainer.run()
-    return float(model.drifting)
+    return [float(model.drifting), learner.moved]
 
 
 def documented(block: str) -> float:

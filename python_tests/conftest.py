@@ -38,7 +38,7 @@ CHOSEN = (
 
 
 # How pytest-xdist hands out the tests of a stage, by its marker expression. The simulator's files compile: each is one process' work.
-STAGES = {"not simulator": "worksteal", "simulator": "loadfile"}
+STAGES = {"not simulator and not processes": "worksteal", "processes": "loadfile", "simulator": "loadfile"}
 # The workers' environment. Where a test takes two threads, one that waits sleeps at once: the other's core belongs to another worker, and
 # a thread that spins holds its own core from the thread it waits for, a time slice in each loop.
 WORKERS = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}

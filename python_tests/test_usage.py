@@ -61,7 +61,7 @@ def test_train_says_what_it_left_out_after_the_table(options, said, asked, capsy
 
 def test_train_says_why_an_evidence_was_not_computed(asked, capsys, monkeypatch):
     without = {"neg_log_marginal_likelihood": None, "neg_log_marginal_likelihood_reason": "its factors need 2 MB"}
-    monkeypatch.setattr(train, "do_runs", lambda *_: [row(), row(layer="fc", objective="map", **without)])
+    monkeypatch.setattr(train, "do_runs", lambda *_, **__: [row(), row(layer="fc", objective="map", **without)])
     monkeypatch.setattr(train, "say_written", lambda *_: None)
     assert cli.main(["train"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no -log q/N")]

@@ -6,26 +6,32 @@ import argparse
 import contextlib
 import datetime
 import itertools
+import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ella_cuda import experiments
 from ella_cuda.cli.common import UsageError, grid_of, named_device
 from ella_cuda.data import SOURCES, TASKS
+from ella_cuda.distributed import Ranks
 from ella_cuda.experiments import DENSE_PATH, RunConfig
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED, AmountsConfig
+from ella_cuda.files import write_file
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
 from ella_cuda.workers import default_jobs, prepare_process
 
 NOTHING = "none"  # the option's word for an empty value
 MAX_JOBS = 4096  # runs at once
 # What may differ between the sessions of one grid.
-PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "tensorboard", "verbose")
+PER_SESSION = ("cuda_graph", "data_dir", "download", "jobs", "resume", "spread", "tensorboard", "verbose")
 
 
 def flag(name: str) -> str:
@@ -117,6 +123,65 @@ def add_session(command: argparse.ArgumentParser, all_too: str = "") -> None:
         default=None,
         help="write event files to each run's folder, for tensorboard --logdir DIR (needs the package tensorboard)",
     )
+
+
+def add_spread(command: argparse.ArgumentParser) -> None:
+    """The option of several processes."""
+    command.add_argument(
+        "--spread",
+        choices=experiments.SPREADS,
+        help="under torchrun: what its processes share out, the data of each run, or the runs",
+    )
+
+
+@contextlib.contextmanager
+def processes(args: argparse.Namespace, device: str) -> Iterator[Ranks | None]:
+    """For the duration of the context, the processes that ``torchrun`` started, which ``--spread`` asks for; None without.
+
+    Raises:
+        UsageError: one without the other, or with ``--jobs``.
+    """
+    started = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if args.spread is None:
+        if started:
+            raise UsageError(
+                f"this is one of {os.environ['WORLD_SIZE']} processes of torchrun, each of which would do all runs: say by --spread data or "
+                "--spread runs what they share out."
+            )
+        yield None
+        return
+    if "RANK" not in os.environ:
+        raise UsageError(
+            f"--spread {args.spread} needs processes that torchrun starts: torchrun --nproc-per-node 2 -m ella_cuda.cli train --spread "
+            f"{args.spread} ..."
+        )
+    if args.jobs not in (None, 1):
+        raise UsageError(
+            f"--spread {args.spread} shares out the work of torchrun's processes; leave out --jobs {args.jobs}."
+        )
+    import torch.distributed as dist
+
+    cuda = device.startswith("cuda")
+    # A rank that waits while others do their runs waits for all of one.
+    timeout = datetime.timedelta(days=7) if args.spread == "runs" else datetime.timedelta(hours=1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+    try:
+        experiments.device_of_process(torch.device(device))
+        yield Ranks(dist.group.WORLD, "train")
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def failure_noted(out_dir: Path, ranks: Ranks | None) -> Iterator[None]:
+    """Where several processes work, what one fails with goes to a file of its own in the folder: all raise, and only one says why."""
+    try:
+        yield
+    except Exception:
+        if ranks is not None:
+            with contextlib.suppress(OSError):
+                write_file(out_dir / f"failure-rank-{ranks.rank}.txt", traceback.format_exc())
+        raise
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -260,6 +325,14 @@ def results_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name:
     return folder_for(args, name, require)
 
 
+def shared_folder(args: argparse.Namespace, configs: Sequence[RunConfig], name: str, ranks: Ranks | None) -> Path:
+    """:func:`results_folder`, which rank 0 chooses where there are several."""
+    if ranks is None:
+        return results_folder(args, configs, name)
+    found = ranks.together(lambda: str(results_folder(args, configs, name)) if ranks.is_first else None)
+    return Path(ranks.exchange(found)[0])
+
+
 def folder_for(args: argparse.Namespace, name: str, require: Callable[[], None]) -> Path:
     """The folder that the options name, or the next free one of today of that name, which is made here: no other process takes it too.
 
@@ -304,23 +377,28 @@ def do_runs(
     options: dict[str, Any],
     out_dir: Path,
     on_row: Callable[[], object] = lambda: None,
+    ranks: Ranks | None = None,
 ) -> list[dict[str, Any]]:
     """Do the runs that are not done yet, and print a line for each.
 
     Args:
         args: of the command; ``go_on`` becomes what an interruption says of how to go on.
         on_row: called after each, when the folder's summary has it.
+        ranks: the processes that share out the work; rank 0 prints.
 
     Returns:
         All rows.
     """
     interactive = sys.stderr.isatty()
     device = configs[0].device
+    if ranks is not None:
+        args.jobs = 1
     jobs = jobs_of(args, device, len(configs))
+    at_once = f"{jobs} at once" if ranks is None else f"by {ranks.size} processes that share out {args.spread}"
 
     def begin(before: int) -> None:
         print(
-            f"{counted(len(configs), 'run')} on {device}, {jobs} at once, {before} done before; results in {out_dir}",
+            f"{counted(len(configs), 'run')} on {device}, {at_once}, {before} done before; results in {out_dir}",
             flush=True,
         )
 
@@ -341,6 +419,8 @@ def do_runs(
         cuda_graph=bool(args.cuda_graph),
         on_begin=begin,
         on_row=finish,
+        group=None if ranks is None else ranks.group,
+        spread=args.spread if ranks is not None else "data",
     )
 
 

@@ -13,14 +13,17 @@ from ella_cuda.cli.grid import (
     NOTHING,
     add_attributes,
     add_session,
+    add_spread,
     attributes,
     check_effect,
     do_runs,
+    failure_noted,
     given_options,
     grid_options,
-    results_folder,
+    processes,
     resumed,
     say_written,
+    shared_folder,
     shown,
     wrong_attributes,
 )
@@ -43,6 +46,7 @@ def add_train(commands: Any) -> None:
         "the data set's recipe's.",
     )
     add_attributes(train)
+    add_spread(train)
     add_session(train, f"; naming --objective is enough. Without --layer, the network of {DENSE_PATH} paths too")
     train.set_defaults(command=_train)
 
@@ -53,8 +57,17 @@ def _train(args: argparse.Namespace) -> int:
         configs, options = resumed("train", Path(args.resume), given)
     else:
         configs, options = _grid(given)
-    out_dir = results_folder(args, configs, configs[0].data)
-    rows = do_runs("train", args, configs, options, out_dir)
+    with processes(args, configs[0].device) as ranks:
+        out_dir = shared_folder(args, configs, configs[0].data, ranks)
+        with failure_noted(out_dir, ranks):
+            rows = do_runs("train", args, configs, options, out_dir, ranks=ranks)
+    if ranks is None or ranks.is_first:
+        _show(rows, configs, options, out_dir)
+    return DONE
+
+
+def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
+    """Print the tables of a folder."""
     print()
     print(results_table(rows))
     if turned := rotations_table(rows):
@@ -73,7 +86,6 @@ def _train(args: argparse.Namespace) -> int:
         print()
         print(layer_table(learned(rows)))
     say_written(out_dir)
-    return DONE
 
 
 def _left_out(configs: Sequence[RunConfig], options: dict[str, Any]) -> list[str]:

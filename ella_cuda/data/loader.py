@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ella_cuda.data.augment import FlipsShifts
 from ella_cuda.digest import tensors_digest
+from ella_cuda.distributed import slice_of
 
 
 class TensorLoader:
@@ -71,13 +72,27 @@ class TensorLoader:
         return -(-self.dataset_size // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        n, size = self.dataset_size, min(self.batch_size, self.dataset_size)  # torch takes no size of more than 64 bits
         if not self.shuffle and self.augment is None:
+            size = min(self.batch_size, self.dataset_size)  # torch takes no size of more than 64 bits
             yield from zip(self.images.split(size), self.labels.split(size), strict=True)
             return
+        for part in self._plan():
+            yield self._made(part)
+
+    def parts(self, rank: int, ranks: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """As an iteration, of one of several processes: its slice of every minibatch, and how many images that has. All have the same plan
+        where generators are in the same state; a process makes its own images alone."""
+        for part in self._plan():
+            yield *self._made(part[slice_of(len(part), rank, ranks)]), len(part)
+
+    def _plan(self) -> Sequence[Tensor]:
+        """Of an epoch's minibatches, the images' numbers and what is drawn for each, on the images' device."""
+        n = self.dataset_size
         plan = (torch.randperm(n, generator=self.generator) if self.shuffle else torch.arange(n))[:, None]
         if self.augment is not None:
             plan = torch.cat([plan, self.augment.draw(n, self.generator)], dim=1)
-        for part in plan.to(self.images.device).split(size):
-            index, images = part[:, 0], self.images[part[:, 0]]
-            yield images if self.augment is None else self.augment(images, part[:, 1:]), self.labels[index]
+        return plan.to(self.images.device).split(min(self.batch_size, n))
+
+    def _made(self, part: Tensor) -> tuple[Tensor, Tensor]:
+        index, images = part[:, 0], self.images[part[:, 0]]
+        return images if self.augment is None else self.augment(images, part[:, 1:]), self.labels[index]

@@ -42,6 +42,23 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def device_of_process(device: torch.device) -> torch.device:
+    """Of several processes on a machine that ``torchrun`` started, each has a GPU of its own, that of its local rank; else the device."""
+    local = os.environ.get("LOCAL_RANK")
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if device.type != "cuda" or device.index is not None or local is None or not together:
+        return device
+    count = torch.cuda.device_count()
+    if int(local) >= count:
+        raise ValueError(
+            f"device {device}: the process of local rank {local} needs a GPU of its own, and there are {count}; start with "
+            f"--nproc-per-node {count}."
+        )
+    found = torch.device("cuda", int(local))
+    torch.cuda.set_device(found)
+    return found
+
+
 def device_name(device: torch.device) -> str:
     """The model of the GPU or of the processor, or the processor's architecture where the system does not tell more."""
     if device.type == "cuda":

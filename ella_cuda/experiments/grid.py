@@ -21,12 +21,15 @@ from tqdm import tqdm
 from ella_cuda import __version__, build_info, run_folder
 from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
+from ella_cuda.distributed import Ranks
 from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.folder import read_grid, read_running
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
 from ella_cuda.experiments.run import require_data, run_one
+from ella_cuda.experiments.spread import SPREADS, Spread
 from ella_cuda.experiments.tensorboard import require_tensorboard
 from ella_cuda.files import read_json, remove_temporary_files, write_file
+from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
 from ella_cuda.reports.text import counted
@@ -47,6 +50,8 @@ def run_grid(
     cuda_graph: bool = False,
     on_begin: Callable[[int], None] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    group: Any = None,
+    spread: str = "data",
 ) -> list[dict[str, Any]]:
     """Do every run that is not done yet; after each, bring the folder's summary, table and pictures up to date.
 
@@ -65,6 +70,9 @@ def run_grid(
         cuda_graph: whether steps are recorded as CUDA graphs, see :func:`run_one`.
         on_begin: called once the data are there and the folder is this grid's, with how many runs were done before.
         on_row: called with each new row.
+        group: a ``torch.distributed`` group, all of whose processes call this with the same arguments; rank 0 alone writes and calls
+            ``on_begin`` and ``on_row``, and all get the rows. Other machines need the folder too, with "runs".
+        spread: what the group shares out, the "data" of every run, or the "runs".
 
     Returns:
         The rows of all finished runs, in the order of ``configs``.
@@ -83,17 +91,68 @@ def run_grid(
         raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}.")
-    if tensorboard:
+    if group is not None and jobs != 1:
+        raise ValueError(f"jobs must be 1 with a group, whose processes share out the work, got {jobs}.")
+    check_choice("spread", spread, SPREADS)
+    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
+    if group is None:
+        return _run_grid_here(configs, out_dir, options, jobs, progress, how, on_begin, on_row)
+    return _run_grid_together(
+        configs, out_dir, options, progress, how, on_begin, on_row, Spread(Ranks(group, "run_grid"), spread)
+    )
+
+
+def _run_grid_here(
+    configs: Sequence[RunConfig],
+    out_dir: Path,
+    options: dict[str, Any] | None,
+    jobs: int,
+    progress: bool,
+    how: dict[str, Any],
+    on_begin: Callable[[int], None] | None,
+    on_row: Callable[[dict[str, Any]], None] | None,
+    spread: Spread | None = None,
+) -> list[dict[str, Any]]:
+    """:func:`run_grid` of this process, or of rank 0."""
+    if how["tensorboard"]:
         require_tensorboard()
-    require_data(configs[0], data_dir, download)  # before anything is written: the data may be missing
+    require_data(configs[0], how["data_dir"], how["download"])  # before anything is written: the data may be missing
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"the folder {out_dir} cannot be made ({error.strerror}); name another.") from error
     threads = torch.get_num_threads() if jobs == 1 else max(1, torch.get_num_threads() // jobs)
-    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
     with claim(out_dir / LOCK_FILE, f"the folder {out_dir}"):
-        return _run_grid(configs, out_dir, options or {}, jobs, threads, progress, how, on_begin, on_row)
+        return _run_grid(configs, out_dir, options or {}, jobs, threads, progress, how, on_begin, on_row, spread)
+
+
+def _run_grid_together(
+    configs: Sequence[RunConfig],
+    out_dir: Path,
+    options: dict[str, Any] | None,
+    progress: bool,
+    how: dict[str, Any],
+    on_begin: Callable[[int], None] | None,
+    on_row: Callable[[dict[str, Any]], None] | None,
+    spread: Spread,
+) -> list[dict[str, Any]]:
+    """:func:`run_grid` of several processes."""
+    rows = None
+    if spread.ranks.is_first:
+        try:
+            rows = _run_grid_here(configs, out_dir, options, 1, progress, how, on_begin, on_row, spread)
+        except Exception as error:
+            spread.give_up(error)
+            raise
+    else:
+        spread.follow(
+            run_one,
+            configs,
+            out_dir,
+            {**how, "progress": False},
+            lambda: require_data(configs[0], how["data_dir"], how["download"]),
+        )
+    return spread.ranks.exchange(rows)[0]
 
 
 def _run_grid(
@@ -106,6 +165,7 @@ def _run_grid(
     how: dict[str, Any],
     on_begin: Callable[[int], None] | None,
     on_row: Callable[[dict[str, Any]], None] | None,
+    spread: Spread | None,
 ) -> list[dict[str, Any]]:
     """:func:`run_grid` in a folder that is claimed, each run on so many threads; ``how`` is for :func:`run_one`."""
     names = [c.name for c in configs]
@@ -149,7 +209,12 @@ def _run_grid(
 
     with bar:
         show()
-        if jobs == 1:
+        if spread is not None:
+            rows = spread.rows(run_one, sorted(waiting, key=_is_dense), out_dir, {**how, "progress": progress})
+            with contextlib.closing(rows):
+                for row in rows:
+                    finish(row)
+        elif jobs == 1:
             for config in sorted(waiting, key=_is_dense):  # the longest last
                 finish(run_one(config, out_dir / config.name, progress=progress, **how))
         elif waiting:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from ella_cuda.data import (
     subsample,
 )
 from ella_cuda.digest import tensors_digest
-from ella_cuda.experiments.device import resolve_device
+from ella_cuda.distributed import Ranks, shard
+from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
+from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
@@ -139,6 +141,7 @@ def run_one(
     download: bool = False,
     tensorboard: bool = False,
     cuda_graph: bool = False,
+    group: Any = None,
 ) -> dict[str, Any]:
     """Train and evaluate one network. The caller's random state is left as it was.
 
@@ -152,6 +155,8 @@ def run_one(
         tensorboard: whether to write event files for TensorBoard to ``run_dir/tensorboard``; the numbers do not depend on it.
         cuda_graph: whether steps on the weights are recorded as CUDA graphs, see :func:`ella_cuda.marglik_training`; the numbers depend
             on it by rounding alone.
+        group: a ``torch.distributed`` group whose processes train together, see there; all call this, and all get the row. Rank 0 alone
+            writes and evaluates.
 
     Returns:
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
@@ -174,12 +179,26 @@ def run_one(
         RuntimeError: ``tensorboard`` without the package of that name; somebody else works in the folder.
     """
     run_dir = Path(run_dir)
+    ranks = None if group is None else Ranks(group, "run_one")
+    if ranks is not None and not ranks.is_first:
+        ranks.agree()
+        return _run(config, run_dir, False, data_dir, download, False, cuda_graph, ranks)
+    if ranks is not None:
+        with ExitStack() as stack:
+            ranks.together(lambda: _begin(run_dir, tensorboard, stack))
+            return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph, ranks)
+    with ExitStack() as stack:
+        _begin(run_dir, tensorboard, stack)
+        return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
+
+
+def _begin(run_dir: Path, tensorboard: bool, stack: ExitStack) -> None:
+    """Claim a run's folder, which is made."""
     if tensorboard:
         require_tensorboard()  # before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
-    with claim(run_dir / LOCK_FILE, f"the run's folder {run_dir}"):
-        remove_temporary_files(run_dir)
-        return _run(config, run_dir, progress, data_dir, download, tensorboard, cuda_graph)
+    stack.enter_context(claim(run_dir / LOCK_FILE, f"the run's folder {run_dir}"))
+    remove_temporary_files(run_dir)
 
 
 def sampled(
@@ -205,19 +224,28 @@ def _run(
     download: bool,
     tensorboard: bool,
     cuda_graph: bool,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """:func:`run_one` in a folder that is claimed."""
-    device = resolve_device(config.device)
+    """:func:`run_one` in a folder that is claimed, by rank 0 where there are several."""
+    first = ranks is None or ranks.is_first
+    device = device_of_process(resolve_device(config.device))
     if config.evidence_batch_size is None:
         config = dataclasses.replace(config, evidence_batch_size=EVIDENCE_BATCH_SIZES[device.type])
-    dataset = prepare_for(config, data_dir, download).to(device)
-    asked = asked_images(config, dataset, data_dir, download)
+
+    def all_do(work: Callable[[], Any]) -> Any:
+        return work() if ranks is None else ranks.together(work)
+
+    def loaded() -> tuple[Dataset, Any]:
+        found = prepare_for(config, data_dir, download).to(device)
+        return found, asked_images(config, found, data_dir, download)
+
+    dataset, asked = all_do(loaded)
     torch.manual_seed(config.seed)
     network = {"in_channels": dataset.channels, "num_classes": dataset.num_classes}
     bare = build_network(config, **network).to(device)
     model = averaged(config, bare)
-    diary = Diary(run_dir, config, network, bare)
-    log = TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None
+    diary = all_do(lambda: Diary(run_dir, config, network, bare) if first else None)
+    log = all_do(lambda: TensorBoardLog(run_dir / FOLDER, layout(bare)) if tensorboard else None)
 
     def record(evaluation: Evaluation) -> None:
         diary.record(evaluation)
@@ -264,6 +292,7 @@ def _run(
         depends_on=config.chosen,
         on_evaluation=record,
         description=config.name,
+        group=None if ranks is None else ranks.group,
     )
     reason = None
     if config.objective == "map":
@@ -271,7 +300,33 @@ def _run(
         if needed > MAP_EVIDENCE_BYTES:
             reason = f"its curvature needs {needed / 1e6:.0f} MB; computed for MAP runs up to {MAP_EVIDENCE_BYTES / 1e6:.0f} MB"
         else:
-            la.fit(evidence_loader)
+            if ranks is None:
+                la.fit(evidence_loader)
+            else:
+                la.fit(shard(evidence_loader, ranks.group), group=ranks.group)
+
+    def described() -> dict[str, Any]:
+        return _described(config, dataset, asked, model, bare, la, losses, reason, diary, log, run_dir, progress)
+
+    row = all_do(lambda: described() if first else None)
+    return row if ranks is None else ranks.exchange(row)[0]
+
+
+def _described(
+    config: RunConfig,
+    dataset: Dataset,
+    asked: Any,
+    model: nn.Module,
+    bare: Neyshabur,
+    la: KronLaplace,
+    losses: list[float],
+    reason: str | None,
+    diary: Diary,
+    log: TensorBoardLog | None,
+    run_dir: Path,
+    progress: bool,
+) -> dict[str, Any]:
+    """The row of a run that is trained, evaluated here; ``reason`` is why it has no evidence."""
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
     draws = la.state_dict()["draws"] if isinstance(model, AveragedFunction) else None

@@ -21,7 +21,14 @@ from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, require_no_inference, trainable, uneven_sum
+from ella_cuda.laplace.parameters import (
+    FittedBases,
+    fingerprint_of,
+    require_local,
+    require_no_inference,
+    trainable,
+    uneven_sum,
+)
 from ella_cuda.laplace.posterior import Posterior
 from ella_cuda.laplace.predictive import Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
@@ -95,6 +102,7 @@ class BaseLaplace(Predictive):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        require_local(model)
         self.likelihood_function = likelihood_of(likelihood, ignore_index)
         self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
         self.unknown = check_choice("unknown", unknown, UNKNOWN)
@@ -593,7 +601,8 @@ class BaseLaplace(Predictive):
         """:meth:`fit`; the loader is kept for what passes over the same data later."""
         before = [] if override else self._loaders
         self._accumulate(loader, override, progress_bar, **how)
-        self._loaders = [*before, loader]
+        # Of several processes this one's loader is a part of the data alone.
+        self._loaders = [*before, loader] if how.get("group") is None else []
 
     def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
+from ella_cuda.distributed import Ranks
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
 from ella_cuda.laplace.chains import Seen, chain_of_average
 from ella_cuda.laplace.copies import (
@@ -76,6 +77,7 @@ def evidence_gradient(
     n_data: int | None = None,
     columns: str = "all",
     generator: torch.Generator | None = None,
+    group: Any = None,
 ) -> dict[str, Tensor]:
     """The gradient of ``la.log_marginal_likelihood()`` in buffers of the network, such as the amounts of an augmentation, at the fit's
     weights and hyperparameters, with all that the factors depend on in it.
@@ -95,6 +97,7 @@ def evidence_gradient(
         n_data: how many data points are used, a random part of each batch; None is all.
         columns: "all" of the output Hessian's square root, or "one": their sum with random signs, which is right on average.
         generator: of parts and signs, of the CPU; None is torch's global one.
+        group: as for :meth:`KronLaplace.fit`, whose processes pass over batches of their own, and get the gradients of all.
 
     Returns:
         The gradients, float64, by the buffers' names.
@@ -105,6 +108,48 @@ def evidence_gradient(
             shares its weights or is an attention, whose factors are no sums of what one call adds; a module draws random numbers in
             evaluation mode.
     """
+    if group is None:
+        sums = _summed_over(la, loader, buffers, n_data, columns, generator)
+    else:
+        ranks = Ranks(group, "evidence_gradient")
+        sums = ranks.together(lambda: _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True))
+        count = la.data_weight().new_tensor([float(sums.seen)], dtype=torch.float64)
+        flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
+        ranks.sum_(flat)
+        sizes = [g.numel() for g in sums.gradients.values()]
+        parts = flat[:-1].split(sizes)
+        summed = {n: p.view(g.shape) for p, (n, g) in zip(parts, sums.gradients.items(), strict=True)}
+        sums = _GradientSums(sums.wanted, summed, int(flat[-1]), sums.of_projections)
+        _require_data(sums.seen)
+    with torch.inference_mode(False):
+        found = {name: g * (la.n_data / sums.seen) for name, g in sums.gradients.items()}
+        return {name: found[name] + sums.of_projections.get(id(buffer), 0) for name, buffer in sums.wanted.items()}
+
+
+class _GradientSums(NamedTuple):
+    """Of a pass over data: the buffers that are differentiated, the sums of their gradients by name, how many data points there were, and
+    the gradients of the factors' projections, by the buffers' ids, which are of all data."""
+
+    wanted: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    seen: int
+    of_projections: dict[int, Tensor]
+
+
+def _require_data(seen: int) -> None:
+    if not seen:
+        raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
+
+
+def _summed_over(
+    la: KronLaplace,
+    loader: Iterable[Any],
+    buffers: Sequence[str] | None,
+    n_data: int | None,
+    columns: str,
+    generator: torch.Generator | None,
+    may_be_empty: bool = False,
+) -> _GradientSums:
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
     if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1):
@@ -137,11 +182,9 @@ def evidence_gradient(
                     x, y = take(x, some), y[some]
                 run.add(gradients, x, y)
                 seen += data_points(x)
-            if not seen:
-                raise ValueError("evidence_gradient: the loader gave no data; pass one that can be iterated again.")
-            found = {name: g * (la.n_data / seen) for name, g in gradients.total().items()}
-            of_projections = run.of_projections(gradients.bases)
-        return {name: found[name] + of_projections.get(id(buffer), 0) for name, buffer in wanted.items()}
+            if not may_be_empty:
+                _require_data(seen)
+            return _GradientSums(wanted, gradients.total(), seen, run.of_projections(gradients.bases))
 
 
 def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
+from ella_cuda.laplace.together import FitSums, accumulate_together
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -189,6 +190,7 @@ class KronLaplace(BaseLaplace):
         override: bool = True,
         progress_bar: bool = False,
         generator: torch.Generator | None = None,
+        group: Any = None,
     ) -> KronLaplace:
         """One streaming pass over the data at the model's present parameters.
 
@@ -208,15 +210,22 @@ class KronLaplace(BaseLaplace):
             override: start anew; False adds to what was fitted before at the same parameters.
             progress_bar: show one.
             generator: seeds the sampling of ``fisher="mc"``; None is torch's global one.
+            group: a ``torch.distributed`` group whose processes each pass batches of their own, such as
+                :func:`ella_cuda.distributed.shard` takes of a loader; all must call ``fit``, and all have the fit of all data after it.
+                A process may have no batch. Sums are added once, after the pass; eigenvalues are computed by one process each, at once.
+                With ``fisher="mc"`` a batch's draws follow from its number, one seed of rank 0's generator, and nothing else. What
+                later passes over the data needs their loader again. None is this process alone.
 
         Returns:
             self.
 
         Raises:
-            TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool.
+            TypeError: the loader is a data set or a tensor, or yields neither pairs nor mappings as above; override is no bool; group is no
+                process group.
             RuntimeError: a parameter was made in ``torch.inference_mode()``.
             ValueError: the loader is empty, targets or shapes do not fit, a layer was never called, or
-                parameters changed since the fit that ``override=False`` is to add to.
+                parameters changed since the fit that ``override=False`` is to add to. With a group also: ranks have other parameters or
+                settings, a ``DistributedSampler``, or all the same batches. What one rank raises, all raise, naming it.
             FloatingPointError: the log likelihood or a factor is not finite; the message names the layer.
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
             torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.
@@ -226,7 +235,7 @@ class KronLaplace(BaseLaplace):
                 f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
                 "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
             )
-        self._fit(loader, override, progress_bar, generator=generator)
+        self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
     def _accumulate(
@@ -236,7 +245,19 @@ class KronLaplace(BaseLaplace):
         progress_bar: bool,
         generator: torch.Generator | None = None,
         outputs_of: Callable[[Inputs], Tensor] | None = None,
+        group: Any = None,
     ) -> None:
+        if group is not None:
+            accumulate_together(self, loader, override, progress_bar, generator, group)
+            return
+        sums = self._begin(loader, override, outputs_of)
+        self._pass_over(sums, loader, progress_bar, generator, outputs_of)
+        self._require_pass(sums)
+        self._check_finite(sums.statistic)
+        self._end(sums)
+
+    def _begin(self, loader: Iterable[Any], override: bool, outputs_of: Callable[[Inputs], Tensor] | None) -> FitSums:
+        """What a fit checks and allocates before its pass."""
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
@@ -271,49 +292,73 @@ class KronLaplace(BaseLaplace):
             raise ValueError(
                 "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
             )
-        n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
+        sums = FitSums(data_fit, fingerprint, norms, anew, self.n_data, self._n_targets, self._statistic)
         self.n_data = 0  # until the pass is complete
-        seen, x, y = 0, None, None
-        needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in rules))
+        return sums
+
+    def _pass_over(
+        self,
+        sums: FitSums,
+        loader: Iterable[Any],
+        progress_bar: bool,
+        generator: torch.Generator | None,
+        outputs_of: Callable[[Inputs], Tensor] | None = None,
+        generator_of: Callable[[int], torch.Generator] | None = None,
+    ) -> None:
+        """The pass over the data. ``generator_of`` gives each batch, by its number in the loader, a generator of its own."""
+        x, y = None, None
+        needs = telling_needs(lambda: (x, y), self._peak_bytes, sum(rule.bytes() for rule in self._rules))
         with needs, curvature_pass(self.model, self._rules, self.memory_budget) as run:
-            tried = False
+            tried, number = False, -1
 
             def taken() -> Iterator[tuple[Inputs, Tensor]]:
-                nonlocal x, y, tried
+                nonlocal x, y, tried, number
                 for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
                     x, y = self.batch_of(batch, "fit")
+                    number += 1
                     if data_points(x) and not tried:
                         with without_autocast(self._device.type):
                             self._try_out(run, x, several=self.fisher == "exact")
                         tried = True
                     yield x, y
 
-            for x, y in merged(taken(), run.merged_images):
+            for x, y in merged(taken(), run.merged_images if generator_of is None else lambda _: 0):
+                its_own = generator if generator_of is None else generator_of(number)
                 with without_autocast(self._device.type):
                     for part in run.parts(x, y):
-                        statistic = statistic + self._add(run, data_fit, *part, generator, outputs_of)
-                seen, n_targets = seen + data_points(x), n_targets + y.numel()
-        if not seen:
+                        sums.statistic = sums.statistic + self._add(run, sums.data_fit, *part, its_own, outputs_of)
+                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+        sums.calls = dict(run.calls)
+        sums.gradients = sums.data_fit.total()
+
+    @staticmethod
+    def _require_pass(sums: FitSums) -> None:
+        """ValueError where the pass saw no data, or not all layers."""
+        if not sums.seen:
             raise ValueError(
                 "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
                 "as a DataLoader."
             )
-        for rule, calls in run.calls.items():
+        for rule, calls in sums.calls.items():
             if not calls:
                 raise ValueError(
                     f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) "
                     "if the model does not use it. If another module uses its parameters directly, register a rule for "
                     "that module."
                 )
-        self._check_finite(statistic)
+
+    def _end(self, sums: FitSums) -> None:
+        """Be fitted with these sums and what the rules hold."""
+        n_data = sums.n_data + sums.seen
         for factor in (f for rule in self._rules for f in rule.factors.values()):
-            factor.n_data = n_data + seen
+            factor.n_data = n_data
         self._hold(self._rules)
-        self.n_data, self._n_targets, self._statistic, self._square_norms = n_data + seen, n_targets, statistic, norms
+        self.n_data, self._n_targets = n_data, sums.n_targets
+        self._statistic, self._square_norms = sums.statistic, sums.norms
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
-        self._statistic_gradients = {name: g + before.get(name, 0) for name, g in data_fit.total().items()}
-        self._fingerprint, self._verified, self._linear = fingerprint, None, None
+        self._statistic_gradients = {name: g + before.get(name, 0) for name, g in sums.gradients.items()}
+        self._fingerprint, self._verified, self._linear = sums.fingerprint, None, None
 
     def _add(
         self,

@@ -7,10 +7,28 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ella_cuda.nn import SpatialBasis
 
 PART = 1 << 17  # elements that are widened to float64 at a time on the CPU: 1 MiB
+
+
+def require_local(model: nn.Module) -> None:
+    """TypeError where the model is a wrapper that spreads it over processes, or has parts of its parameters alone."""
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "KronLaplace: model must be the network itself, got a DistributedDataParallel; pass its module, KronLaplace(ddp.module), and the "
+            "group to fit(loader, group=...)."
+        )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_sharded"):
+            raise TypeError(
+                f"KronLaplace: the model's parameters must be whole on every process, but {name!r} is a {type(parameter).__name__}, of "
+                "which a process has a part (fully_shard, tensor parallelism). Gather them into a network that is not wrapped: "
+                "plain.load_state_dict(torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True, broadcast_from_rank0=False))) on every process, and pass KronLaplace(plain)."
+            )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.distributed import Ranks, owners
 from ella_cuda.laplace.eigenvalues import eigenvalues, eigenvalues_of_all
 from ella_cuda.nn import SpatialBasis
 
@@ -164,13 +165,54 @@ class SecondMoment:
             What :meth:`eigenvalues` raises; other moments may have theirs.
         """
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
-        # On the CPU one projection after the other: they are copies, in float64.
-        apart = [m for m in lacking if m.total.is_cpu and m.basis is not None]
-        for together in ([m for m in lacking if m not in apart], *([m] for m in apart)):
+        for numbers in _at_once(dict(enumerate(lacking))):
+            together = [lacking[number] for number in numbers]
             rows = [(m.rows, torch.finfo(m.dtype).eps) for m in together]
             found = _checked(together, eigenvalues_of_all(_blocks(together), rows))
             for moment, values in zip(together, found, strict=True):
                 moment._keep(values)
+
+    @staticmethod
+    def decompose_together(moments: Sequence[SecondMoment], ranks: Ranks) -> None:
+        """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get.
+
+        Raises:
+            What :meth:`eigenvalues` raises, on all ranks.
+        """
+        sizes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
+        blocks = [(number, block) for number, (groups, _) in enumerate(sizes) for block in range(groups)]
+        owner = owners([float(sizes[number][1]) ** 3 for number, _ in blocks], ranks.size)
+        mine: dict[int, list[int]] = {}
+        for (number, block), rank in zip(blocks, owner, strict=True):
+            if rank == ranks.rank:
+                mine.setdefault(number, []).append(block)
+
+        def decompose() -> Tensor:
+            found: dict[int, Tensor] = {}
+            for some in _at_once({number: moments[number] for number in mine}):
+                wholes = _blocks([moments[number] for number in some])
+                own = [
+                    whole if len(mine[number]) == len(whole) else whole[mine[number]]
+                    for whole, number in zip(wholes, some, strict=True)
+                ]
+                rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in some]
+                found |= zip(some, eigenvalues_of_all(own, rows), strict=True)
+            return torch.cat([found[number].flatten() for number in mine]) if mine else moments[0].total.new_empty(0)
+
+        found = ranks.together(decompose)
+        counts = [0] * ranks.size
+        for (number, _), rank in zip(blocks, owner, strict=True):
+            counts[rank] += sizes[number][1]
+        pieces = [
+            list(part.split(_of_rank(blocks, owner, sizes, rank)))
+            for rank, part in enumerate(ranks.gather_uneven(found, counts))
+        ]
+        taken = [iter(part) for part in pieces]
+        by_moment: list[list[Tensor]] = [[] for _ in moments]
+        for (number, _), rank in zip(blocks, owner, strict=True):
+            by_moment[number].append(next(taken[rank]))
+        for moment, values in zip(moments, _checked(moments, [torch.stack(v) for v in by_moment]), strict=True):
+            moment._keep(values)
 
     def _learns(self) -> bool:
         """Whether the eigenvalues are wanted as a function of the basis."""
@@ -257,6 +299,28 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
             if not is_fine:
                 moment._refuse(values)
     return [values.clamp(min=0) for values in found]
+
+
+def _at_once(moments: Mapping[int, SecondMoment]) -> list[list[int]]:
+    """Which of the moments are decomposed together. On the CPU one projection after the other: they are copies, in float64."""
+    apart = [number for number, m in moments.items() if m.total.is_cpu and m.basis is not None]
+    return [[number for number in moments if number not in apart], *([number] for number in apart)]
+
+
+def _projected_rows(moment: SecondMoment) -> int:
+    """Rows of a block of :meth:`SecondMoment.projected`."""
+    rows = moment.total.shape[-1]
+    if moment.basis is None:
+        return rows
+    anchors, positions = moment.basis.matrix().shape
+    return rows // positions * anchors
+
+
+def _of_rank(
+    blocks: Sequence[tuple[int, int]], owner: Sequence[int], sizes: Sequence[tuple[int, int]], rank: int
+) -> list[int]:
+    """Rows of a rank's blocks, in their order."""
+    return [sizes[number][1] for (number, _), its_owner in zip(blocks, owner, strict=True) if its_owner == rank]
 
 
 def _each(flags: Sequence[Tensor]) -> list[bool]:

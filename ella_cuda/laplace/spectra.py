@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from ella_cuda import ops
+from ella_cuda.distributed import Ranks
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
 
@@ -25,6 +26,11 @@ class Spectra:
         )
         self._packed: ops.KronSpectra | None = None
         self._rows: list[int] = []  # in every moment when they were packed
+
+    def decompose_together(self, ranks: Ranks) -> None:
+        """Have the eigenvalues of all factors, each block's by one rank; raises as :meth:`packed`, on all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
+            SecondMoment.decompose_together(self._moments, ranks)
 
     def packed(self) -> ops.KronSpectra:
         """Constants: no gradient leads to a basis, whose state is taken to be that of the first call.

@@ -25,6 +25,7 @@ class TrainingStep:
         correct, counted: 0-dim, float64: number of the epoch's targets that were predicted, and of those that could be; of a likelihood
             with classes.
         likelihood: whose loss it takes.
+        variance: 0-dim: of the epoch's noise.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class TrainingStep:
         self.total, self.correct, self.counted = sums
         self._weights = like.new_zeros(len(self.parameters))  # δ/N
         self._weight_of = list(self._weights.unbind())
-        self._variance = like.new_zeros(())
+        self.variance = like.new_zeros(())
 
     def begin_epoch(self, precision: Tensor, sigma: float, n_data: int) -> float:
         """Start the epoch's sums at the precisions, those of the first parameter tensors, and the noise scale; the others have no prior.
@@ -45,7 +46,7 @@ class TrainingStep:
         weights = F.pad(precision / n_data, (0, len(self.parameters) - len(precision)))
         with torch.no_grad():
             self._weights.copy_(weights)
-            self._variance.fill_(sigma**2)
+            self.variance.fill_(sigma**2)
             for total in (self.total, self.correct, self.counted):
                 total.zero_()
             norms = torch.stack([n.double() for n in torch._foreach_norm(self.parameters)])
@@ -83,24 +84,31 @@ class TrainingStep:
         """
         outputs = checked_outputs(run_model(self.model, x), data_points(x))
         y = checked(outputs, y)
-        loss = self.likelihood.loss(outputs, y, self._variance)
+        loss = self.likelihood.loss(outputs, y, self.variance)
         self.optimizer.zero_grad(set_to_none=True)
         # As torch asks: the backward of each operation is then in its forward's precision.
         with without_autocast(loss.device.type):
             loss.backward()
         with torch.no_grad():
             check_loss(loss)
-            # The prior's gradient, added in one call: temporaries of all weights would cost a page fault for every 4 KiB.
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            grads = [parameter.grad for parameter in self.parameters]
-            torch._foreach_addcmul_(grads, self.parameters, self._weight_of)
+            self.add_prior()
             self.total.add_(loss, alpha=len(y))
             if self.likelihood.has_classes:
                 right, of = self.likelihood.hits(outputs, y)
                 self.correct.add_(right)
                 self.counted.add_(of)
+        self.move()
+
+    def add_prior(self) -> None:
+        """Add the prior's gradient to the parameters', in one call: temporaries of all weights would cost a page fault for every 4 KiB."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in self.parameters]
+        torch._foreach_addcmul_(grads, self.parameters, self._weight_of)
+
+    def move(self) -> None:
+        """The optimizer's step; RuntimeError where it asks for a closure."""
         try:
             self.optimizer.step()
         except (AssertionError, TypeError) as error:  # it asserts that there is a closure, or calls it

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ella_cuda.augment import AveragedFunction
+from ella_cuda.distributed import Ranks, Shard
 from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
 from ella_cuda.laplace.copies import augment_of
@@ -53,6 +54,18 @@ from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both
 from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
 from ella_cuda.training.step import TrainingStep
+from ella_cuda.training.together import (
+    StepTogether,
+    all_raise_together,
+    own_random_state,
+    require_same_gradients,
+    require_served,
+    restore_own_random_state,
+    share_learners,
+    share_random_state,
+    train_epoch_together,
+    without_cuda,
+)
 
 Objective = Literal["evidence", "map"]
 Keep = Literal["last", "best"]
@@ -97,6 +110,7 @@ class MarglikTrainer:
         la: the Laplace approximation of the last evidence step; None before.
     """
 
+    @all_raise_together
     def __init__(
         self,
         model: nn.Module,
@@ -147,7 +161,11 @@ class MarglikTrainer:
         depends_on: Mapping[str, Any] | None = None,
         on_evaluation: Callable[[Evaluation], None] | None = None,
         description: str = "training",
+        group: Any = None,
     ) -> None:
+        self._ranks: Ranks | None = group  # which all_raise_together makes of the caller's
+        first = group is None or group.is_first
+        progress_bar = progress_bar and first
         likelihood = likelihood_of(likelihood, ignore_index, "marglik_training: ")
         keys = dict_keys(dict_key_x, dict_key_y, "marglik_training: ")
         model = _averaged(model, augment)
@@ -180,7 +198,10 @@ class MarglikTrainer:
             raise TypeError(
                 f"marglik_training: on_evaluation must be None or a function of an Evaluation, got {on_evaluation!r}."
             )
-        self._checkpoint = Checkpoint(checkpoint)
+        self._checkpoint = Checkpoint(checkpoint if first else None)
+        if group is not None:
+            loaders = [train_loader, *([] if marglik_loader is None else [marglik_loader])]
+            require_served(model, loaders, cuda_graph, group)
         learn = learn if isinstance(learn, str) else [*learn, *(learners or ())]
         check_schedule(**schedule, learn=learn)
         hyperparameters = {
@@ -232,6 +253,7 @@ class MarglikTrainer:
             None if batches is None else batches * schedule["n_epochs"],
         )
         self._step = TrainingStep(model, self._optimizer, self._prior.parameters, likelihood)
+        self._together = None if group is None else StepTogether(self._step, group)
         self._graphed = GraphedStep(self._step, CudaGraphs(self._prior.parameters[0].device)) if cuda_graph else None
         self.learners: list[Learner] = [self._prior, *learners_of(learn, model, of_learners)]
         self._points, self._evidence_points = points_of_both(
@@ -242,6 +264,8 @@ class MarglikTrainer:
         if marglik_loader is not None:
             self._evidence_loader, self._evidence_name = marglik_loader, "marglik_loader"
         self._loaders = [self._train_loader, self._evidence_loader]
+        if group is not None:  # this rank's part of the evidence's data
+            self._evidence_loader = Shard(self._evidence_loader, group.rank, group.size, group.group)
         self._augment, self._aug_sampling, self._keep = augment_of(model), aug_sampling, keep
         if self._augment is not None:
             with kept_random_state(self._loaders), self._held():  # refuses a sampling that it does not have
@@ -287,9 +311,13 @@ class MarglikTrainer:
         Laplace approximation at the weights that are kept, not fitted for "map"."""
         last, frequency = self._schedule["n_epochs"], self._schedule["marglik_frequency"]
         evidence = self._schedule["objective"] == "evidence"
-        with self._checkpoint.claimed():
-            if (state := self._checkpoint.read()) is not None:
-                self._restore(self._checkpoint.source, state)
+        with ExitStack() as stack:
+            self._all_do(lambda: stack.enter_context(self._checkpoint.claimed()))
+            state = self._all_do(self._checkpoint.read)
+            if self._ranks is not None:
+                state = self._ranks.from_first(state)
+            if state is not None:
+                self._all_do(lambda: self._restore(self._checkpoint.source, state))
             with tqdm(total=last, initial=self.epochs, unit="epoch", **self._bar, **bar_size()) as bar:
                 while self.epochs < last:
                     loss, accuracy = self.epoch()
@@ -300,8 +328,7 @@ class MarglikTrainer:
                             shown["-log q/N"] = f"{self.evidence_step().neg_log_marginal_likelihood:.3f}"
                         else:
                             self._record()
-                        if self._checkpoint:
-                            self._checkpoint.save(self.state_dict())
+                        self._all_do(self._save)
                     bar.set_postfix(shown, refresh=False)
                     bar.update()
         return self.finish()
@@ -324,10 +351,40 @@ class MarglikTrainer:
             if self._schedule["objective"] == "evidence":
                 with kept_random_state(self._loaders):
                     if self._random_at_fit is not None:
-                        restore_random_state(self._random_at_fit, self._loaders)
+                        self._put_random_state(self._random_at_fit)
+                    elif self._ranks is not None:
+                        share_random_state(self._loaders, self._device, self._ranks)
                     with self._held(), self._differentiable():
-                        self.la.fit(self._evidence_loader)
+                        self._fit(self.la)
         return self.la
+
+    @property
+    def _device(self) -> torch.device:
+        return self._prior.parameters[0].device
+
+    def _all_do(self, work: Callable[[], Any]) -> Any:
+        """The work, which no rank has failed at where there are several; it must not wait for others."""
+        return work() if self._ranks is None else self._ranks.together(work)
+
+    def _fit(self, la: KronLaplace) -> None:
+        """Fit to the evidence's data, all ranks' where there are several."""
+        if self._ranks is None:
+            la.fit(self._evidence_loader)
+        else:
+            la.fit(self._evidence_loader, group=self._ranks.group)
+
+    def _random_state(self) -> dict[str, Any]:
+        return random_state(self._loaders) if self._ranks is None else own_random_state(self._loaders, self._device)
+
+    def _put_random_state(self, state: dict[str, Any]) -> None:
+        if self._ranks is None:
+            restore_random_state(state, self._loaders)
+        else:
+            restore_own_random_state(state, self._loaders, self._device)
+
+    def _save(self) -> None:
+        if self._checkpoint:
+            self._checkpoint.save(self.state_dict())
 
     def _is_at_best(self) -> bool:
         """Whether the last evidence step is the best one, and the network where it was there: learners inside of it move after the
@@ -353,21 +410,18 @@ class MarglikTrainer:
         """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they
         were seen, None without classes. Before its first step the first one tries the evidence on a few images."""
         if self._schedule["objective"] == "evidence" and not self._tried:
+            whole = self._loaders[1]  # the first images of all, alike on all ranks
             with self._differentiable():
-                try_evidence(self._new_laplace(), self._evidence_loader, self._evidence_name, self._try_gradients)
+                self._all_do(lambda: try_evidence(self._new_laplace(), whole, self._evidence_name, self._try_gradients))
             self._tried = True
-        self._prior.require_parameters_of(self.model)
-        loss, self._accuracy = train_epoch(
-            self._step,
-            self._graphed,
-            self._train_loader,
-            self._keys,
-            self._points,
-            self._scheduler,
-            self._prior,
-            self.epochs + 1,
-        )
-        self._prior.check_finite(self.epochs + 1)
+        self._all_do(lambda: self._prior.require_parameters_of(self.model))
+        known = (self._train_loader, self._keys, self._points, self._scheduler, self._prior, self.epochs + 1)
+        if self._ranks is None:
+            loss, self._accuracy = train_epoch(self._step, self._graphed, *known)
+        else:
+            share_random_state(self._loaders, self._device, self._ranks)
+            loss, self._accuracy = train_epoch_together(self._together, *known)
+        self._all_do(lambda: self._prior.check_finite(self.epochs + 1))
         self.epochs += 1
         self.losses.append(loss)
         return loss, self._accuracy
@@ -394,7 +448,9 @@ class MarglikTrainer:
         """
         if self._schedule["objective"] == "map":
             raise ValueError("evidence_step: objective='map' has no evidence steps; pass objective='evidence'.")
-        self._random_at_fit = random_state(self._loaders)
+        if self._ranks is not None:
+            share_random_state(self._loaders, self._device, self._ranks)
+        self._random_at_fit = self._random_state()
         self.la = None  # before the next one is made, or the factors of both are in memory
         with self._held():
             return self._evidence_step(self.epochs >= self._schedule["n_epochs"] if last is None else last)
@@ -402,14 +458,18 @@ class MarglikTrainer:
     def _evidence_step(self, last: bool) -> Evaluation:
         la = self._new_laplace()
         inside = [learner for learner in self.learners if learner.tensors()]
+        outside = [learner for learner in self.learners if learner not in inside]
         with self._differentiable():
-            la.fit(self._evidence_loader)
+            self._fit(la)
         self._evidence_points.require(la.n_data)
-        for learner in self.learners:
-            if learner not in inside:
-                learner.step(la, {})
+        self._all_do(lambda: [learner.step(la, {}) for learner in outside])
+        if self._ranks is not None:
+            share_learners(outside, self._ranks)
+            la.prior_precision, la.sigma_noise = self._prior.precision().detach(), self._prior.sigma().detach()
         with torch.no_grad():
             evidence = float(la.log_marginal_likelihood()) / la.n_data
+        if self._ranks is not None:
+            evidence = self._ranks.from_first(evidence)
         self.margliks.append(-evidence * la.n_data)
         self.la = la
         if self._keep == "best" and self.margliks[-1] <= min(self.margliks):
@@ -439,7 +499,7 @@ class MarglikTrainer:
             "margliks": list(self.margliks),
             "losses": list(self.losses),
             "history": list(self.history),
-            "random": random_state(self._loaders),
+            "random": self._random_state(),
             "random_at_fit": self._random_at_fit,
             "best": self._best,
             "settings": dict(self._settings),
@@ -469,7 +529,11 @@ class MarglikTrainer:
     def _restore(self, source: str, state: Mapping[str, Any]) -> None:
         self._describe_data()
         parts = (self.model, self._optimizer, self._scheduler, self.learners, self._loaders)
-        restore(source, state, self._settings, *parts)
+        if self._ranks is None:
+            restore(source, state, self._settings, *parts)
+        else:  # of CUDA the generator of this rank's device alone
+            restore(source, without_cuda(state), self._settings, *parts)
+            self._put_random_state(state["random"])
         # Rates as they were rounded at first.
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
         self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
@@ -478,11 +542,16 @@ class MarglikTrainer:
         if self._graphed is not None:
             self._graphed.forget()
 
+    def described_settings(self) -> dict[str, Any]:
+        """What a checkpoint must agree on, and all processes that train together: arguments in words, digests of the data."""
+        self._describe_data()
+        return dict(self._settings)
+
     def _describe_data(self) -> None:
         """Digests of the data, among the settings; they take a pass over their bytes."""
         if "data" not in self._settings:
-            digests = {"training": data_digest(self._train_loader), "evidence": data_digest(self._evidence_loader)}
-            self._settings["data"] = digests
+            digests = map(data_digest, self._loaders)
+            self._settings["data"] = dict(zip(("training", "evidence"), digests, strict=True))
 
     def _new_laplace(self) -> KronLaplace:
         values = {"prior_precision": self._prior.precision().detach(), "sigma_noise": self._prior.sigma().detach()}
@@ -511,6 +580,17 @@ class MarglikTrainer:
             FloatingPointError: a gradient is not finite; nothing has moved then.
         """
         found = {learner: learner.gradients(la, self._evidence_loader) for learner in learners}
+        self._all_do(lambda: self._complete(la, learners, found))
+        if self._ranks is not None:
+            require_same_gradients(found, self._ranks)
+        self._all_do(lambda: [learner.step(la, its_own) for learner, its_own in found.items()])
+        if self._ranks is not None:
+            share_learners(learners, self._ranks)
+
+    def _complete(
+        self, la: KronLaplace, learners: Sequence[Learner], found: dict[Learner, dict[str, Tensor] | None]
+    ) -> None:
+        """Add the gradients at held factors to those that are learners' own; FloatingPointError where one is not finite."""
         held = [
             (learner, *item) for learner in learners if found[learner] is None for item in learner.tensors().items()
         ]
@@ -528,8 +608,6 @@ class MarglikTrainer:
                         f"{learner.name!r} is not finite. Lower its learning rate, or leave it out of learn; the last checkpoint, if any, is "
                         "from before this step."
                     )
-        for learner, its_own in found.items():
-            learner.step(la, its_own)
 
     def _evaluation(self, neg_log_q: float | None, effective: dict[str, float] | None) -> Evaluation:
         records = {learner.name: learner.record() for learner in self.learners}
@@ -549,7 +627,8 @@ class MarglikTrainer:
         evaluation = self._evaluation(None, None) if evaluation is None else evaluation
         self.history.append(dataclasses.asdict(evaluation))
         if self._on_evaluation is not None:
-            self._on_evaluation(evaluation)
+            shown = self._on_evaluation
+            self._all_do(lambda: shown(evaluation) if self._ranks is None or self._ranks.is_first else None)
         return evaluation
 
 
@@ -681,6 +760,12 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
         depends_on: what else the numbers depend on, by name, such as how the data were made; a checkpoint of another is refused.
         on_evaluation: called with an :class:`Evaluation` after every evaluation.
         description: of the progress bar.
+        group: a ``torch.distributed`` group, such as ``torch.distributed.group.WORLD``, whose processes train together; all call this with
+            the same arguments, networks in the same state and the same whole loaders. Each takes a slice of every batch of
+            ``train_loader`` and whole batches of ``marglik_loader``; the numbers are those of one process up to rounding, but for what a
+            network draws. All generators are set to rank 0's at the start of an epoch and of an evidence step. Rank 0 alone shows a bar,
+            writes the checkpoint, which has nothing of the group in it, and calls ``on_evaluation``. What one rank raises, all raise. A
+            loader with a method ``parts``, as :class:`ella_cuda.data.TensorLoader` has, makes its slices alone.
 
     Returns:
         ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not

@@ -49,7 +49,7 @@ class Learner:
 
         Args:
             la: fitted at the present values.
-            loader: of the evidence's data.
+            loader: of the evidence's data; of this process' part where several train together, whose group is ``loader.group``.
         """
         return None
 
@@ -134,7 +134,7 @@ class BufferLearner(Learner):
 
     def _followed(self, la: KronLaplace, loader: Iterable[Any], **how: Any) -> dict[str, Tensor]:
         """:func:`ella_cuda.laplace.evidence_gradient` for a data point."""
-        found = evidence_gradient(la, loader, list(self._names), **how)
+        found = evidence_gradient(la, loader, list(self._names), group=getattr(loader, "group", None), **how)
         return {name: gradient / la.n_data for name, gradient in found.items()}
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:

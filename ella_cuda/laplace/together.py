@@ -1,0 +1,326 @@
+"""A fit of several processes: each passes over batches of its own, and all have the sums of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ella_cuda.digest import tensors_digest
+from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, require_whole
+from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, tensors_of
+from ella_cuda.laplace.copies import augment_of
+from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.parameters import uneven_sum
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.second_moment import SecondMoment
+
+if TYPE_CHECKING:
+    from ella_cuda.laplace.kron import KronLaplace
+
+NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
+STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
+NOTHING_SEEN = {"n_outputs": 0, "shape": None}
+
+
+@dataclasses.dataclass
+class FitSums:
+    """What a fit has beside the factors.
+
+    Attributes:
+        anew: whether nothing is added to.
+        n_data: of the fit that is added to. seen: data points of the pass.
+        n_targets, statistic: of both.
+        calls: of every layer with a rule. gradients: of the pass' statistic in buffers.
+    """
+
+    data_fit: DataFitGradient
+    fingerprint: Tensor
+    norms: Tensor
+    anew: bool
+    n_data: int
+    n_targets: int
+    statistic: Tensor
+    seen: int = 0
+    calls: dict[Rule, int] = dataclasses.field(default_factory=dict)
+    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+class _Opened:
+    """A loader of which one pass has begun: its first batch is known."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader, self._rest = loader, iter(loader)
+        self._first = list(islice(self._rest, 1))
+
+    @property
+    def first(self) -> Any:
+        return self._first[0] if self._first else None
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._first:
+            yield self._first.pop()
+        yield from self._rest
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+
+def accumulate_together(
+    la: KronLaplace,
+    loader: Iterable[Any],
+    override: bool,
+    progress_bar: bool,
+    generator: torch.Generator | None,
+    group: Any,
+) -> None:
+    """The pass over the data of a fit of a group; see :meth:`ella_cuda.laplace.KronLaplace.fit`."""
+    ranks = Ranks(group, "fit")
+    sums, opened, facts, error = None, None, {}, None
+    try:
+        require_loader(loader, "fit: loader")
+        require_whole(loader, ranks.size, "fit: loader")
+        sums = la._begin(loader, override, None)
+        opened = _Opened(loader)
+        facts = _facts_before(la, sums, loader, opened, generator)
+    except Exception as raised:
+        error = raised
+    headers = ranks.agree(error, **facts)
+    try:
+        _require_alike(ranks, headers)
+        if not ranks.is_first and not sums.anew:
+            _drop_before(la, sums)
+        generator_of = None
+        if la.fisher == "mc":
+            device = next(la.model.parameters()).device if generator is None else generator.device
+            generator_of = _generators(headers[0]["seed"], ranks, device)
+        try:
+            la._pass_over(sums, opened, progress_bar and ranks.is_first, generator, generator_of=generator_of)
+            la._check_finite(sums.statistic)
+            facts = _facts_after(la, sums)
+        except Exception as raised:
+            error = raised
+        after = ranks.agree(error, **facts)
+        _require_counted_once(ranks, headers, after)
+        _split(la._rules, {tuple(one) for header in after for one in header["apart"]})
+        ranks.require_same([one["layout"] for one in after], "factors", "Give all ranks the same model and settings.")
+        calls = [sum(numbers) for numbers in zip(*(one["calls"] for one in after), strict=True)]
+        sums.calls = dict(zip(sums.calls, calls, strict=True))
+        sums.n_data = headers[0]["n_data"]
+        sums.seen = sum(one["seen"] for one in after)
+        la._require_pass(sums)
+        _sum(la, ranks, sums)
+        la._check_finite(sums.statistic)
+        la._end(sums)
+        seen = next(one["of_data"] for one in after if one["seen"])
+        la.n_outputs = seen["n_outputs"]
+        la._inputs_shape = None if seen["shape"] is None else torch.Size(seen["shape"])
+        la._spectra.decompose_together(ranks)
+    except BaseException:
+        la.n_data = 0
+        raise
+
+
+# what ranks tell each other -------------------------------------------------------------------------------------------
+
+
+def _facts_before(
+    la: KronLaplace, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
+) -> dict[str, Any]:
+    if la._draws is None and augment_of(la.model) is not None:
+        raise ValueError(
+            "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
+            'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
+        )
+    draws = None if la._draws is None else float(uneven_sum(la._draws))
+    return {
+        "settings": {
+            "likelihood": repr(la.likelihood_function),
+            "fisher": la.fisher,
+            "resolution": la.resolution,
+            "approximation": la.approximation,
+            "column_tolerance": la.column_tolerance,
+            "unknown": la.unknown,
+            "parameters": layout_hash(la.parameter_names),
+            "buffers that require a gradient": sorted(sums.data_fit.buffers),
+            "override": sums.anew,
+        },
+        "fingerprint": float(sums.fingerprint),
+        "draws": draws,
+        "n_data": sums.n_data,
+        "seed": _drawn_seed(generator) if la.fisher == "mc" else 0,
+        "loader": {
+            "size": dataset_size(loader),
+            "sharded": isinstance(loader, Shard),
+            "data": _data_of(loader),
+            "first": _first_batch(la, opened.first),
+        },
+    }
+
+
+def _facts_after(la: KronLaplace, sums: FitSums) -> dict[str, Any]:
+    of_data = {"n_outputs": la.n_outputs, "shape": None if la._inputs_shape is None else list(la._inputs_shape)}
+    layout = [
+        [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
+        for rule in la._rules
+        for name, f in rule.factors.items()
+    ]
+    return {
+        "seen": sums.seen,
+        "calls": list(sums.calls.values()),
+        "apart": _apart(la._rules),
+        "layout": layout_hash(layout),
+        "of_data": of_data if sums.seen else NOTHING_SEEN,
+    }
+
+
+def _drawn_seed(generator: torch.Generator | None) -> int:
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+def _first_batch(la: KronLaplace, batch: Any) -> str | None:
+    """A digest of the first batch; None of one without data."""
+    if batch is None:
+        return None
+    x, y = pair_of(batch, "fit", dict_keys(la.dict_key_x, la.dict_key_y))
+    return tensors_digest(*tensors_of(x), y) if len(y) else None
+
+
+def _data_of(loader: Any) -> str | None:
+    """What tells the loader's data apart from others, as far as that is quick: its attribute ``data_digest``, or a digest of a data set's
+    first example."""
+    if isinstance(loader, Shard):
+        return None
+    if (named := getattr(loader, "data_digest", None)) is not None:
+        return str(named)
+    if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__getitem__"):
+        return None
+    try:
+        example = loader.dataset[0]
+    except (LookupError, TypeError):
+        return None
+    parts = example.values() if isinstance(example, Mapping) else example
+    parts = parts if isinstance(parts, Iterable) and not isinstance(parts, Tensor) else [parts]
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    return tensors_digest(*tensors) if tensors else None
+
+
+def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
+    """ValueError where ranks are about to sum what is not of one model, or the same data."""
+    names = headers[0]["settings"]
+    for name in names:
+        ranks.require_same([one["settings"][name] for one in headers], name, "Pass all ranks the same arguments.")
+    same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
+    ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
+    ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
+    firsts = [one["loader"]["first"] for one in headers]
+    again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]
+    if again:
+        size = headers[again[0]]["loader"]["size"]
+        numbers = (
+            ""
+            if size is None
+            else f": {ranks.size} times {size} would count as {ranks.size * size} of {size} data points"
+        )
+        raise ValueError(
+            f"fit: loader must yield every batch on one rank alone, but rank {again[0]} of {ranks.size} begins with the batch that rank "
+            f"{firsts.index(firsts[again[0]])} begins with{numbers}. Pass ella_cuda.distributed.shard(loader, group)."
+        )
+
+
+def _require_counted_once(ranks: Ranks, headers: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> None:
+    """ValueError where loaders of one data set yielded more data points together than it has."""
+    loaders = [one["loader"] for one in headers]
+    size, seen = loaders[0]["size"], sum(one["seen"] for one in after)
+    alike = all(one["size"] == size and one["data"] == loaders[0]["data"] for one in loaders)
+    if size is not None and alike and ranks.size > 1 and not any(one["sharded"] for one in loaders) and seen > size:
+        raise ValueError(
+            f"fit: loader must yield every batch on one rank alone, but the {ranks.size} ranks saw {seen} data points of the data set's "
+            f"{size}: the whole loader on every rank? Pass ella_cuda.distributed.shard(loader, group). Data sets of a rank's own are told "
+            "apart by their first example, or by an attribute data_digest of the loader."
+        )
+
+
+def rounded(values: Sequence[float | None]) -> list[Any]:
+    """The values, those that are near the commonest one in its place."""
+
+    def near(a: float | None, b: float | None) -> bool:
+        if a is None or b is None:
+            return a is b
+        return math.isclose(a, b, rel_tol=NEAR) or (math.isnan(a) and math.isnan(b))
+
+    common = max(values, key=lambda value: sum(near(value, other) for other in values))
+    return [json.dumps(common if near(value, common) else value) for value in values]
+
+
+# sums -----------------------------------------------------------------------------------------------------------------
+
+
+def _apart(rules: Sequence[Rule]) -> list[list[str]]:
+    """Parameters whose output side could be another one's, and was separated when the pass met shared positions."""
+    return [
+        [rule.name, name]
+        for rule in rules
+        for name, owner in rule.output_owners().items()
+        if rule.factors[name].output_moment is not rule.factors[owner].output_moment
+    ]
+
+
+def _split(rules: Sequence[Rule], apart: set[tuple[str, ...]]) -> None:
+    """Separate the output sides that another rank has separated: what was summed here is of data without shared positions, whose sums
+    are both sides'."""
+    for rule in rules:
+        for name, owner in rule.output_owners().items():
+            factor = rule.factors[name]
+            if (rule.name, name) in apart and factor.output_moment is rule.factors[owner].output_moment:
+                factor.output_moment = factor.output_moment.clone(f"{rule.full_name(name)} (output side)")
+
+
+def _moments(rules: Sequence[Rule]) -> list[SecondMoment]:
+    sides = (m for rule in rules for f in rule.factors.values() for m in (f.input_moment, f.output_moment))
+    return list({moment: None for moment in sides if moment is not None})
+
+
+def _drop_before(la: KronLaplace, sums: FitSums) -> None:
+    """Leave the fit that is added to with rank 0."""
+    for moment in _moments(la._rules):
+        moment.total = torch.zeros_like(moment.total)
+        moment.count(-moment.rows)
+    sums.n_targets, sums.statistic = 0, torch.zeros_like(sums.statistic)
+    la._statistic_gradients = {}
+
+
+def _sum(la: KronLaplace, ranks: Ranks, sums: FitSums) -> None:
+    """All ranks' sums in the place of this one's."""
+    moments = _moments(la._rules)
+    gradients = {name: g + la._statistic_gradients.get(name, 0) for name, g in sums.gradients.items()}
+    counts = sums.statistic.new_tensor([float(moment.rows) for moment in moments] + [float(sums.n_targets)])
+    extra = torch.cat([counts, sums.statistic.view(1), *(g.flatten() for g in gradients.values())])
+    extra = ranks.sum_matrices_([moment.total for moment in moments], extra)
+    *rows, n_targets = extra[: len(counts)].tolist()
+    for moment, count in zip(moments, rows, strict=True):
+        moment.count(int(count) - moment.rows)
+    sums.n_targets, sums.statistic = int(n_targets), extra[len(counts)].clone()
+    parts = extra[len(counts) + 1 :].split([g.numel() for g in gradients.values()]) if gradients else ()
+    sums.gradients = {
+        name: part.view(g.shape).clone() for (name, g), part in zip(gradients.items(), parts, strict=True)
+    }
+    la._statistic_gradients = {}
+
+
+def _generators(seed: int, ranks: Ranks, device: torch.device) -> Callable[[int], torch.Generator]:
+    """A generator for each of this rank's batches, which follows from the batch's number among all ranks' alone."""
+
+    def of(number: int) -> torch.Generator:
+        among_all = number * ranks.size + ranks.rank
+        return torch.Generator(device).manual_seed((seed + STEP * among_all) % 2**63)
+
+    return of

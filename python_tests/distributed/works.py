@@ -1,0 +1,579 @@
+"""What the processes of tests do, by name: each function is called on every rank of a group, and returns what ``torch.save`` takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ella_cuda import distributed
+from ella_cuda.augment import AffineAugment, AveragedFunction
+from ella_cuda.data import FlipsShifts, TensorLoader
+from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
+from ella_cuda.laplace import KronLaplace
+from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
+from ella_cuda.training import Learner, MarglikTrainer
+from python_tests.test_experiments import small
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+SIZE = 101  # data points, in batches of which ranks have different numbers
+
+
+def data(dtype: torch.dtype = torch.float32, count: int = SIZE) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 1, 8, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(10, (count,), generator=generator)
+
+
+def network(name: str = "relaxed", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    if name == "relaxed":
+        conv = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1, padding_mode="circular"), PolyphasePool2d())
+        layer = RelaxedEquivariance({"f_fc": FactoredLinear2d(1, 2, 8, 4), "conv": conv})
+        model = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.Linear(32, 10))
+    elif name == "sparse":
+        model = nn.Sequential(SparseFactoredLinear2d(1, 3, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(48, 10))
+    elif name == "positions":  # a linear layer at 8 shared positions
+        model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 6), nn.Tanh(), nn.Flatten(), nn.Linear(48, 10))
+    else:
+        raise ValueError(name)
+    return model.to(dtype)
+
+
+def trained(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
+    """After some steps, so that output Hessians differ between data points."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model
+
+
+def facts(la: KronLaplace) -> dict[str, Any]:
+    """What tests compare of a fit."""
+    found: dict[str, Any] = {"n_data": la.n_data, "n_outputs": la.n_outputs, "n_targets": la.n_targets}
+    for name, factor in la.factors.items():
+        found[f"{name} inputs"] = factor.inputs
+        found[f"{name} outputs"] = factor.outputs
+        found[f"{name} rows"] = [0 if m is None else m.rows for m in (factor.input_moment, factor.output_moment)]
+    found["gamma"] = torch.tensor([*la.effective_parameters().values()], dtype=torch.float64)
+    found["evidence"] = la.log_marginal_likelihood().detach()
+    return found
+
+
+def loader_of(batches: int, dtype: torch.dtype, count: int = SIZE) -> TensorLoader:
+    return TensorLoader(*data(dtype, count), batch_size=-(-count // batches))
+
+
+def fitted(name: str, dtype: str, batches: int, group: Any, **settings: Any) -> KronLaplace:
+    x, y = data(DTYPES[dtype])
+    model = trained(network(name, DTYPES[dtype]), x, y)
+    loader = loader_of(batches, DTYPES[dtype])
+    la = KronLaplace(model, prior_precision=0.7, **settings)
+    return la.fit(loader) if group is None else la.fit(shard(loader, group), group=group)
+
+
+def fit(name: str, dtype: str, batches: int, settings: dict[str, Any]) -> dict[str, Any]:
+    return facts(fitted(name, dtype, batches, dist.group.WORLD, **settings))
+
+
+def fit_twice(name: str, dtype: str, batches: int) -> dict[str, Any]:
+    """The same data as two parts, the second added to the first."""
+    x, y = data(DTYPES[dtype])
+    la = KronLaplace(trained(network(name, DTYPES[dtype]), x, y), prior_precision=0.7)
+    loaders = [TensorLoader(x[part], y[part], -(-SIZE // batches)) for part in (slice(0, 40), slice(40, SIZE))]
+    group = dist.group.WORLD
+    for number, loader in enumerate(loaders):
+        la.fit(shard(loader, group), override=number == 0, group=group)
+    return facts(la)
+
+
+def gradients(la: KronLaplace, names: list[str]) -> dict[str, Tensor]:
+    buffers = dict(la.model.named_buffers())
+    found = torch.autograd.grad(la.log_marginal_likelihood(), [buffers[name] for name in names])
+    return dict(zip(names, (g.detach() for g in found), strict=True))
+
+
+LEARNED = ["0.basis_in.anchors", "0.basis_in.inverse_lengthscale"]
+
+
+def learning(dtype: str) -> tuple[nn.Module, list[str]]:
+    model = trained(network("sparse", DTYPES[dtype]), *data(DTYPES[dtype]))
+    names = [n for n, b in model.named_buffers() if n.endswith(("anchors", "inverse_lengthscale"))]
+    for name in names:
+        model.get_buffer(name).requires_grad_()
+    return model, names
+
+
+def fit_of_buffers(dtype: str, batches: int) -> dict[str, Tensor]:
+    model, names = learning(dtype)
+    la = KronLaplace(model, prior_precision=0.7)
+    la.fit(shard(loader_of(batches, DTYPES[dtype]), dist.group.WORLD), group=dist.group.WORLD)
+    return gradients(la, names)
+
+
+def fit_of_buffers_twice(dtype: str) -> dict[str, Tensor]:
+    model, names = learning(dtype)
+    la, (x, y) = KronLaplace(model, prior_precision=0.7), data(DTYPES[dtype])
+    for part in (slice(0, 40), slice(40, SIZE)):
+        la.fit(
+            shard(TensorLoader(x[part], y[part], 10), dist.group.WORLD), override=not part.start, group=dist.group.WORLD
+        )
+    return gradients(la, names)
+
+
+def later_pass() -> str:
+    """What asking for a pass over a fit's own loader says, which has a part of the data."""
+    la = fitted("relaxed", "float32", 11, dist.group.WORLD)
+    try:
+        la.optimize_prior_precision(at="linear", n_steps=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def fit_wrongly(what: str) -> None:
+    """A fit that must be refused on all ranks; rank 1 is to blame, or all are."""
+    x, y = data()
+    model, rank = network(), dist.get_rank()
+    group = dist.group.WORLD
+    loader: Any = shard(TensorLoader(x, y, 10), group)
+    if what == "sampler":
+        dataset = TensorDataset(x, y)
+        loader = DataLoader(dataset, batch_size=10, sampler=DistributedSampler(dataset, shuffle=False))
+    elif what == "whole":
+        loader = DataLoader(TensorDataset(x, y), batch_size=10)
+    elif what == "whole, shuffled":
+        loader = DataLoader(
+            TensorDataset(x, y), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(rank)
+        )
+    elif what == "nan" and rank == 1:
+        x[15] = float("nan")
+    elif what == "label" and rank == 1:
+        y[15] = 10
+    elif (what == "parameters" and rank == 1) or (what == "parameters of rank 0" and rank == 0):
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] += 1e-3
+    elif what == "settings" and rank == 1:
+        KronLaplace(model, resolution="per_channel").fit(loader, group=group)
+        return
+    elif what == "draws":
+        model = AveragedFunction(model, AffineAugment(4, sampling="independent"))
+    elif what == "dataset" and rank == 1:
+        loader = TensorDataset(x, y)
+    elif what == "nothing":
+        loader = []
+    elif what == "never called":
+        model = nn.ModuleDict({"used": nn.Linear(64, 10), "not": nn.Linear(3, 3)})
+        model.forward = lambda x: model["used"](x.flatten(1))
+    KronLaplace(model).fit(loader, group=group)
+
+
+def fit_on_one(dtype: str) -> dict[str, Any]:
+    """A loader's only batch, on rank 0."""
+    return fit("positions", dtype, 1, {})
+
+
+def fit_data_of_its_own(dtype: str) -> dict[str, Any]:
+    """Every rank has a data set of its own."""
+    x, y = data(DTYPES[dtype])
+    mine = slice_of(SIZE, dist.get_rank(), dist.get_world_size())
+    la = KronLaplace(trained(network("relaxed", DTYPES[dtype]), x, y), prior_precision=0.7)
+    loader = DataLoader(TensorDataset(x[mine], y[mine]), batch_size=10)
+    return facts(la.fit(loader, group=dist.group.WORLD))
+
+
+class Counted:
+    """Collectives that ranks call, with their bytes."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            setattr(dist, name, self._counting(name, getattr(dist, name)))
+
+    def _counting(self, name: str, real: Any) -> Any:
+        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            sent = args[0] if name == "all_gather" else tensor
+            self.calls.append((name, sent.numel() * sent.element_size()))
+            return real(tensor, *args, **kwargs)
+
+        return counted
+
+
+def count_fit(name: str, batches: int) -> dict[str, Any]:
+    counted = Counted()
+    la = fitted(name, "float32", batches, dist.group.WORLD)
+    moments = {m for f in la.factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
+    numbers = sum(packed_numbers(*m.total.shape[:2]) for m in moments)
+    before = len(counted.calls)
+    float(la.log_marginal_likelihood())
+    la.effective_parameters()
+    return {
+        "calls": [list(c) for c in counted.calls],
+        "numbers": numbers,
+        "moments": len(moments),
+        "later": len(counted.calls) - before,
+    }
+
+
+def predictions() -> dict[str, Tensor]:
+    la = fitted("relaxed", "float64", 11, dist.group.WORLD)
+    x, _ = data(torch.float64)
+    mine = slice_of(len(x), dist.get_rank(), dist.get_world_size())
+    return {"gathered": gathered(la(x[mine]), dist.group.WORLD), "whole": la(x)}
+
+
+def wrapped(how: str) -> int:
+    """A fit by a model that is wrapped for training; with "gathered" by what its refusal says to do."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    group, loader = dist.group.WORLD, loader_of(11, torch.float32)
+    if how == "replicated":
+        KronLaplace(DistributedDataParallel(network()))
+    sharded = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    torch.manual_seed(0)
+    for parameter in sharded.parameters():
+        nn.init.normal_(parameter)
+    weight = sharded[1].weight.detach().clone()
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    if how == "sharded":
+        KronLaplace(sharded)
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=False)
+    plain.load_state_dict(get_model_state_dict(sharded, options=options))
+    assert torch.equal(plain[1].weight, weight)
+    return KronLaplace(plain).fit(shard(loader, group), group=group).n_data
+
+
+def sum_in_parts(most: int) -> dict[str, Any]:
+    """Matrices summed so many numbers at once."""
+    distributed.AT_ONCE = most
+    counted, ranks = Counted(), Ranks(dist.group.WORLD, "test")
+    generator = torch.Generator().manual_seed(ranks.rank)
+    halves = [
+        torch.randn(g, d, d, dtype=torch.float64, generator=generator) for g, d in ((1, 1), (2, 4), (3, 5), (1, 6))
+    ]
+    totals = [half + half.mT for half in halves]
+    before = [total.clone() for total in totals]
+    extra = ranks.sum_matrices_(totals, torch.arange(3).double() + ranks.rank)
+    return {"before": before, "totals": totals, "extra": extra, "sums": len(counted.calls)}
+
+
+def exchange(size: int) -> list[Any]:
+    ranks = Ranks(dist.group.WORLD, "test")
+    return ranks.exchange({"rank": ranks.rank, "text": "x" * size})
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+# training -------------------------------------------------------------------------------------------------------------
+
+
+def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
+    """A training, and what tests compare of it."""
+    kind = options.pop("network", "relaxed")
+    model = network(kind, DTYPES[dtype])
+    x, y = data(DTYPES[dtype])
+    torch.manual_seed(5 + (options.pop("other_seeds", False) and dist.is_initialized() and dist.get_rank()))
+    augment = FlipsShifts(torch.zeros(1, dtype=x.dtype), 1) if options.pop("shifted", False) else None
+    if options.pop("averaged", False):
+        options |= {"augment": AffineAugment(4, sampling="shared").to(DTYPES[dtype]), "learn": ["augmentation"]}
+    if options.pop("loader", "tensors") == "tensors":
+        loader: Any = TensorLoader(x, y, 32, shuffle=True, augment=augment)
+    else:
+        loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
+    trainer = MarglikTrainer(
+        model,
+        loader,
+        marglik_loader=TensorLoader(x, y, 10),
+        optimizer_kwargs={"lr": 0.01},
+        group=group,
+        **{
+            "n_epochs": 4,
+            "n_epochs_burnin": 1,
+            "marglik_frequency": 1,
+            "n_hypersteps": 3,
+            "progress_bar": False,
+            **options,
+        },
+    )
+    return described(trainer, trainer.run())
+
+
+def described(trainer: MarglikTrainer, la: KronLaplace) -> dict[str, Any]:
+    """What tests compare of a training."""
+    return {
+        "losses": trainer.losses,
+        "margliks": trainer.margliks,
+        "accuracies": [one["accuracy"] for one in trainer.history],
+        "log_precision": la.prior_precision.log(),
+        "weights": torch.cat([p.detach().flatten() for p in trainer.model.parameters()]),
+        "buffers": torch.cat(
+            [b.detach().double().flatten() for b in trainer.model.buffers()] or [torch.zeros(1).double()]
+        ),
+        "sigma": float(la.sigma_noise),
+    }
+
+
+def train(dtype: str, options: dict[str, Any]) -> dict[str, Any]:
+    return training(dtype, dist.group.WORLD, **options)
+
+
+class Dying:
+    """A loader whose process is killed on a rank, at a batch of an epoch."""
+
+    def __init__(self, loader: TensorLoader, rank: int, epoch: int, batch: int) -> None:
+        self.loader, self.rank, self.at, self.epochs = loader, rank, (epoch, batch), 0
+        self.dataset_size, self.data_digest, self.augment = loader.dataset_size, loader.data_digest, None
+
+    def parts(self, rank: int, ranks: int) -> Any:
+        self.epochs += 1
+        for number, part in enumerate(self.loader.parts(rank, ranks), start=1):
+            if dist.get_rank() == self.rank and (self.epochs, number) == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield part
+
+    def __iter__(self) -> Any:
+        return iter(self.loader)
+
+
+def stoppable(checkpoint: str, group: Any, how: str = "") -> dict[str, Any]:
+    """A training with a checkpoint, of which "killed" is its second rank in the middle of epoch 3, "interrupted" its third epoch, and "saved
+    before" and "saved after" its rank 0 before and after the third checkpoint takes its place."""
+    torch.manual_seed(5)
+    x, y = data()
+    loader: Any = TensorLoader(x, y, 32, shuffle=True)
+    if how == "killed":
+        loader = Dying(loader, 1, 3, 2)
+    saved = 0
+    replace = os.replace
+
+    def dying_replace(*names: Any) -> None:
+        nonlocal saved
+        saved += str(names[1]) == checkpoint
+        if saved == 3 and how == "saved before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*names)
+        if saved == 3 and how == "saved after":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def shown(evaluation: Any) -> None:
+        if how == "interrupted" and evaluation.epoch == 3:
+            raise RuntimeError("interrupted")
+
+    if how.startswith("saved"):
+        os.replace = dying_replace
+    trainer = MarglikTrainer(
+        network(),
+        loader,
+        marglik_loader=TensorLoader(x, y, 10),
+        optimizer_kwargs={"lr": 0.01},
+        n_epochs=5,
+        n_epochs_burnin=1,
+        n_hypersteps=3,
+        progress_bar=False,
+        checkpoint=checkpoint,
+        on_evaluation=shown,
+        group=group,
+    )
+    la = trainer.run()
+    return described(trainer, la)
+
+
+def train_stoppably(checkpoint: str, how: str = "") -> dict[str, Any]:
+    return stoppable(checkpoint, dist.group.WORLD, how)
+
+
+def train_wrongly(what: str, folder: str) -> None:
+    """A training that must be refused on all ranks; rank 1 is to blame, or all are."""
+    torch.manual_seed(5)
+    (x, y), rank, model = data(), dist.get_rank(), network()
+    options: dict[str, Any] = {}
+    if what == "batch norm":
+        model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    elif what == "graph":
+        options["cuda_graph"] = True
+    elif what == "label" and rank == 1:
+        y[:] = 10
+    elif what == "nan" and rank == 1:
+        x[:] = float("nan")
+    elif what == "parameters" and rank == 1:
+        nn.init.zeros_(next(model.parameters()))
+    elif what == "argument" and rank == 1:
+        options["lr_hyp"] = -1.0
+    elif what == "checkpoint":
+        options["checkpoint"] = folder
+    elif what == "callback":
+        options["on_evaluation"] = lambda evaluation: 1 / 0
+    elif what == "settings" and rank == 1:
+        options["lr_hyp"] = 0.2
+    digest = None if what == "data" else "told to be the same"
+    if what == "data" and rank == 1:
+        x[-1] += 1
+    loader: Any = TensorLoader(x, y, 10, data_digest=digest)
+    batches = [(x[i : i + 10], y[i : i + 10]) for i in range(0, SIZE, 10)]
+    if what == "ends" and rank == 1:
+        options |= {"n_data": SIZE}
+        loader = batches[:5]
+    elif what == "ends":
+        options |= {"n_data": SIZE}
+        loader = batches
+    elif what == "first batch":
+        loader = batches[rank:] + batches[:rank]
+    elif what == "sampler":
+        dataset = TensorDataset(x, y)
+        loader = DataLoader(dataset, batch_size=10, sampler=DistributedSampler(dataset))
+    elif what == "loader":
+        loader = Broken(batches, rank)
+    MarglikTrainer(
+        model,
+        loader,
+        marglik_loader=TensorLoader(*data(), 10),
+        n_epochs=2,
+        progress_bar=False,
+        group=dist.group.WORLD,
+        **options,
+    ).run()
+
+
+class Broken:
+    """A loader that raises on rank 1 in its second pass."""
+
+    dataset_size = SIZE
+
+    def __init__(self, batches: list[Any], rank: int) -> None:
+        self.batches, self.rank, self.passes = batches, rank, 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        for number, batch in enumerate(self.batches):
+            if self.rank == 1 and self.passes == 2 and number == 4:
+                raise OSError("a file is gone")
+            yield batch
+
+
+def count_steps() -> dict[str, Any]:
+    """Sums of a training's epochs, by their sizes."""
+    counted = Counted()
+    model = network()
+    x, y = data()
+    trainer = MarglikTrainer(
+        model, TensorLoader(x, y, 10), n_epochs=2, progress_bar=False, objective="map", group=dist.group.WORLD
+    )
+    trainer.epoch()
+    before = len(counted.calls)
+    trainer.epoch()
+    return {
+        "calls": [list(c) for c in counted.calls[before:]],
+        "bytes": 4 * (sum(p.numel() for p in model.parameters()) + 5),
+        "steps": len(trainer._train_loader),
+    }
+
+
+class Drifting(Learner):
+    """Moves a buffer by what depends on the rank, as rounding of other machines does; or has gradients of the rank's own data."""
+
+    name = "drifting"
+
+    def __init__(self, model: nn.Module, of_own_data: bool) -> None:
+        self.buffer, self.of_own_data, self.moved = model.drifting, of_own_data, 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"drifting": self.buffer}
+
+    def gradients(self, la: KronLaplace, loader: Any) -> dict[str, Tensor]:
+        first = next(iter(loader))[0].mean()
+        return {"drifting": first if self.of_own_data else torch.ones(())}
+
+    def step(self, la: KronLaplace, gradients: Any) -> None:
+        self.buffer += 1 + 0.1 * dist.get_rank()
+        self.moved += 1 + 0.1 * dist.get_rank()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moved": self.moved}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.moved = state["moved"]
+
+
+def train_drifting(of_own_data: bool) -> list[float]:
+    torch.manual_seed(5)
+    (x, y), model = data(), network()
+    model.register_buffer("drifting", torch.zeros(()))
+    trainer = MarglikTrainer(
+        model,
+        TensorLoader(x, y, 10),
+        n_epochs=3,
+        n_hypersteps=1,
+        progress_bar=False,
+        learn=[learner := Drifting(model, of_own_data)],
+        group=dist.group.WORLD,
+    )
+    trainer.run()
+    return [float(model.drifting), learner.moved]
+
+
+def documented(block: str) -> float:
+    """Run a page's code, in a group that is there already."""
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    names: dict[str, Any] = {}
+    exec(compile(block, "distributed.md", "exec"), names)
+    return float(names["la"].log_marginal_likelihood())
+
+
+def shown() -> str:
+    """What a training with a progress bar writes."""
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as file:
+        training("float32", dist.group.WORLD, n_epochs=2, progress_bar=True)
+    return file.getvalue()
+
+
+# grids ----------------------------------------------------------------------------------------------------------------
+
+
+def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "") -> dict[str, Any]:
+    """A grid of small runs; "fails" is its second run, "killed" the process that does it."""
+    from ella_cuda.experiments import grid as grids
+    from ella_cuda.reports import results
+    from ella_cuda.reports.pictures import Drawn
+
+    configs = [small(**one) for one in changes]
+    did, real = [], grids.run_one
+
+    def noted(config: Any, *args: Any, **options: Any) -> Any:
+        did.append(config.name)
+        if how == "fails" and config.name == configs[1].name:
+            raise FloatingPointError("it diverged")
+        if how == "killed" and config.name == configs[1].name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(config, *args, **options)
+
+    drawn = results.save_pictures
+    grids.run_one, results.save_pictures = noted, lambda *_: Drawn()  # which takes longer than runs do
+    seen: list[str] = []
+    try:
+        rows = grids.run_grid(
+            configs,
+            folder,
+            progress=False,
+            group=dist.group.WORLD if dist.is_initialized() else None,
+            spread=spread,
+            on_row=lambda row: seen.append(row["run"]),
+        )
+    finally:
+        grids.run_one, results.save_pictures = real, drawn
+    return {"rows": rows, "did": did, "seen": seen}

@@ -162,8 +162,11 @@ class StepTogether:
         if failed:
             self.ranks.agree(error)
         if not math.isfinite(loss + penalty):
-            self.ranks.agree(self._not_finite(part, penalty, where))
-            raise FloatingPointError(f"marglik_training: the sum of the ranks' losses is not finite at {where}.")
+            self.ranks.together(lambda: self._require_finite(part, penalty, where))
+            raise FloatingPointError(
+                f"marglik_training: the ranks' losses are finite at {where}, and their sum with the prior's part, {loss + penalty}, is not. "
+                "Lower the learning rate or raise prior_prec_init."
+            )
         self._move(loss, correct, counted)
         if ended not in (0, self.ranks.size):
             raise ValueError(
@@ -191,17 +194,18 @@ class StepTogether:
             if step.likelihood.has_classes:
                 self._tail[CORRECT], self._tail[COUNTED] = step.likelihood.hits(outputs, y)
 
-    def _not_finite(self, part: Part, penalty: float, where: str) -> Exception | None:
-        """What is to be said where this rank's own part of the loss is not finite, or the prior's."""
+    def _require_finite(self, part: Part, penalty: float, where: str) -> None:
+        """FloatingPointError where this rank's own part of the loss is not finite."""
         x, y, _ = part
+        if not len(y):
+            return
         with torch.no_grad():
-            own = self.step.likelihood.loss(run_model(self.step.model, x), y, self.step.variance) if len(y) else y.sum()
-        if torch.isfinite(own + penalty):
-            return None
-        return FloatingPointError(
-            f"marglik_training: the loss is {float(own) + penalty} at {where}; {what_is_not_finite(self.step.model, x, y)}. The last "
-            "checkpoint, if any, is from before this epoch."
-        )
+            own = float(self.step.likelihood.loss(run_model(self.step.model, x), y, self.step.variance))
+        if not math.isfinite(own):
+            raise FloatingPointError(
+                f"marglik_training: the loss is {own + penalty} at {where}; {what_is_not_finite(self.step.model, x, y)}. The last "
+                "checkpoint, if any, is from before this epoch."
+            )
 
     def _move(self, loss: float, correct: float, counted: float) -> None:
         step = self.step

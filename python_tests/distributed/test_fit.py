@@ -33,7 +33,7 @@ def require_near(found, expected, of_factors: float, of_numbers: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_fit_of_several_processes_is_that_of_one(processes, ranks, dtype):
     expected = alone("relaxed", dtype, 11)
     for found in processes.run("fit", ranks, "relaxed", dtype, 11, {}):

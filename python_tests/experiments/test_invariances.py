@@ -327,7 +327,7 @@ def test_wrong_usage_is_2_and_writes_nothing(args, words, tmp_path, monkeypatch,
 def test_parts_of_one_experiment_are_not_anothers(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", "linearised", "--part", "rings"]) == 2
-    assert "--part must be some of toy, sweep, stopping, networks for linearised" in capsys.readouterr().err
+    assert "--part must be some of toy, sweep, stopping, networks, unet for linearised" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("few", "undrawn")

@@ -202,14 +202,16 @@ def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(t.unflatten(0, x.shape[:2]) for t in found)
     # One tap after the other; torch's kernel goes through windows. A tap's distance from the first grows, so that the largest one counts.
     sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True)]
-    rows, columns = (torch.arange(n, dtype=torch.int32) * s for n, s in zip(sizes, stride, strict=True))
+    rows, columns = (
+        torch.arange(n, dtype=torch.int32, device=x.device) * s for n, s in zip(sizes, stride, strict=True)
+    )
     value = distance = None
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             down, right = i * dilation[0], j * dilation[1]
             tap = x[..., down :: stride[0], right :: stride[1]][..., : sizes[0], : sizes[1]].contiguous()
             if value is None:
-                value, distance = tap, torch.zeros(tap.shape, dtype=torch.int32)
+                value, distance = tap, torch.zeros_like(tap, dtype=torch.int32)
                 continue
             larger = (tap > value).int().mul_(down * x.shape[-1] + right)
             distance, value = torch.maximum(distance, larger), torch.maximum(tap, value)

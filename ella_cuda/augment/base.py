@@ -336,7 +336,8 @@ class Augment(nn.Module):
         """ValueError unless x has a shape that the transformation takes."""
 
     def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-        r"""The copies, ``(N, S, ...)``, of x ``(N, ...)`` at draws eps ``(N or 1, S, k)`` and amounts eta ``(k,)``."""
+        r"""The copies, ``(N, S, ...)``, of x ``(N, ...)`` at draws eps ``(N or 1, S, k)`` and amounts eta ``(k,)``. S may be a part of
+        ``n_samples``: where copies depend on their own draws alone, they may go through a network a few at a time."""
         raise NotImplementedError(f"{self._name} must implement transform(x, eps, eta).")
 
     @property

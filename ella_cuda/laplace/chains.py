@@ -130,14 +130,15 @@ class Reshaped(Link):
 
 
 class Pooled(Link):
-    """Largest values of windows, as they are or of a function of every entry, whose derivatives then count where these are."""
+    """Largest values of windows of planes, the last two axes, as they are or of a function of every entry, whose derivatives then count
+    where these are."""
 
     def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
         self.module, self.shape = module, x.shape
         rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
         whole = None if function is None or rises else Elementwise(function, x)
         self.out, places = _largest(module, x if whole is None else whole.out)
-        self._whole_places, self._places = places, places.flatten(3)
+        self._whole_places, self._places = places, places.flatten(-2)
         there = Elementwise(function, self.out) if rises else whole
         self.curved = there is not None and there.curved
         self._first = self._second = None
@@ -151,8 +152,8 @@ class Pooled(Link):
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
         places = self._places.expand(len(values), *self._places.shape)
-        flat = values.flatten(4).expand(-1, -1, places.shape[2], -1, -1)
-        return flat.gather(4, places).view(len(values), *self.out.shape)
+        flat = values.flatten(-2).expand(-1, -1, places.shape[2], *values.shape[3:-2], -1)
+        return flat.gather(-1, places).view(len(values), *self.out.shape)
 
     def along(self, t: Tensor) -> Tensor:
         found = self._there(t)
@@ -165,13 +166,12 @@ class Pooled(Link):
         if not g.is_cpu:  # where values that meet would be added in any order
             return super().back_summed(g)
         g = g if self._first is None else g * self._first
-        n, _, channels, height, width = self.shape
-        planes = torch.arange(n * channels, device=g.device).view(n, 1, channels, 1) * (height * width)
+        n, size, channels = self.shape[0], self.shape[-2:].numel(), self.shape[2:-2]
+        planes = torch.arange(n * channels.numel(), device=g.device).view(n, 1, *channels, 1) * size
         places = (self._places + planes).flatten()  # in the planes of all data points
-        found = g.new_zeros(len(g), n * channels * height * width)
-        return found.scatter_add_(1, places.expand(len(g), -1), g.reshape(len(g), -1)).view(
-            -1, n, channels, height, width
-        )
+        found = g.new_zeros(len(g), planes.numel() * size)
+        found.scatter_add_(1, places.expand(len(g), -1), g.reshape(len(g), -1))
+        return found.view(-1, n, *self.shape[2:])
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         there = self._there(t)
@@ -188,32 +188,34 @@ class Pooled(Link):
                     of_column, into, *sizes, m.ceil_mode, where, grad_input=into
                 )
             return found
-        found = values.new_zeros(len(values), *self.shape[:3], self.shape[3:].numel())
+        found = values.new_zeros(len(values), *self.shape[:-2], self.shape[-2:].numel())
         places = self._places.expand(len(values), *self._places.shape)
-        return found.scatter_add_(4, places, values.flatten(4)).view(-1, *self.shape)
+        return found.scatter_add_(-1, places, values.flatten(-2)).view(-1, *self.shape)
 
 
 def _largest(module: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest values of windows of planes ``(N, S, C, H, W)``, and where they are in the planes, the first of equal ones."""
+    """The largest values of windows of planes ``(N, S, ..., H, W)``, and where they are in the planes, the first of equal ones."""
     m = module
     kernel, stride, pads, dilation = (_pair(n) for n in (m.kernel_size, m.stride, m.padding, m.dilation))
     if any(pads) or m.ceil_mode or not x.is_cpu:
         found = F.max_pool2d(x.flatten(0, 1), kernel, stride, pads, dilation, m.ceil_mode, return_indices=True)
         return tuple(t.unflatten(0, x.shape[:2]) for t in found)
     # One tap after the other; torch's kernel goes through windows. A tap's distance from the first grows, so that the largest one counts.
-    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[3:], kernel, stride, dilation, strict=True)]
-    rows, columns = (torch.arange(n, dtype=torch.int32) * s for n, s in zip(sizes, stride, strict=True))
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[-2:], kernel, stride, dilation, strict=True)]
+    rows, columns = (
+        torch.arange(n, dtype=torch.int32, device=x.device) * s for n, s in zip(sizes, stride, strict=True)
+    )
     value = distance = None
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             down, right = i * dilation[0], j * dilation[1]
             tap = x[..., down :: stride[0], right :: stride[1]][..., : sizes[0], : sizes[1]].contiguous()
             if value is None:
-                value, distance = tap, torch.zeros(tap.shape, dtype=torch.int32)
+                value, distance = tap, torch.zeros_like(tap, dtype=torch.int32)
                 continue
-            larger = (tap > value).int().mul_(down * x.shape[4] + right)
+            larger = (tap > value).int().mul_(down * x.shape[-1] + right)
             distance, value = torch.maximum(distance, larger), torch.maximum(tap, value)
-    return value, (distance + (rows[:, None] * x.shape[4] + columns)).long()
+    return value, (distance + (rows[:, None] * x.shape[-1] + columns)).long()
 
 
 class Elementwise(Link):

@@ -31,6 +31,7 @@ from ella_cuda.laplace.rules import Rule
 
 FEW = 8  # copies of images, which always go together
 PROBED = 2  # copies of each data point, by which a network is tried
+SAME = 1e-4  # the part in which numbers of a copy may differ that is made alone, and one that is made beside another
 
 Chunk = tuple[Inputs, float]  # data points with some of their copies, and the share of these in all
 
@@ -123,7 +124,28 @@ def has_chunks(model: nn.Module, x: Inputs) -> bool:
     if augment_of(model) is None or not is_plain_average(model) or not isinstance(x, tuple) or len(x) != 2:
         return False
     eps = x[1]
-    return isinstance(eps, Tensor) and eps.dim() > 1 and eps.shape[1] == copies_of(model)
+    if (
+        not isinstance(x[0], Tensor)
+        or not isinstance(eps, Tensor)
+        or eps.dim() < 2
+        or not 1 < eps.shape[1] == copies_of(model)
+    ):
+        return False
+    return _is_made_alone(model, x[0][:1], eps[:1, :PROBED])
+
+
+@torch.no_grad()
+def _is_made_alone(model: AveragedFunction, x: Tensor, eps: Tensor) -> bool:
+    """Whether the last copy of a data point is of its own draws alone, and none is made beside: an augmentation may have another forward, or
+    a transform that knows a copy's number."""
+    together, alone = model.copies(x, eps), model.copies(x, eps[:, -1:])
+    last = together[:, -1:]
+    if together.shape[1] != eps.shape[1] or alone.shape != last.shape:
+        return False
+    if not (alone.is_floating_point() and alone.numel()):
+        return torch.equal(alone, last)
+    size = float(last.nan_to_num().abs().max())
+    return torch.allclose(alone, last, rtol=SAME, atol=SAME * size, equal_nan=True)
 
 
 def tried_copies(model: nn.Module, x: Inputs) -> tuple[Inputs, int]:
@@ -172,7 +194,7 @@ def warn_of_all_copies(model: nn.Module, x: Inputs, room: int, image_bytes: int,
     if copies_of(model) <= FEW or image_bytes <= room or has_chunks(model, x):
         return
     reason = (
-        "a hook, a subclass or another forward may change the average"
+        "a hook, a subclass or another forward may change the average, or a copy depends on others"
         if augment_of(model) is not None
         else f"a {type(model.augment).__name__} is no ella_cuda.augment.Augment, whose draws are known"
     )

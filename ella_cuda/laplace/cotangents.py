@@ -441,7 +441,7 @@ class _Passes:
         back = self._columns_of(outputs, y)
         for rule, gradients in self._gradients(outputs, back, keep=True):
             self._add(rule, gradients)
-        self._add_per_example(self._of_single_points(x, back))
+        self._add_per_example(self._of_single_points(x, back, keep=True))
         self._forget()
         return self._total(outputs, y)
 
@@ -467,12 +467,12 @@ class _Passes:
             gradients = found[id(out)]
             yield rule, None if gradients[0] is None else torch.stack(gradients)
 
-    def _of_single_points(self, x: Inputs, back: Tensor) -> dict[str, Tensor]:
-        """The gradients that no layer's rule takes."""
+    def _of_single_points(self, x: Inputs, back: Tensor, keep: bool) -> dict[str, Tensor]:
+        """The gradients that no layer's rule takes, in the graph if ``keep``."""
         if self.per_example is None:
             return {}
         with in_plain_products():
-            return self.per_example.gradients(x, back)
+            return self.per_example.gradients(x, back, keep)
 
     def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
         for rule in [] if self.per_example is None else self.per_example.rules:
@@ -550,7 +550,7 @@ class _Passes:
                 if gradients is not None:
                     call.take(batch_first(gradients, self._places[rule], 1))
                 rule.release()
-            alone = self._of_single_points(x, back * share)
+            alone = self._of_single_points(x, back * share, keep)
         self._forget()
         return outputs, calls, alone
 

@@ -97,9 +97,10 @@ class PerExampleGradients:
                     for name in rule.trainable:
                         rule.add(name, found[rule.full_name(name)], data_too=last_columns)
 
-    def gradients(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
-        """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once."""
-        return (self._by_vmap if self._together else self._one_by_one)(x, columns)
+    def gradients(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
+        """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once; in the graph of columns
+        and of the model's buffers if ``keep``."""
+        return self._by_vmap(x, columns) if self._together else self._one_by_one(x, columns, keep)
 
     def _of_copies(self, x: Inputs, columns: Tensor, most: int | None) -> dict[str, Tensor]:
         """:meth:`gradients`, of so many copies at a time."""
@@ -140,8 +141,8 @@ class PerExampleGradients:
 
         return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
 
-    def _one_by_one(self, x: Inputs, columns: Tensor) -> dict[str, Tensor]:
-        """:meth:`_by_vmap` by plain autograd."""
+    def _one_by_one(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
+        """:meth:`_by_vmap` by plain autograd, in the graph if ``keep``."""
         found: dict[str, list[Tensor]] = {name: [] for name in self._parameters.values()}
         for n, its_columns in enumerate(columns.unbind(1)):
             values = {name: value.clone().requires_grad_() for name, value in self._parameters.values().items()}
@@ -149,11 +150,14 @@ class PerExampleGradients:
                 outputs = self._output(values, take(x, slice(n, n + 1)))
             for column in its_columns:
                 gradients = (
-                    torch.autograd.grad(outputs, list(values.values()), column, retain_graph=True, allow_unused=True)
+                    torch.autograd.grad(
+                        outputs, list(values.values()), column, retain_graph=True, create_graph=keep, allow_unused=True
+                    )
                     if outputs.requires_grad
                     else [None] * len(values)
                 )
                 for (name, value), gradient in zip(values.items(), gradients, strict=True):
                     found[name].append(torch.zeros_like(value) if gradient is None else gradient)
         shape = columns.shape[1], columns.shape[0]
-        return {name: torch.stack(parts).unflatten(0, shape).transpose(0, 1).detach() for name, parts in found.items()}
+        stacked = {name: torch.stack(parts).unflatten(0, shape).transpose(0, 1) for name, parts in found.items()}
+        return stacked if keep else {name: gradients.detach() for name, gradients in stacked.items()}

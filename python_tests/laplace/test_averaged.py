@@ -531,6 +531,31 @@ def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so(kind):
     assert MANY in seen
 
 
+class ImageFirst(AffineAugment):
+    """The first copy is the image itself."""
+
+    def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
+        return torch.cat([x[:, None], super().transform(x, eps, eta)[:, 1:]], 1)
+
+
+class AllAlways(AffineAugment):
+    """Makes all its copies, however few draws there are."""
+
+    def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
+        return super().transform(x, eps.expand(-1, self.n_samples, -1) if eps.shape[1] == 1 else eps, eta)
+
+
+@pytest.mark.parametrize("kind", [ImageFirst, AllAlways])
+def test_copies_that_depend_on_others_go_together(kind):
+    x, y = data(2)
+    model, seen = AveragedFunction(network("mlp"), kind(MANY, sampling="shared", dtype=torch.float64)), []
+    with model.augment.held():
+        with pytest.warns(UserWarning, match="a copy depends on others"):
+            parts = in_chunks(model, [(x, y)], seen)
+        assert_equal_factors(parts, KronLaplace(model).fit([(x, y)]))
+    assert MANY in seen
+
+
 def test_a_networks_way_must_be_the_same_for_all_chunks():
     class Wavering(nn.Module):
         def __init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -159,6 +161,38 @@ def test_chunks_of_copies_for_buffers_inside_of_the_network():
         assert whole[name].abs().max() > 1e-6
 
 
+@pytest.mark.parametrize("copies", [COPIES, MANY])  # together, and in chunks
+def test_parameters_whose_gradients_vmap_cannot_take(copies):
+    """The gradients of single data points, taken one by one, are in the graph too."""
+
+    class Reading(nn.Module):
+        def __init__(self, reads: bool) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.reads, self.weight, self.head = (
+                reads,
+                nn.Parameter(0.2 * torch.randn(SIZE**2, 4)),
+                nn.Linear(4, CLASSES),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(x.flatten(1) @ self.weight)
+            if self.reads and not x.sum().item() < math.inf:
+                raise AssertionError
+            return self.head(x)
+
+    x, y = data(2)
+    augment, found = AffineAugment(copies, init=0.3, sampling="shared", dtype=torch.float64), []
+    with augment.held():
+        for reads, warns in ((False, nullcontext()), (True, pytest.warns(UserWarning, match="vmap cannot take"))):
+            with warns:
+                la = fitted(AveragedFunction(Reading(reads).double(), augment), [(x, y)], unknown="diagonal")
+                la.memory_budget = 1
+                found.append(evidence_gradient(la, [(x, y)])["augment.raw"])
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)
+    assert found[0].abs().min() > 1e-6
+
+
 def test_copies_that_cannot_be_split_go_together_and_a_warning_says_so():
     x, y = data(2)
     model = Halved(network("mlp"), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
@@ -197,6 +231,10 @@ CHAINS = {
     "mirrored kernels": lambda: [
         *(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 17, 2, dilation=2, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(17, 18, (1, 2)), nn.Flatten(), nn.Linear(36, CLASSES)),
+    ],
+    "planes without channels": lambda: [
+        *(nn.Flatten(1, 2), nn.Linear(6, 6), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Linear(5, 5), nn.GELU(), nn.MaxPool2d(2, padding=1)),
+        *(nn.Flatten(), nn.Linear(9, CLASSES)),
     ],
     "one layer": lambda: [nn.Flatten(), nn.Linear(36, CLASSES)],
 }  # fmt: skip
@@ -242,6 +280,13 @@ def test_largest_values_and_their_places_are_torchs(args, options):
     )
     for found, wanted in zip(_largest(pool, x), expected, strict=True):
         assert torch.equal(found.flatten(0, 1), wanted)
+
+
+def test_pools_of_planes_without_channels_are_those_of_one_channel():
+    x = torch.randn(2, 3, 7, 8, generator=torch.Generator().manual_seed(0)).relu()
+    for args, options in POOLS:
+        found, expected = (_largest(nn.MaxPool2d(*args, **options), t) for t in (x, x[:, :, None]))
+        assert all(torch.equal(a, b[:, :, 0]) for a, b in zip(found, expected, strict=True))
 
 
 def test_what_is_no_chain():

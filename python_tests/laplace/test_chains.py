@@ -1,0 +1,96 @@
+"""The links of chains, one by one, beside torch's functions and autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ella_cuda.laplace.chains import Elementwise, Layer, Pooled
+
+N, COPIES, COLUMNS = 2, 3, 2
+
+CONVOLUTIONS = [  # channels, kernel, stride, padding, dilation, groups
+    (2, 3, (3, 2), 1, (0, 1), 1, 1),
+    (4, 6, 2, (2, 3), (1, 0), 1, 2),
+    (2, 3, (2, 3), 3, 0, (2, 1), 1),
+    (2, 3, 2, 1, 4, 1, 1),  # more padding than the kernel reaches
+    (16, 18, (4, 3), 1, (1, 2), (2, 1), 1),
+    (16, 18, (1, 2), 1, (1, 0), 1, 1),
+    (16, 18, 2, 2, 1, 1, 1),
+    (16, 32, 3, 1, 1, 1, 2),
+]
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_links(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def gradient(function, x: Tensor, g: Tensor, graph: bool = False) -> Tensor:
+    """Of one column ``(N, S, ...)`` at the function's output, in x."""
+    (found,) = torch.autograd.grad(function(x.flatten(0, 1)).unflatten(0, x.shape[:2]), x, g, create_graph=graph)
+    return found
+
+
+@pytest.mark.parametrize("sides", CONVOLUTIONS)
+def test_convolutions(sides):
+    into, outs, kernel, stride, padding, dilation, groups = sides
+    m = nn.Conv2d(into, outs, kernel, stride, padding, dilation, groups).double()
+    x = randn(N, COPIES, into, 7, 6, seed=0).requires_grad_()
+    with torch.no_grad():
+        link = Layer(m, x)
+        g, t = randn(COLUMNS, *link.out.shape, seed=1), randn(COLUMNS, N, 1, into, 7, 6, seed=2)
+        back, summed, along = link.back(g), link.back_summed(g), link.along(t)
+    assert_links(link.out.flatten(0, 1), m(x.flatten(0, 1)))
+    for k in range(COLUMNS):
+        assert_links(back[k], gradient(m, x, g[k]))
+        tangents = t[k].expand(-1, COPIES, -1, -1, -1).flatten(0, 1)
+        assert_links(
+            along[k].flatten(0, 1), F.conv2d(tangents, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
+        )
+    assert_links(summed, back.sum(2))
+
+
+def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pooled, x: Tensor) -> None:
+    """A link's derivatives, both of them, beside autograd's."""
+    g, t = randn(COLUMNS, *link.out.shape, seed=1), randn(COLUMNS, *x.shape, seed=2)
+
+    def both(rows: Tensor) -> Tensor:
+        return function(rows) if pool is None else pool(function(rows))
+
+    assert_links(link.out.flatten(0, 1), both(x.flatten(0, 1)))
+    columns = [gradient(both, x, c, graph=True) for c in g]
+    assert_links(link.back(g), torch.stack(columns))
+    assert_links(link.back_summed(g), torch.stack(columns).sum(2))
+    products = sum((c * d).sum() for c, d in zip(columns, t, strict=True))
+    _, along = torch.func.jvp(
+        lambda rows: both(rows.flatten(0, 1)).unflatten(0, x.shape[:2]), (x.detach(),), (t[0].clone(),)
+    )
+    assert_links(link.along(t)[0], along)
+    if link.curved:
+        bent, further = link.bent(t, g)
+        assert_links(bent, torch.autograd.grad(products, x)[0])
+        assert_links(further, link.along(t))
+
+
+@pytest.mark.parametrize("pool", [None, ((2,), {}), ((3, 2), {"padding": 1}), (((2, 3), (1, 4)), {"dilation": (2, 1)})])
+@pytest.mark.parametrize("function", [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish])
+def test_functions_and_pools_behind(function, pool):
+    """At values of which many are equal, and zero: what counts is the first one, as torch has it."""
+    x = randn(N, COPIES, 2, 7, 8, seed=0).mul(2).round().requires_grad_()
+    module, behind = function(), None if pool is None else nn.MaxPool2d(*pool[0], **pool[1])
+    link = Elementwise(module, x.detach()) if behind is None else Pooled(behind, x.detach(), module)
+    smooth(behind, module, link, x)
+
+
+def test_pools_are_where_the_values_are():
+    """Whatever device torch makes tensors on."""
+    x = randn(N, COPIES, 2, 7, 8, seed=0)
+    with torch.device("meta"):
+        link = Pooled(nn.MaxPool2d(2), x, nn.Tanh())
+    assert_links(link.out.flatten(0, 1), F.max_pool2d(x.flatten(0, 1).tanh(), 2))

@@ -556,7 +556,8 @@ def test_copies_that_depend_on_others_go_together(kind):
     assert MANY in seen
 
 
-def test_a_networks_way_must_be_the_same_for_all_chunks():
+@pytest.mark.parametrize("twice", [5, 7])  # in the last chunk, and in all others
+def test_a_networks_way_must_be_the_same_for_all_chunks(twice):
     class Wavering(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -564,7 +565,7 @@ def test_a_networks_way_must_be_the_same_for_all_chunks():
 
         def forward(self, x: Tensor) -> Tensor:
             x = x.flatten(1)
-            return self.linear(x) + self.linear(x.tanh()) if len(x) == 5 else self.linear(x)
+            return self.linear(x) + self.linear(x.tanh()) if len(x) == twice else self.linear(x)
 
     x, y = data(1)
     augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
@@ -572,6 +573,39 @@ def test_a_networks_way_must_be_the_same_for_all_chunks():
         ValueError, match=r"'network.linear' \(Linear\) was called another number of times.*larger memory_budget"
     ):
         in_chunks(AveragedFunction(Wavering().double(), augment), [(x, y)])
+
+
+def test_a_side_that_parameters_share_is_added_once():
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(CLASSES, SIZE**2)), nn.Parameter(torch.zeros(CLASSES))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) @ self.weight.T + self.bias
+
+    @register(Rows)
+    class RowsRule(Rule):
+        averages = sees_copies = True
+
+        def shapes(self):
+            return {"weight": FactorShape(1, SIZE**2, CLASSES, 1), "bias": FactorShape.bias(CLASSES)}
+
+        def shares_outputs(self):
+            return {"bias": "weight"}
+
+        def inputs(self, x: Tensor) -> None:
+            self.factors["weight"].input_moment.add(x.flatten(1).unflatten(0, (-1, self.copies)).mean(1)[:, None])
+
+        def outputs(self, gradient: Tensor) -> None:
+            rows = gradient.unflatten(1, (-1, self.copies)).sum(2).flatten(0, 1)
+            self.factors["weight"].output_moment.add(rows[:, None])
+
+    x, y = data(2)
+    torch.manual_seed(0)
+    model = AveragedFunction(Rows().double(), AffineAugment(MANY, sampling="shared", dtype=torch.float64))
+    with model.augment.held():
+        assert_equal_factors(in_chunks(model, [(x, y)]), KronLaplace(model).fit([(x, y)]))
 
 
 def test_a_rule_that_sees_copies_and_makes_no_rows_is_named():

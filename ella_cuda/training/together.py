@@ -162,7 +162,7 @@ class StepTogether:
         if failed:
             self.ranks.agree(error)
         if not math.isfinite(loss + penalty):
-            self.ranks.agree(self._not_finite(part, penalty, where))
+            self.ranks.together(lambda: self._require_finite(part, penalty, where))
             raise FloatingPointError(f"marglik_training: the sum of the ranks' losses is not finite at {where}.")
         self._move(loss, correct, counted)
         if ended not in (0, self.ranks.size):
@@ -191,17 +191,16 @@ class StepTogether:
             if step.likelihood.has_classes:
                 self._tail[CORRECT], self._tail[COUNTED] = step.likelihood.hits(outputs, y)
 
-    def _not_finite(self, part: Part, penalty: float, where: str) -> Exception | None:
-        """What is to be said where this rank's own part of the loss is not finite, or the prior's."""
+    def _require_finite(self, part: Part, penalty: float, where: str) -> None:
+        """FloatingPointError where this rank's own part of the loss is not finite, or the prior's."""
         x, y, _ = part
         with torch.no_grad():
             own = self.step.likelihood.loss(run_model(self.step.model, x), y, self.step.variance) if len(y) else y.sum()
-        if torch.isfinite(own + penalty):
-            return None
-        return FloatingPointError(
-            f"marglik_training: the loss is {float(own) + penalty} at {where}; {what_is_not_finite(self.step.model, x, y)}. The last "
-            "checkpoint, if any, is from before this epoch."
-        )
+        if not torch.isfinite(own + penalty):
+            raise FloatingPointError(
+                f"marglik_training: the loss is {float(own) + penalty} at {where}; {what_is_not_finite(self.step.model, x, y)}. The last "
+                "checkpoint, if any, is from before this epoch."
+            )
 
     def _move(self, loss: float, correct: float, counted: float) -> None:
         step = self.step
@@ -287,6 +286,10 @@ def _parts(
         return
     for batch in loader:
         x, y = pair_of(batch, where, keys)
+        if data_points(x) != len(y):  # slices of both could fit each other
+            raise ValueError(
+                f"{where}: a batch must have a target for each data point, got {data_points(x)} and {len(y)}."
+            )
         if not len(y):
             continue
         mine = slice_of(len(y), ranks.rank, ranks.size)

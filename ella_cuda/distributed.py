@@ -7,11 +7,11 @@ one is an error of all, and none waits for another that has left.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -88,11 +88,11 @@ def owners(costs: Sequence[float], ranks: int) -> list[int]:
 
     Source: Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 1969 (longest processing time).
     """
-    load = [0.0] * ranks
+    load = [(0.0, rank) for rank in range(ranks)]
     found = [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        found[piece] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[found[piece]] += costs[piece]
+        least, found[piece] = load[0]
+        heapq.heapreplace(load, (least + costs[piece], found[piece]))
     return found
 
 
@@ -111,10 +111,19 @@ class Shard:
 
     def __init__(self, loader: Iterable[Any], rank: int, ranks: int, group: Any = None) -> None:
         self.loader, self.rank, self.ranks, self.group = loader, rank, ranks, group
-        self.dataset_size = dataset_size(loader)
+        self.dataset_size, self._first = dataset_size(loader), None
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.rank, None, self.ranks)
+        for number, batch in enumerate(self.loader):
+            if not number:
+                self._first = batch
+            if number % self.ranks == self.rank:
+                yield batch
+
+    def taken_first(self) -> Any:
+        """The first of all ranks' batches in the pass that has begun, by which ranks compare their plans; once, it is not kept."""
+        batch, self._first = self._first, None
+        return batch
 
     def __len__(self) -> int:
         """The rank's number of batches, where the loader has a length."""
@@ -291,7 +300,8 @@ class Ranks:
 
     def wait_for_all(self) -> Callable[[], bool]:
         """Say that this rank is here; what is returned says whether all are, and raises where one has left."""
-        handle = self._dist.barrier(group=self.group, async_op=True)
+        # No barrier, which a group that has NCCL too makes on GPUs, where nobody hears of a rank that has left.
+        handle = self._dist.all_reduce(self._there(torch.zeros(1)), group=self.group, async_op=True)
 
         def done() -> bool:
             if not handle.is_completed():

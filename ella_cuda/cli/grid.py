@@ -166,8 +166,9 @@ def processes(args: argparse.Namespace, device: str) -> Iterator[Ranks | None]:
     timeout = datetime.timedelta(days=7) if args.spread == "runs" else datetime.timedelta(hours=1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
     try:
-        experiments.device_of_process(torch.device(device))
-        yield Ranks(dist.group.WORLD, "train")
+        ranks = Ranks(dist.group.WORLD, "train")
+        ranks.together(lambda: experiments.device_of_process(torch.device(device)))
+        yield ranks
     finally:
         dist.destroy_process_group()
 

@@ -141,6 +141,7 @@ def _run_grid_together(
     if spread.ranks.is_first:
         try:
             rows = _run_grid_here(configs, out_dir, options, 1, progress, how, on_begin, on_row, spread)
+            spread.end()
         except Exception as error:
             spread.give_up(error)
             raise
@@ -213,7 +214,10 @@ def _run_grid(
             rows = spread.rows(run_one, sorted(waiting, key=_is_dense), out_dir, {**how, "progress": progress})
             with contextlib.closing(rows):
                 for row in rows:
-                    finish(row)
+                    try:
+                        finish(row)
+                    except Exception as error:
+                        rows.throw(error)
         elif jobs == 1:
             for config in sorted(waiting, key=_is_dense):  # the longest last
                 finish(run_one(config, out_dir / config.name, progress=progress, **how))

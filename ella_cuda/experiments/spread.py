@@ -28,18 +28,20 @@ class Spread:
     """
 
     def __init__(self, ranks: Ranks, by: str) -> None:
-        self.ranks, self.by, self._begun = ranks, by, False
+        self.ranks, self.by = ranks, by
+        self._others_wait = True  # for rank 0, before its runs and after them
 
     def rows(
         self, run_one: RunOne, waiting: Sequence[RunConfig], out_dir: Path, how: dict[str, Any]
     ) -> Iterator[dict[str, Any]]:
-        """On rank 0: the rows of runs that are to be done, as they come."""
-        self._begun = True
+        """On rank 0: the rows of runs that are to be done, as they come. What rank 0 fails with at a row is to be thrown in: all raise it."""
+        self._others_wait = False
         self.ranks.agree()
         self.ranks.agree()  # others have the data
         self.ranks.from_first([config.name for config in waiting])
         rows = self._by_data if self.by == "data" else self._by_runs
         yield from rows(run_one, waiting, out_dir, how)
+        self._others_wait = True
 
     def follow(
         self,
@@ -57,11 +59,17 @@ class Spread:
         rows = self._by_data if self.by == "data" else self._by_runs
         for _ in rows(run_one, waiting, out_dir, how):
             pass
+        self.ranks.agree()  # rank 0 may have failed since
+
+    def end(self) -> None:
+        """On rank 0, after the runs: say that all that it had to do is done."""
+        self._others_wait = False
+        self.ranks.agree()
 
     def give_up(self, error: Exception) -> None:
-        """On rank 0: have all raise what it raised, if the others have not begun."""
-        if not self._begun:
-            self._begun = True
+        """On rank 0: have all raise what it raised, if the others wait for it."""
+        if self._others_wait:
+            self._others_wait = False
             self.ranks.agree(error)
 
     def _by_data(
@@ -69,13 +77,12 @@ class Spread:
     ) -> Iterator[dict[str, Any]]:
         for config in waiting:
             row = run_one(config, out_dir / config.name, group=self.ranks.group, **how)
-            recorded = False
+            error = None
             try:
                 yield row
-                recorded = True
-            finally:
-                # Rank 0 has more to do than others between runs, and may fail at it.
-                self.ranks.agree(None if recorded else RuntimeError(f"the row of {config.name} could not be recorded."))
+            except Exception as raised:
+                error = raised
+            self.ranks.agree(error)
 
     def _by_runs(
         self, run_one: RunOne, waiting: Sequence[RunConfig], out_dir: Path, how: dict[str, Any]
@@ -102,8 +109,11 @@ class Spread:
             time.sleep(WAIT)
         self.ranks.agree(error)
         if self.ranks.is_first:
-            yield from _come(store, lacking)
-        self.ranks.agree()  # the store is rank 0's
+            try:
+                yield from _come(store, lacking)
+            except Exception as raised:
+                error = raised
+        self.ranks.agree(error)  # the store is rank 0's
 
 
 def _come(store: Any, lacking: set[int]) -> Iterator[dict[str, Any]]:

@@ -600,9 +600,10 @@ class BaseLaplace(Predictive):
     def _fit(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
         """:meth:`fit`; the loader is kept for what passes over the same data later."""
         before = [] if override else self._loaders
+        added_to_unknown = not override and self.n_data > 0 and not before
         self._accumulate(loader, override, progress_bar, **how)
         # Of several processes this one's loader is a part of the data alone.
-        self._loaders = [*before, loader] if how.get("group") is None else []
+        self._loaders = [] if added_to_unknown or how.get("group") is not None else [*before, loader]
 
     def _refit(self, loader: Iterable[Any], outputs_of: Callable[[Inputs], Tensor]) -> None:
         """Accumulate the curvature once more with the likelihood's Hessian at other outputs of inputs than the network's."""
@@ -732,8 +733,8 @@ class BaseLaplace(Predictive):
             return given
         if not self._loaders:
             raise ValueError(
-                "optimize_prior_precision: at='linear' passes over the training data, whose loader a copied or loaded approximation does not "
-                "have; pass train_loader."
+                "optimize_prior_precision: at='linear' passes over the training data, whose loader a copied or loaded approximation, or a "
+                "group's, does not have; pass train_loader."
             )
         return self._loaders[0] if len(self._loaders) == 1 else _Joined(self._loaders)
 

@@ -51,6 +51,7 @@ from ella_cuda.laplace.probe import Place, drawing_module, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.together import plan_of, require_one_plan
 from ella_cuda.laplace.uses import (
     SummedCall,
     batch_first,
@@ -113,6 +114,12 @@ def evidence_gradient(
     else:
         ranks = Ranks(group, "evidence_gradient")
         sums = ranks.together(lambda: _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True))
+        headers = ranks.agree(
+            buffers={name: list(g.shape) for name, g in sums.gradients.items()},
+            plan=plan_of(la, loader, "evidence_gradient"),
+        )
+        ranks.require_same([one["buffers"] for one in headers], "buffers", "Pass all ranks the same arguments.")
+        require_one_plan(ranks, [one["plan"] for one in headers])
         count = la.data_weight().new_tensor([float(sums.seen)], dtype=torch.float64)
         flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
         ranks.sum_(flat)

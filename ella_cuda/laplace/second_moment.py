@@ -174,11 +174,14 @@ class SecondMoment:
 
     @staticmethod
     def decompose_together(moments: Sequence[SecondMoment], ranks: Ranks) -> None:
-        """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get.
+        """As :meth:`decompose_all`, of sums that all ranks have alike: each block by one rank, whose eigenvalues all get. Blocks of one row,
+        of which a moment may have millions, are their eigenvalues, and nobody's.
 
         Raises:
             What :meth:`eigenvalues` raises, on all ranks.
         """
+        small, nothing = [m for m in moments if _projected_rows(m) == 1], moments[0].total.new_empty(0)
+        moments = [m for m in moments if m not in small]
         sizes = [(m.total.shape[0], _projected_rows(m)) for m in moments]
         blocks = [(number, block) for number, (groups, _) in enumerate(sizes) for block in range(groups)]
         owner = owners([float(sizes[number][1]) ** 3 for number, _ in blocks], ranks.size)
@@ -188,6 +191,7 @@ class SecondMoment:
                 mine.setdefault(number, []).append(block)
 
         def decompose() -> Tensor:
+            SecondMoment.decompose_all(small)
             found: dict[int, Tensor] = {}
             for some in _at_once({number: moments[number] for number in mine}):
                 wholes = _blocks([moments[number] for number in some])
@@ -197,7 +201,7 @@ class SecondMoment:
                 ]
                 rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in some]
                 found |= zip(some, eigenvalues_of_all(own, rows), strict=True)
-            return torch.cat([found[number].flatten() for number in mine]) if mine else moments[0].total.new_empty(0)
+            return torch.cat([found[number].flatten() for number in mine]) if mine else nothing
 
         found = ranks.together(decompose)
         counts = [0] * ranks.size

@@ -92,8 +92,8 @@ def accumulate_together(
         facts = _facts_before(la, sums, loader, opened, generator)
     except Exception as raised:
         error = raised
-    headers = ranks.agree(error, **facts)
     try:
+        headers = ranks.agree(error, **facts)
         _require_alike(ranks, headers)
         if not ranks.is_first and not sums.anew:
             _drop_before(la, sums)
@@ -161,6 +161,7 @@ def _facts_before(
             "sharded": isinstance(loader, Shard),
             "data": _data_of(loader),
             "first": _first_batch(la, opened.first),
+            "plan": plan_of(la, loader, "fit"),
         },
     }
 
@@ -186,12 +187,27 @@ def _drawn_seed(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
-def _first_batch(la: KronLaplace, batch: Any) -> str | None:
+def _first_batch(la: KronLaplace, batch: Any, where: str = "fit") -> str | None:
     """A digest of the first batch; None of one without data."""
     if batch is None:
         return None
-    x, y = pair_of(batch, "fit", dict_keys(la.dict_key_x, la.dict_key_y))
+    x, y = pair_of(batch, where, dict_keys(la.dict_key_x, la.dict_key_y))
     return tensors_digest(*tensors_of(x), y) if len(y) else None
+
+
+def plan_of(la: KronLaplace, loader: Any, where: str) -> str | None:
+    """A digest of the first of all ranks' batches, in the pass over a :class:`Shard` that has begun; None of other loaders."""
+    return _first_batch(la, loader.taken_first(), where) if isinstance(loader, Shard) else None
+
+
+def require_one_plan(ranks: Ranks, plans: Sequence[str | None]) -> None:
+    """ValueError where the loaders that shards are taken of yield other batches: some data would count twice, others not at all."""
+    if None not in plans:
+        ranks.require_same(
+            plans,
+            "first batch of the loader that shard shares out",
+            "Give all ranks the same data in the same order: no shuffling, or a generator of the loader's own that is seeded alike.",
+        )
 
 
 def _data_of(loader: Any) -> str | None:
@@ -221,6 +237,7 @@ def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
     same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
     ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
     ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
+    require_one_plan(ranks, [one["loader"]["plan"] for one in headers])
     firsts = [one["loader"]["first"] for one in headers]
     again = [rank for rank, first in enumerate(firsts) if first is not None and first in firsts[:rank]]
     if again:

@@ -291,6 +291,10 @@ def _parts(
         return
     for batch in loader:
         x, y = pair_of(batch, where, keys)
+        if data_points(x) != len(y):  # slices of both could fit each other
+            raise ValueError(
+                f"{where}: a batch must have a target for each data point, got {data_points(x)} and {len(y)}."
+            )
         if not len(y):
             continue
         mine = slice_of(len(y), ranks.rank, ranks.size)

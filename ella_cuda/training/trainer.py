@@ -579,7 +579,13 @@ class MarglikTrainer:
         Raises:
             FloatingPointError: a gradient is not finite; nothing has moved then.
         """
-        found = {learner: learner.gradients(la, self._evidence_loader) for learner in learners}
+        found = {}
+        for learner in learners:
+            if (
+                self._ranks is not None
+            ):  # what is drawn for the ranks' data drew them apart, and shuffled batches must be of one plan
+                share_random_state(self._loaders, self._device, self._ranks)
+            found[learner] = learner.gradients(la, self._evidence_loader)
         self._all_do(lambda: self._complete(la, learners, found))
         if self._ranks is not None:
             require_same_gradients(found, self._ranks)

@@ -95,6 +95,29 @@ def test_a_second_fit_adds_to_the_first_once(processes):
         require_near(found, expected, *NEAR["float64"])
 
 
+def test_blocks_that_no_rule_knows_are_those_of_one_process(processes):
+    settings = {"unknown": "diagonal"}
+    expected = alone("unknown", "float64", 11, **settings)
+    for found in processes.run("fit", 3, "unknown", "float64", 11, settings):
+        require_near(found, expected, *NEAR["float64"])
+
+
+@pytest.mark.parametrize("batches", [1, 7])  # two ranks have none of one
+def test_the_evidence_s_gradient_in_amounts_is_that_of_one_process(processes, batches):
+    expected = works.of_amounts(None)
+    for found in processes.run("gradient_of_amounts", 3, batches):
+        assert (found - expected).abs().max() <= 1e-9 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [("buffers", "same buffers, but rank 1 of 2"), ("shuffled", "loader that shard shares out")]
+)
+def test_ranks_whose_gradients_are_no_parts_of_one_are_refused(processes, wrong, words):
+    for outcome in processes.fail("gradient_of_amounts", 2, 7, wrong):
+        assert outcome.error is not None and outcome.error[0] == "ValueError" and words in outcome.error[1], outcome
+        assert outcome.seconds < 5
+
+
 def test_ranks_may_have_data_sets_of_their_own(processes):
     expected = alone("relaxed", "float64", 11)
     for found in processes.run("fit_data_of_its_own", 2, "float64"):
@@ -114,6 +137,7 @@ REFUSED = {
     "sampler": ("ValueError", "102 data points of the data set's 101"),
     "whole": ("ValueError", "2 times 101 would count as 202 of 101"),
     "whole, shuffled": ("ValueError", "saw 202 data points of the data set's 101"),
+    "shuffled": ("ValueError", "same first batch of the loader that shard shares out, but rank 1 of 2"),
     "nan": ("FloatingPointError", "rank 1 of 2"),
     "label": ("ValueError", "rank 1 of 2"),
     "parameters": ("ValueError", "same parameters and buffers, but rank 1 of 2"),
@@ -158,7 +182,8 @@ def test_a_fit_sums_once_and_its_evidence_needs_nobody(processes):
 
 
 def test_a_later_pass_over_the_data_asks_for_all_of_them(processes):
-    assert all("pass train_loader" in words for words in processes.run("later_pass", 2))
+    for added in (False, True):
+        assert all("pass train_loader" in words for words in processes.run("later_pass", 2, added))
 
 
 def test_predictions_of_parts_are_gathered(processes):

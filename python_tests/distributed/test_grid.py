@@ -48,6 +48,12 @@ def test_a_run_that_fails_ends_all(processes, tmp_path, spread):
         assert "it diverged" in outcome.error[1]
 
 
+@pytest.mark.parametrize("spread", ["runs", "data"])
+def test_a_row_that_rank_0_cannot_record_ends_all(processes, tmp_path, spread):
+    for outcome in processes.fail("grid", 2, str(tmp_path), spread, RUNS, "unrecorded"):
+        assert outcome.error == ["OSError", "on rank 0 of 2: the disk is full"], outcome
+
+
 def test_a_killed_process_ends_all_and_its_run_is_done_at_the_next_start(processes, tmp_path, alone):
     outcomes = processes.fail("grid", 2, str(tmp_path), "runs", RUNS, "killed")
     assert sorted(one.code for one in outcomes) == [-9, 1]

@@ -55,6 +55,10 @@ def test_owners_are_within_four_thirds_of_the_best():
         assert max(sum(c for c, o in zip(costs, owner, strict=True) if o == rank) for rank in range(3)) <= 4 / 3 * best
 
 
+def test_a_piece_goes_to_whom_has_the_least_work_not_the_fewest_pieces():
+    assert owners([1, 1, 7, 1, 1, 1, 1, 1, 1], 2) == [1, 1, 0, 1, 1, 1, 1, 1, 0]
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 10, 11])
 def test_slices_are_a_partition(count):
     parts = [range(count)[slice_of(count, rank, 3)] for rank in range(3)]

@@ -15,7 +15,7 @@ from ella_cuda import distributed
 from ella_cuda.augment import AffineAugment, AveragedFunction
 from ella_cuda.data import FlipsShifts, TensorLoader
 from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_of
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
 from ella_cuda.training import Learner, MarglikTrainer
 from python_tests.test_experiments import small
@@ -40,9 +40,22 @@ def network(name: str = "relaxed", dtype: torch.dtype = torch.float32) -> nn.Mod
         model = nn.Sequential(SparseFactoredLinear2d(1, 3, 8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(48, 10))
     elif name == "positions":  # a linear layer at 8 shared positions
         model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(8, 6), nn.Tanh(), nn.Flatten(), nn.Linear(48, 10))
+    elif name == "unknown":  # parameters that no rule knows, with and without a block of their own
+        model = nn.Sequential(nn.Flatten(), Scaled(), nn.Linear(64, 10))
     else:
         raise ValueError(name)
     return model.to(dtype)
+
+
+class Scaled(nn.Module):
+    """Of a row of inputs, the products with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.shift = nn.Parameter(torch.rand(8, 8) + 0.5), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales.flatten() + self.shift.repeat(16)
 
 
 def trained(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
@@ -129,9 +142,11 @@ def fit_of_buffers_twice(dtype: str) -> dict[str, Tensor]:
     return gradients(la, names)
 
 
-def later_pass() -> str:
-    """What asking for a pass over a fit's own loader says, which has a part of the data."""
+def later_pass(added: bool) -> str:
+    """What asking for a pass over a fit's own loader says, which has a part of the data; also where a process alone added to it."""
     la = fitted("relaxed", "float32", 11, dist.group.WORLD)
+    if added:
+        la.fit(loader_of(1, torch.float32), override=False)
     try:
         la.optimize_prior_precision(at="linear", n_steps=1)
     except ValueError as error:
@@ -154,6 +169,9 @@ def fit_wrongly(what: str) -> None:
         loader = DataLoader(
             TensorDataset(x, y), batch_size=10, shuffle=True, generator=torch.Generator().manual_seed(rank)
         )
+    elif what == "shuffled":
+        generator = torch.Generator().manual_seed(rank)
+        loader = shard(DataLoader(TensorDataset(x, y), 10, shuffle=True, generator=generator), group)
     elif what == "nan" and rank == 1:
         x[15] = float("nan")
     elif what == "label" and rank == 1:
@@ -174,6 +192,31 @@ def fit_wrongly(what: str) -> None:
         model = nn.ModuleDict({"used": nn.Linear(64, 10), "not": nn.Linear(3, 3)})
         model.forward = lambda x: model["used"](x.flatten(1))
     KronLaplace(model).fit(loader, group=group)
+
+
+def of_amounts(group: Any, batches: int = 1, wrong: str = "") -> Tensor:
+    """The evidence's gradient in amounts of an augmentation; "buffers" asks for another on rank 1, "shuffled" has other plans."""
+    x, y = data(torch.float64, 20)
+    model = AveragedFunction(network("relaxed", torch.float64), AffineAugment(4, sampling="shared").double())
+    model.register_buffer("extra", torch.ones(2, dtype=torch.float64))
+    loader: Any = TensorLoader(x, y, -(-20 // batches))
+    names = None
+    if wrong == "buffers" and dist.get_rank() == 1:
+        names = ["augment.raw", "extra"]
+    torch.manual_seed(0)
+    with model.augment.held():
+        if group is None:
+            la = KronLaplace(model, prior_precision=0.7).fit(loader)
+        else:
+            la = KronLaplace(model, prior_precision=0.7).fit(shard(loader, group), group=group)
+            if wrong == "shuffled":
+                loader.shuffle, loader.generator = True, torch.Generator().manual_seed(dist.get_rank())
+            loader = shard(loader, group)
+        return evidence_gradient(la, loader, names, group=group)["augment.raw"]
+
+
+def gradient_of_amounts(batches: int, wrong: str = "") -> Tensor:
+    return of_amounts(dist.group.WORLD, batches, wrong)
 
 
 def fit_on_one(dtype: str) -> dict[str, Any]:
@@ -293,10 +336,11 @@ def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
         loader: Any = TensorLoader(x, y, 32, shuffle=True, augment=augment)
     else:
         loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
+    evidence = None if options.pop("same_loader", False) else TensorLoader(x, y, 10)
     trainer = MarglikTrainer(
         model,
         loader,
-        marglik_loader=TensorLoader(x, y, 10),
+        marglik_loader=evidence,
         optimizer_kwargs={"lr": 0.01},
         group=group,
         **{
@@ -406,7 +450,7 @@ def train_wrongly(what: str, folder: str) -> None:
         options["cuda_graph"] = True
     elif what == "label" and rank == 1:
         y[:] = 10
-    elif what == "nan" and rank == 1:
+    elif what in ("nan", "nan, and fails") and rank == 1:
         x[:] = float("nan")
     elif what == "parameters" and rank == 1:
         nn.init.zeros_(next(model.parameters()))
@@ -434,6 +478,11 @@ def train_wrongly(what: str, folder: str) -> None:
     elif what == "sampler":
         dataset = TensorDataset(x, y)
         loader = DataLoader(dataset, batch_size=10, sampler=DistributedSampler(dataset))
+    elif what == "targets":
+        options |= {"n_data": 2}
+        loader = [(x[:2], y[:3])]  # of which the second rank's slices fit each other
+    elif what == "nan, and fails":
+        model = FailsAgain(model, rank == 1)
     elif what == "loader":
         loader = Broken(batches, rank)
     MarglikTrainer(
@@ -445,6 +494,20 @@ def train_wrongly(what: str, folder: str) -> None:
         group=dist.group.WORLD,
         **options,
     ).run()
+
+
+class FailsAgain(nn.Module):
+    """Fails when it sees numbers that are none a second time."""
+
+    def __init__(self, model: nn.Module, fails: bool) -> None:
+        super().__init__()
+        self.model, self.fails, self.seen = model, fails, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += bool(x.isnan().any())
+        if self.fails and self.seen == 2:
+            raise OSError("it fails")
+        return self.model(x)
 
 
 class Broken:
@@ -546,7 +609,7 @@ def shown() -> str:
 
 
 def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "") -> dict[str, Any]:
-    """A grid of small runs; "fails" is its second run, "killed" the process that does it."""
+    """A grid of small runs; "fails" is its second run, "killed" the process that does it, "unrecorded" a row on rank 0."""
     from ella_cuda.experiments import grid as grids
     from ella_cuda.reports import results
     from ella_cuda.reports.pictures import Drawn
@@ -565,6 +628,12 @@ def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "")
     drawn = results.save_pictures
     grids.run_one, results.save_pictures = noted, lambda *_: Drawn()  # which takes longer than runs do
     seen: list[str] = []
+
+    def on_row(row: dict[str, Any]) -> None:
+        seen.append(row["run"])
+        if how == "unrecorded":
+            raise OSError("the disk is full")
+
     try:
         rows = grids.run_grid(
             configs,
@@ -572,7 +641,7 @@ def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "")
             progress=False,
             group=dist.group.WORLD if dist.is_initialized() else None,
             spread=spread,
-            on_row=lambda row: seen.append(row["run"]),
+            on_row=on_row,
         )
     finally:
         grids.run_one, results.save_pictures = real, drawn

@@ -581,9 +581,7 @@ class MarglikTrainer:
         """
         found = {}
         for learner in learners:
-            if (
-                self._ranks is not None
-            ):  # what is drawn for the ranks' data drew them apart, and shuffled batches must be of one plan
+            if self._ranks is not None:  # a rank draws for its own data alone; batches must be of one plan
                 share_random_state(self._loaders, self._device, self._ranks)
             found[learner] = learner.gradients(la, self._evidence_loader)
         self._all_do(lambda: self._complete(la, learners, found))

@@ -116,6 +116,11 @@ def test_gradients_of_a_rank_s_own_data_are_refused(processes):
         )
 
 
+def test_every_learner_begins_with_random_numbers_that_all_ranks_share(processes):
+    first, *others = processes.run("train_drawing", 3)
+    assert len(first[0]) == len(first[1]) == 2 and others == [first, first]
+
+
 def test_a_step_is_one_sum(processes):
     for found in processes.run("count_steps", 2):
         sums = [size for name, size in found["calls"] if name == "all_reduce"]

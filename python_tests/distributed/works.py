@@ -587,6 +587,42 @@ def train_drifting(of_own_data: bool) -> list[float]:
     return [float(model.drifting), learner.moved]
 
 
+class Drawing(Drifting):
+    """Draws a number, and then as many more as the rank's number says."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.name, self.buffer, self.seen = name, getattr(model, name), []
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {self.name: self.buffer}
+
+    def gradients(self, la: KronLaplace, loader: Any) -> dict[str, Tensor]:
+        self.seen.append(float(torch.rand(())))
+        torch.rand(dist.get_rank())
+        return {self.name: torch.ones(())}
+
+    def step(self, la: KronLaplace, gradients: Any) -> None:
+        self.buffer += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert not state
+
+
+def train_drawing() -> list[list[float]]:
+    """What each of two learners draws at the start of its gradients, after those of the try before the training."""
+    torch.manual_seed(5)
+    (x, y), model = data(), network()
+    for name in ("one", "two"):
+        model.register_buffer(name, torch.zeros(()))
+    learners = [Drawing(model, "one"), Drawing(model, "two")]
+    loader, options = TensorLoader(x, y, 10), {"n_epochs": 3, "n_hypersteps": 1, "progress_bar": False}
+    MarglikTrainer(model, loader, learn=learners, group=dist.group.WORLD, **options).run()
+    return [learner.seen[1:] for learner in learners]
+
+
 def documented(block: str) -> float:
     """Run a page's code, in a group that is there already."""
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None

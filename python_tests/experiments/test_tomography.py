@@ -177,10 +177,10 @@ def test_columns_and_sentences_of_the_tables():
     ways = reconstruction.WAYS
     results = [made(1.0), made(3.0)]
     results[1]["ways"]["linear"]["log_density"] = 3.5
-    rows = [row for seed in (0, 1) for row in images.rows(planned(seed, 5), results[seed])]
+    rows = [row for seed in (0, 1) for row in images.PART.rows(planned(seed, 5), results[seed])]
     assert [r["psnr"] for r in rows[:7]] == [12, 12, 12, 12, 12, 13, 12]
     assert rows[0]["variance inc"] == 2 and rows[0]["lengthscale inc"] == 3
-    lines = images.text(rows).splitlines()
+    lines = images.PART.text(rows).splitlines()
 
     def cells(title):
         return lines[lines.index(title) + 3].replace(" ± ", "±").split()
@@ -200,7 +200,7 @@ def test_columns_and_sentences_of_the_tables():
     assert order.endswith(" > ".join(f"{name} ({d:.2f})" for d, name in best) + ".")
     assert (
         "linear mode above network's weights in 1 of 2 studies; linear loss, simple above network's weights in 0 "
-        in (images.text(rows))
+        in (images.PART.text(rows))
     )
 
 

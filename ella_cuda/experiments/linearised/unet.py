@@ -8,7 +8,8 @@ from typing import Any
 from ella_cuda.experiments.invariances.sizes import TWO_CORES
 from ella_cuda.experiments.studies import Part, Study, Work
 from ella_cuda.experiments.studies.text import seeds_said, table, with_error
-from ella_cuda.experiments.tomography.reconstruction import measured, rows_of, settings_of
+from ella_cuda.experiments.tomography import reconstruction
+from ella_cuda.experiments.tomography.reconstruction import measured, settings_of
 from ella_cuda.experiments.tomography.sources import image_of
 from ella_cuda.reports.pictures.tomography import draw_ways
 
@@ -33,7 +34,7 @@ def run(study: Study, work: Work) -> dict[str, Any]:
 def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each way."""
     made = []
-    for row in rows_of(study.settings, result):
+    for row in reconstruction.rows(study, result):
         printed, error = TALK.get(row["way"], (None, None))
         made.append({**row, "nll": -row["log_density"], "talk_nll": printed, "talk_error": error})
     return made

@@ -9,7 +9,7 @@ import numpy as np
 
 from ella_cuda.experiments.studies import Study
 from ella_cuda.experiments.tomography.quality import BINS
-from ella_cuda.experiments.tomography.reconstruction import WAYS, rows_of
+from ella_cuda.experiments.tomography.reconstruction import WAYS, rows
 from ella_cuda.reports.pictures.tomography import draw_densities, draw_errors, draw_reconstructions
 
 Found = Sequence[tuple[Study, dict[str, Any]]]
@@ -35,8 +35,7 @@ def drawn_images(found: Found) -> Any:
 
 def drawn_densities(found: Found) -> Any:
     """Log density over the number of angles."""
-    rows = [row for study, result in found for row in rows_of(study.settings, result)]
-    return draw_densities(rows, WAYS)
+    return draw_densities([row for study, result in found for row in rows(study, result)], WAYS)
 
 
 def drawn_errors(found: Found) -> Any:

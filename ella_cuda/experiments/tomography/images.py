@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ella_cuda.experiments.studies import Part, Study, Work
 from ella_cuda.experiments.tomography.drawn import drawn_densities, drawn_errors, drawn_images
-from ella_cuda.experiments.tomography.reconstruction import ANGLES, NOISES, measured, rows_of, settings_of, text_of
+from ella_cuda.experiments.tomography.reconstruction import ANGLES, NOISES, measured, rows, settings_of, text
 from ella_cuda.experiments.tomography.sources import image_of
 
+TITLE = "Images of data sets from few angles: reconstructions and error bars"
 SIZE = 28
 
 
@@ -34,23 +36,13 @@ def run(study: Study, work: Work) -> dict[str, Any]:
     return measured(image_of(s["data"], s["image_size"], s["seed"], work), s, work)
 
 
-def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each way."""
-    return rows_of(study.settings, result)
-
-
-def text(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
-    return text_of(PART.title, rows)
-
-
 PART = Part(
     "images",
-    "Images of data sets from few angles: reconstructions and error bars",
+    TITLE,
     plan,
     run,
     rows,
-    text,
+    partial(text, TITLE),
     drawn_images,
     data=("digits", "fashion-mnist"),
     pictures={"images-densities": drawn_densities, "images-errors": drawn_errors},

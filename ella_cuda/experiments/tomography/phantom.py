@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ella_cuda.experiments.studies import Part, Study, Work
 from ella_cuda.experiments.tomography.drawn import drawn_densities, drawn_errors, drawn_images
-from ella_cuda.experiments.tomography.reconstruction import ANGLES, NOISES, measured, rows_of, settings_of, text_of
+from ella_cuda.experiments.tomography.reconstruction import ANGLES, NOISES, measured, rows, settings_of, text
 from ella_cuda.experiments.tomography.sources import shepp_logan
 
+TITLE = "The Shepp-Logan phantom from few angles: reconstructions and error bars"
 SIZE = 32
 
 
@@ -31,23 +33,13 @@ def run(study: Study, work: Work) -> dict[str, Any]:
     return measured(shepp_logan(study.settings["image_size"]), study.settings, work)
 
 
-def rows(study: Study, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row for each way."""
-    return rows_of(study.settings, result)
-
-
-def text(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
-    return text_of(PART.title, rows)
-
-
 PART = Part(
     "phantom",
-    "The Shepp-Logan phantom from few angles: reconstructions and error bars",
+    TITLE,
     plan,
     run,
     rows,
-    text,
+    partial(text, TITLE),
     drawn_images,
     pictures={"phantom-densities": drawn_densities, "phantom-errors": drawn_errors},
 )

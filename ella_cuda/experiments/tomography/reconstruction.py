@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ella_cuda.experiments.invariances.sizes import LARGE, of_small
-from ella_cuda.experiments.studies import Work, share
+from ella_cuda.experiments.studies import Study, Work, share
 from ella_cuda.experiments.studies.text import seeds_said, table, with_error
 from ella_cuda.experiments.tomography.quality import error_shares, inside, psnr, ssim
 from ella_cuda.modes import evaluation_mode
@@ -93,7 +92,7 @@ def measured(truth: Tensor, settings: Mapping[str, Any], work: Work, ways: Itera
             return _judged(dip.reconstruction, torch.eye(truth.numel()).to(y).double() * rays.noise_gain(), truth)
         dip.form, at, tv_prior = EVIDENCE[way]
         dip.linearise()
-        objective = dip.optimize_hyperparameters(
+        dip.optimize_hyperparameters(
             s["evidence_steps"],
             s["evidence_rate"],
             at=at,
@@ -104,7 +103,6 @@ def measured(truth: Tensor, settings: Mapping[str, Any], work: Work, ways: Itera
         learned = dip.hyperparameters
         judged = _judged(dip.reconstruction, dip.covariance(image_noise=True), truth)
         return judged | {
-            "objective": objective[-1],
             "log_marginal_likelihood": float(dip.log_marginal_likelihood(at)),
             **{key: getattr(learned, key) for key in learned._fields},
         }
@@ -128,9 +126,7 @@ def _reconstructed(
     torch.manual_seed(s["seed"])
     network = UNet(channels=s["channels"], dropout=dropout).to(work.device)
     dip = LinearisedDIP(network, rays, tv_weight=s["tv_weight"], method="dense", memory_budget=MEMORY)
-    dip.reconstruct(
-        y, n_steps=s["steps"], lr=s["rate"], checkpoint=Path(work.folder) / file, progress_bar=work.progress
-    )
+    dip.reconstruct(y, n_steps=s["steps"], lr=s["rate"], checkpoint=work.folder / file, progress_bar=work.progress)
     return dip
 
 
@@ -173,8 +169,9 @@ def _rounded(image: Tensor) -> list[list[float]]:
 # tables --------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(settings: Mapping[str, Any], result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def rows(study: Study, result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for each way."""
+    settings = study.settings
     keys = ("data", "seed", "image_size", "angles", "noise", "channels", "steps", "evidence_steps", "dropout_samples")
     common = {key: settings[key] for key in keys if key in settings} | {"parameters": result["parameters"]}
     made = []
@@ -190,7 +187,7 @@ def rows_of(settings: Mapping[str, Any], result: Mapping[str, Any]) -> list[dict
     return made
 
 
-def text_of(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def text(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     """For people: tables of quality and of densities for each kind of image, and the ways in order."""
     blocks = [title]
     for data in dict.fromkeys(r.get("data") for r in rows):

@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+if torch.distributed.is_available():
+    # Torch imports this module as late as an optimizer's first step. A function's default there is the group of that moment, which then
+    # outlives its end, and gloo's threads wait for Python's lock while Python ends. Imported before there is a group, the default is none.
+    import torch.distributed.nn.functional
+
 T = TypeVar("T")
 FRAME = 4096  # bytes of a header that travel at once; longer ones take a second exchange
 AT_ONCE = 1 << 25  # numbers of packed matrices in one sum: 256 MiB of float64

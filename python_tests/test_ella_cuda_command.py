@@ -409,6 +409,8 @@ def test_a_signal_after_the_end_is_one_line(number, tmp_path):
     code = f"""
 import os, signal
 import ella_cuda_command as command
+if signal.getsignal({int(number)}) is signal.SIG_IGN:  # as what nohup starts has it
+    signal.signal({int(number)}, signal.SIG_DFL)
 stop = command.Stop()
 stop.cleanly = True
 stop.end()

@@ -28,6 +28,8 @@ IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
 RISING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
+PHASES = (1, 2, 4)  # rows or columns beside each other that may be channels of their own
+WORTH = 0.75  # of a convolution's work, as the positions are to be put in order
 
 
 class Link(ABC):
@@ -97,7 +99,8 @@ class Layer(Link):
     def back(self, g: Tensor) -> Tensor:
         m = self.module
         if isinstance(m, nn.Linear):
-            return g @ m.weight
+            alike = g.stride(2) == 0 and g.shape[2] > 1  # for all copies, as at the outputs
+            return (g[:, :, :1] @ m.weight).expand(-1, -1, g.shape[2], *self.shape[2:]) if alike else g @ m.weight
         rows = g.reshape(-1, *g.shape[3:])
         pads = self._reach()
         if (
@@ -107,12 +110,45 @@ class Layer(Link):
             and self.shape[3:].numel() <= 2 * g.shape[4:].numel()
         ):
             # A convolution with the mirrored kernel, which of few channels is several times faster than torch's transpose of one.
-            found = F.conv2d(rows, m.weight.transpose(0, 1).flip(2, 3), None, 1, pads, m.dilation)
-            return found.view(-1, *self.shape)
+            kernel = m.weight.transpose(0, 1).flip(2, 3)
+            if (phases := _phases(m, self.shape[3:], rows)) != (1, 1):
+                return _by_phases(rows, kernel, pads, phases).view(-1, *self.shape)
+            return F.conv2d(rows, kernel, None, 1, pads, m.dilation).view(-1, *self.shape)
         sides = zip(self.shape[3:], m.padding, m.dilation, m.kernel_size, m.stride, g.shape[4:], strict=True)
         beyond = [size - (d * (k - 1) + 1 + step * (o - 1) - 2 * p) for size, p, d, k, step, o in sides]
         found = F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
         return found.view(-1, *self.shape)
+
+
+def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
+    """Of gradients in a convolution's input, planes of that size: how many rows and columns beside each other are channels of their own.
+
+    OneDNN computes channels by whole vectors, zeros where there are fewer. Positions beside each other as channels fill the vectors, but
+    the kernel must then reach all of them, with zeros in it.
+    """
+    if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1):
+        return 1, 1
+    lanes = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+    kernel, channels = module.kernel_size, module.in_channels
+
+    def work(phases: tuple[int, int]) -> float:  # of a position
+        vectors = -(-channels * phases[0] * phases[1] // lanes)
+        return vectors * (kernel[0] + phases[0] - 1) * (kernel[1] + phases[1] - 1) / (phases[0] * phases[1])
+
+    ways = [(i, j) for i in PHASES for j in PHASES if size[0] % i == 0 == size[1] % j]
+    best = min(ways, key=work)
+    return best if work(best) < WORTH * work((1, 1)) else (1, 1)
+
+
+def _by_phases(x: Tensor, kernel: Tensor, pads: Sequence[int], phases: tuple[int, int]) -> Tensor:
+    """``conv2d(x, kernel, padding=pads)``, whose planes are multiples of the phases."""
+    (down, right), (channels, inputs, high, wide) = phases, kernel.shape
+    moved = kernel.new_zeros(channels, down, right, inputs, high + down - 1, wide + right - 1)
+    for i in range(down):
+        for j in range(right):
+            moved[:, i, j, :, i : i + high, j : j + wide] = kernel
+    found = F.conv2d(x, moved.flatten(0, 2), None, phases, pads).unflatten(1, (channels, down, right))
+    return found.permute(0, 1, 4, 2, 5, 3).flatten(4, 5).flatten(2, 3)
 
 
 class Reshaped(Link):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from python_tests.benchmark_files import load
+from python_tests.benchmark_files import importable, load
 
+importable()
 scaling = load("distributed_scaling")
 
 

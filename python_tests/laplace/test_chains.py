@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ella_cuda.laplace import chains
 from ella_cuda.laplace.chains import Elementwise, Layer, Pooled
 
 N, COPIES, COLUMNS = 2, 3, 2
@@ -54,6 +55,35 @@ def test_convolutions(sides):
             along[k].flatten(0, 1), F.conv2d(tangents, m.weight, None, m.stride, m.padding, m.dilation, m.groups)
         )
     assert_links(summed, back.sum(2))
+
+
+@pytest.mark.parametrize(
+    ("sides", "size", "with_avx512", "with_avx2"),
+    [  # channels, kernel, padding, dilation
+        ((1, 6, 5, 2, 1), (28, 28), (4, 4), (2, 4)),
+        ((6, 16, 3, 0, 1), (14, 14), (1, 2), (1, 1)),
+        ((2, 5, (3, 4), (1, 2), 1), (8, 9), (4, 1), (4, 1)),
+        ((3, 8, 3, (2, 1), 1), (6, 4), (2, 2), (1, 2)),
+        ((3, 8, 3, 1, 1), (7, 9), (1, 1), (1, 1)),
+        ((3, 8, 3, 2, 2), (6, 4), (1, 1), (1, 1)),
+        ((16, 17, 3, 1, 1), (8, 8), (1, 1), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    into, outs, kernel, padding, dilation = sides
+    m = nn.Conv2d(into, outs, kernel, 1, padding, dilation)
+    x = randn(N, COPIES, into, *size, seed=0)
+    with torch.no_grad():
+        link = Layer(m, x.float())
+        g = randn(COLUMNS, *link.out.shape, seed=1)
+        back = link.back(g.float())
+    phases = chains._phases(m, size, g.float())
+    assert phases == (with_avx512 if capability == "AVX512" else with_avx2)
+    for k in range(COLUMNS):
+        expected = gradient(m.double(), x.requires_grad_(), g[k])
+        torch.testing.assert_close(back[k], expected.float(), rtol=1e-5, atol=1e-5)
 
 
 def smooth(pool: nn.Module | None, function: nn.Module, link: Elementwise | Pooled, x: Tensor) -> None:

@@ -28,6 +28,7 @@ IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
 RISING = (nn.Tanh, nn.ReLU)
 LAYERS = (nn.Linear, nn.Conv2d)
+LANES = {"AVX512": 16, "AVX2": 8}  # of a vector of oneDNN's, by what torch says of the processor
 PHASES = (1, 2, 4)  # rows or columns beside each other that may be channels of their own
 WORTH = 0.75  # of a convolution's work, as the positions are to be put in order
 
@@ -126,9 +127,9 @@ def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int
     OneDNN computes channels by whole vectors, zeros where there are fewer. Positions beside each other as channels fill the vectors, but
     the kernel must then reach all of them, with zeros in it.
     """
-    if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1):
+    lanes = LANES.get(torch.backends.cpu.get_cpu_capability())
+    if not g.is_cpu or g.dtype != torch.float32 or module.dilation != (1, 1) or lanes is None:
         return 1, 1
-    lanes = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
     kernel, channels = module.kernel_size, module.in_channels
 
     def work(phases: tuple[int, int]) -> float:  # of a position

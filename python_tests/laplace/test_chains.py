@@ -69,7 +69,7 @@ def test_convolutions(sides):
         ((16, 17, 3, 1, 1), (8, 8), (1, 1), (1, 1)),
     ],
 )
-@pytest.mark.parametrize("capability", ["AVX512", "AVX2"])
+@pytest.mark.parametrize("capability", ["AVX512", "AVX2", "DEFAULT"])
 def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     into, outs, kernel, padding, dilation = sides
@@ -80,7 +80,7 @@ def test_positions_as_channels(sides, size, with_avx512, with_avx2, capability, 
         g = randn(COLUMNS, *link.out.shape, seed=1)
         back = link.back(g.float())
     phases = chains._phases(m, size, g.float())
-    assert phases == (with_avx512 if capability == "AVX512" else with_avx2)
+    assert phases == {"AVX512": with_avx512, "AVX2": with_avx2, "DEFAULT": (1, 1)}[capability]
     for k in range(COLUMNS):
         expected = gradient(m.double(), x.requires_grad_(), g[k])
         torch.testing.assert_close(back[k], expected.float(), rtol=1e-5, atol=1e-5)

@@ -181,6 +181,11 @@ def test_a_fit_sums_once_and_its_evidence_needs_nobody(processes):
         assert len(found["calls"]) <= 5  # two headers, the sum, a header and the eigenvalues
 
 
+def test_an_addition_that_a_rank_refuses_leaves_no_rank_fitted(processes):
+    for words, n_data in processes.run("refused_addition", 2):
+        assert "on rank 1 of 2: fit(override=False): the model's layers or parameters changed" in words and n_data == 0
+
+
 def test_a_later_pass_over_the_data_asks_for_all_of_them(processes):
     for added in (False, True):
         assert all("pass train_loader" in words for words in processes.run("later_pass", 2, added))

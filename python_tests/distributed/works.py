@@ -154,6 +154,19 @@ def later_pass(added: bool) -> str:
     return ""
 
 
+def refused_addition() -> tuple[str, int]:
+    """An addition that rank 1 refuses before its pass: what it says, and the data points that the rank's fit has then."""
+    la = fitted("relaxed", "float32", 2, dist.group.WORLD)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(la.model.parameters()).add_(1)
+    try:
+        la.fit(loader_of(2, torch.float32), override=False, group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error), la.n_data
+    return "", la.n_data
+
+
 def fit_wrongly(what: str) -> None:
     """A fit that must be refused on all ranks; rank 1 is to blame, or all are."""
     x, y = data()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from ella_cuda import cli
 
 def threads_of_groups() -> list[str]:
     """Names of this process' threads that gloo started."""
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
     return [name for name in names if "gloo" in name]
 
 

@@ -57,6 +57,20 @@ def test_convolutions(sides):
     assert_links(summed, back.sum(2))
 
 
+@pytest.mark.parametrize("tokens", [(), (3,)])
+@pytest.mark.parametrize("alike", [True, False])
+def test_linear_layers(tokens, alike):
+    m = nn.Linear(5, 4).double()
+    x = randn(N, COPIES, *tokens, 5, seed=0).requires_grad_()
+    with torch.no_grad():
+        link = Layer(m, x)
+        g = randn(COLUMNS, N, 1 if alike else COPIES, *tokens, 4, seed=1).expand(-1, -1, COPIES, *tokens, 4)
+        back = link.back(g)
+    assert back.shape == (COLUMNS, *x.shape)
+    for k in range(COLUMNS):
+        assert_links(back[k], gradient(m, x, g[k]))
+
+
 @pytest.mark.parametrize(
     ("sides", "size", "with_avx512", "with_avx2"),
     [  # channels, kernel, padding, dilation

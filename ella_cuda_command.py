@@ -183,7 +183,8 @@ class Stop:
         if not self.cleanly:
             return
         if TIMERS:
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+            # Again and again: one that comes just before a call blocks is handled once the call has ended.
+            signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
             if _on_its_way(sys.exc_info()[1]) or (_imports(frame) and time.monotonic() < self._patient_until):
                 return
         raise KeyboardInterrupt

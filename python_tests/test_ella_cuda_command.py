@@ -311,12 +311,15 @@ def test_a_run_outlives_its_terminal(tmp_path, forks):
 
 # ---- signals ----
 
+# In short sleeps: a signal that comes just before one is handled after it.
+WAIT = "import time\ndef wait(seconds):\n    for _ in range(round(10 * seconds)): time.sleep(0.1)\n"
+
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_during_the_import_is_one_line(number, tmp_path):
     """A torch that says when its import has begun, and takes long."""
     begun = tmp_path / "begun"
-    (tmp_path / "torch.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(60)\n")
+    (tmp_path / "torch.py").write_text(f"{WAIT}open({str(begun)!r}, 'w').close()\nwait(60)\n")
     started = start(["info"], tmp_path, first=str(tmp_path))
     wait_for(begun, started)
     started.send_signal(number)
@@ -326,12 +329,12 @@ def test_a_signal_during_the_import_is_one_line(number, tmp_path):
 
 # Packages that are imported late, each of which says when a signal is due; imports or calls go on for a minute.
 LATE = {
-    "an import that swallows": "try:\n    due()\nexcept BaseException:\n    pass\ndef load_digits(): time.sleep(60)\n",
+    "an import that swallows": "try:\n    due()\nexcept BaseException:\n    pass\ndef load_digits(): wait(60)\n",
     "an import that converts": "try:\n    due()\nexcept BaseException:\n    raise ImportError('no') from None\n",
-    "an import that ends soon": "due(1.0)\ndef load_digits(): time.sleep(60)\n",
-    "a destructor": "class A:\n    def __del__(self): due()\ndef load_digits():\n    A()\n    time.sleep(60)\n",
+    "an import that ends soon": "due(1.0)\ndef load_digits(): wait(60)\n",
+    "a destructor": "class A:\n    def __del__(self): due()\ndef load_digits():\n    A()\n    wait(60)\n",
     "a call that swallows": (
-        "def load_digits():\n    try:\n        due()\n    except BaseException:\n        pass\n    time.sleep(60)\n"
+        "def load_digits():\n    try:\n        due()\n    except BaseException:\n        pass\n    wait(60)\n"
     ),
     "a call that converts": (
         "def load_digits():\n    try:\n        due()\n    except BaseException:\n        raise ValueError('no') from None\n"
@@ -347,7 +350,7 @@ LATE = {
 )
 def test_a_signal_that_gets_lost_or_converted_is_an_interruption(kind, number, tmp_path, forks):
     begun = tmp_path / "begun"
-    due = f"import time\ndef due(seconds=60):\n    open({str(begun)!r}, 'w').close()\n    time.sleep(seconds)\n"
+    due = f"{WAIT}def due(seconds=60):\n    open({str(begun)!r}, 'w').close()\n    wait(seconds)\n"
     (tmp_path / "sklearn").mkdir()
     (tmp_path / "sklearn/__init__.py").write_text("")
     (tmp_path / "sklearn/datasets.py").write_text(due + LATE[kind])

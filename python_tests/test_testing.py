@@ -25,7 +25,8 @@ OPS = (
     "kron_variance_",
     "polyphase_pool",
 )
-PRIVATE = "symmetric_eigenvalues"  # of the package's own use
+EIGENVALUES = "symmetric_eigenvalues"
+PRIVATE = (EIGENVALUES, "conv2d_at", "conv2d_at_transpose")  # of the package's own use
 
 
 def test_every_op_passes_in_both_precisions(device):
@@ -33,7 +34,7 @@ def test_every_op_passes_in_both_precisions(device):
     assert [(c.name, c.error, c.bound) for c in checks if not c.ok] == []
     for dtype in (torch.float32, torch.float64):
         names = {c.name.split()[0] for c in checks if c.dtype == dtype}
-        assert names == {*OPS, PRIVATE}
+        assert names == {*OPS, *PRIVATE}
     assert "FAILED" not in kernel_table(checks)
 
 
@@ -75,8 +76,8 @@ def test_a_wrong_kernel_fails(monkeypatch, name, damage):
 
 def test_wrong_eigenvalues_fail(monkeypatch):
     right = testing.symmetric_eigenvalues
-    monkeypatch.setattr(testing, PRIVATE, lambda sets: [values * (1 + 1e-4) for values in right(sets)])
-    (case,) = (case for case in kernel_cases() if case[0] == PRIVATE)
+    monkeypatch.setattr(testing, EIGENVALUES, lambda sets: [values * (1 + 1e-4) for values in right(sets)])
+    (case,) = (case for case in kernel_cases() if case[0] == EIGENVALUES)
     assert [check.ok for check in check_kernel(case, "cpu")] == [False, False]
 
 

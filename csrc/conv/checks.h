@@ -171,4 +171,73 @@ inline CircularConvSizes check_circular_conv2d_scattered_weight_grad(const Tenso
   return countable(op, {x.size(0), x.size(1), x.size(2), x.size(3), grad.size(1), kernel_h, kernel_w});
 }
 
+// ---- conv2d_at ----
+
+struct ConvAtSizes {
+  int64_t K, N, C, H, W, D, M;
+  int64_t kernel_h, kernel_w, stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w;
+  int64_t out_h, out_w;
+
+  int64_t padded_h() const { return H + 2 * padding_h; }
+  int64_t padded_w() const { return W + 2 * padding_w; }
+};
+
+// Of a tensor of the op's shape, K to W and M known.
+inline ConvAtSizes check_conv_at(const char* op, ConvAtSizes s, const Tensor& weight, const std::vector<int64_t>& size,
+                                 const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                                 const std::vector<int64_t>& dilation) {
+  const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t minimum) {
+    ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
+    constexpr int64_t kMax = 1 << 30;  // products and sums of these and of sizes do not overflow
+    ELLA_CHECK(std::min(value[0], value[1]) >= minimum && std::max(value[0], value[1]) <= kMax, op, ": ", name,
+               " must be at least ", minimum, " and at most ", kMax, ", got (", value[0], ", ", value[1], ")");
+  };
+  pair("size", size, 0);
+  pair("stride", stride, 1);
+  pair("padding", padding, 0);
+  pair("dilation", dilation, 1);
+  s.H = size[0], s.W = size[1];
+  s.D = weight.size(0), s.kernel_h = weight.size(2), s.kernel_w = weight.size(3);
+  ELLA_CHECK(s.kernel_h > 0 && s.kernel_w > 0, op, ": weight must have a height and a width, got ", shape_string(weight));
+  s.stride_h = stride[0], s.stride_w = stride[1];
+  s.padding_h = padding[0], s.padding_w = padding[1];
+  s.dilation_h = dilation[0], s.dilation_w = dilation[1];
+  check_countable(op, "the weights (D, C, kh, kw)", {s.D, s.C, s.kernel_h, s.kernel_w});
+  check_countable(op, "the images with their padding", {s.K, s.N, s.C, s.padded_h(), s.padded_w()});
+  check_countable(op, "the values (K, N, D, M)", {s.K, s.N, s.D, s.M});
+  const int64_t span_h = s.padded_h() - s.dilation_h * (s.kernel_h - 1) - 1;
+  const int64_t span_w = s.padded_w() - s.dilation_w * (s.kernel_w - 1) - 1;
+  ELLA_CHECK(span_h >= 0 && span_w >= 0, op, ": weight of (", s.kernel_h, ", ", s.kernel_w, ") with dilation (", s.dilation_h,
+             ", ", s.dilation_w, ") does not fit the padded image (", s.padded_h(), ", ", s.padded_w(), ")");
+  s.out_h = span_h / s.stride_h + 1;
+  s.out_w = span_w / s.stride_w + 1;
+  return s;
+}
+
+inline ConvAtSizes check_conv2d_at(const Tensor& x, const Tensor& weight, const Tensor& places,
+                                   const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+                                   const std::vector<int64_t>& dilation) {
+  const char* op = "conv2d_at";
+  const ArgumentCheck check(op, "x", x);
+  check.tensor("x", x, {-1, -1, -1, -1, -1}, "(K, N, C, H, W)");
+  check.tensor("weight", weight, {-1, x.size(2), -1, -1}, "(D, C, kh, kw)");
+  check.index("places", places, {x.size(1), weight.size(0), -1}, "(N, D, M)");
+  ConvAtSizes s{};
+  s.K = x.size(0), s.N = x.size(1), s.C = x.size(2), s.M = places.size(2);
+  return check_conv_at(op, s, weight, {x.size(3), x.size(4)}, stride, padding, dilation);
+}
+
+inline ConvAtSizes check_conv2d_at_transpose(const Tensor& values, const Tensor& weight, const Tensor& places,
+                                             const std::vector<int64_t>& size, const std::vector<int64_t>& stride,
+                                             const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation) {
+  const char* op = "conv2d_at_transpose";
+  const ArgumentCheck check(op, "values", values);
+  check.tensor("values", values, {-1, -1, -1, -1}, "(K, N, D, M)");
+  check.tensor("weight", weight, {values.size(2), -1, -1, -1}, "(D, C, kh, kw)");
+  check.index("places", places, {values.size(1), values.size(2), values.size(3)}, "(N, D, M)");
+  ConvAtSizes s{};
+  s.K = values.size(0), s.N = values.size(1), s.C = weight.size(1), s.M = values.size(3);
+  return check_conv_at(op, s, weight, size, stride, padding, dilation);
+}
+
 }  // namespace ella

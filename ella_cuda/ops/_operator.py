@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from ella_cuda._extension import build_info
 
 NAMESPACE = "ella_cuda"
+MOST = 1 << 30  # of a convolution's sizes, stride, padding and dilation; the kernels' limit
 
 
 def _built_for_cuda() -> bool:
@@ -133,6 +134,17 @@ def require_countable(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and math.prod(max(size, 1) for size in tensor.shape) > 1 << 53:
             raise RuntimeError(f"{op}: {name} must have at most 2^53 numbers, got shape {tuple(tensor.shape)}")
+
+
+def require_pair(op: str, name: str, pair: list[int], least: int) -> None:
+    """Check a height and a width of a convolution, for an op's fake."""
+    if len(pair) != 2:
+        raise RuntimeError(f"{op}: {name} must have 2 values (height, width), got {len(pair)}")
+    for value in pair:
+        for holds in (value >= least, value <= MOST):
+            torch._check(
+                holds, lambda: f"{op}: {name} must be at least {least} and at most {MOST}, got ({pair[0]}, {pair[1]})"
+            )
 
 
 def require_factor(op: str, factor: Tensor) -> None:

@@ -15,12 +15,12 @@ from ella_cuda.ops._operator import (
     register_in_place,
     require_backend,
     require_factor,
+    require_pair,
     require_weight_of_sum,
     summands,
 )
 from ella_cuda.ops._precision import allows_tf32
 
-MOST = 1 << 30  # of a kernel's sides, stride, padding and dilation; the kernels' limit
 Size = int | tuple[int, int]
 
 
@@ -124,7 +124,7 @@ def _fake(
     require_weight_of_sum(op, alpha, factor)
     named = {"kernel_size": (kernel_size, 1), "stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
     for name, (pair, least) in named.items():
-        _require_pair(op, name, pair, least)
+        require_pair(op, name, pair, least)
     side = "C*kh*kw"
     operand_sizes(op, {side: s["C"] * kernel_size[0] * kernel_size[1]}, factor=(factor, f"{side} {side}"))
     require_factor(op, factor)
@@ -140,16 +140,6 @@ def _fake(
                 f"{op}: kernel_size {tuple(kernel_size)} with dilation {tuple(dilation)} does not fit the padded image {padded}"
             ),
         )
-
-
-def _require_pair(op: str, name: str, pair: list[int], least: int) -> None:
-    if len(pair) != 2:
-        raise RuntimeError(f"{op}: {name} must have 2 values (height, width), got {len(pair)}")
-    for value in pair:
-        for holds in (value >= least, value <= MOST):
-            torch._check(
-                holds, lambda: f"{op}: {name} must be at least {least} and at most {MOST}, got ({pair[0]}, {pair[1]})"
-            )
 
 
 def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:

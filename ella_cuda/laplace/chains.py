@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.modules.utils import _pair
 
 from ella_cuda.augment import AveragedFunction
+from ella_cuda.ops.conv2d_at import conv2d_at, conv2d_at_transpose
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)
@@ -31,6 +32,8 @@ LAYERS = (nn.Linear, nn.Conv2d)
 LANES = {"AVX512": 16, "AVX2": 8}  # of a vector of oneDNN's, by what torch says of the processor
 PHASES = (1, 2, 4)  # rows or columns beside each other that may be channels of their own
 WORTH = 0.75  # of a convolution's work, as the positions are to be put in order
+# Where a pool keeps half of the positions at most, computing these alone is faster with so many columns and input channels.
+LEAST_COLUMNS, MOST_CHANNELS = 4, 16
 
 
 class Link(ABC):
@@ -120,6 +123,20 @@ class Layer(Link):
         found = F.conv_transpose2d(rows, m.weight, None, m.stride, m.padding, beyond, m.groups, m.dilation)
         return found.view(-1, *self.shape)
 
+    def along_at(self, t: Tensor, places: Tensor) -> Tensor:
+        """:meth:`along` at places ``(N, S, D, M)`` of the planes of outputs, ``(K, N, S, D, M)``."""
+        m = self.module
+        rows = t.expand(-1, -1, self.shape[1], *t.shape[3:]).flatten(1, 2)
+        found = conv2d_at(rows, m.weight, places.flatten(0, 1), m.stride, m.padding, m.dilation)
+        return found.view(-1, *places.shape)
+
+    def back_at(self, g: Tensor, places: Tensor) -> Tensor:
+        """:meth:`back` of gradients that are zero but for ``(K, N, S, D, M)`` at places."""
+        m = self.module
+        rows, places = g.flatten(1, 2), places.flatten(0, 1)
+        found = conv2d_at_transpose(rows, m.weight, places, self.shape[3:], m.stride, m.padding, m.dilation)
+        return found.view(-1, *self.shape)
+
 
 def _phases(module: nn.Conv2d, size: Sequence[int], g: Tensor) -> tuple[int, int]:
     """Of gradients in a convolution's input, planes of that size: how many rows and columns beside each other are channels of their own.
@@ -168,9 +185,15 @@ class Reshaped(Link):
 
 class Pooled(Link):
     """Largest values of windows of planes, the last two axes, as they are or of a function of every entry, whose derivatives then count
-    where these are."""
+    where these are.
 
-    def __init__(self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None) -> None:
+    Args:
+        behind: what has x as its output.
+    """
+
+    def __init__(
+        self, module: nn.MaxPool2d, x: Tensor, function: nn.Module | None = None, behind: Link | None = None
+    ) -> None:
         self.module, self.shape = module, x.shape
         rises = isinstance(function, RISING)  # so that its largest values are where its arguments' are
         whole = None if function is None or rises else Elementwise(function, x)
@@ -185,6 +208,24 @@ class Pooled(Link):
             self._second = there.second if rises else self._there(there.second[None])[0]
         if rises:
             self.out = there.out
+        m = behind.module if isinstance(behind, Layer) else None
+        self._layer = None
+        if isinstance(m, nn.Conv2d) and x.is_cpu and m.groups == 1 and m.in_channels <= MOST_CHANNELS:
+            self._layer = behind if 2 * self.out.numel() <= x.numel() else None
+
+    def takes_layer(self, columns: Tensor) -> bool:
+        """Whether the layer before it is to be passed together with it, by its outputs at the largest values alone."""
+        return self._layer is not None and len(columns) >= LEAST_COLUMNS
+
+    def along_layer(self, t: Tensor, own: Tensor) -> Tensor:
+        """At the largest values: tangents at the layer's input along it, and those at its output."""
+        there = self._layer.along_at(t, self._places).view(len(t), *self.out.shape)
+        return there.add_(self._there(own))
+
+    def back_layer(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients at the layer's output, summed over copies, and those at its input."""
+        there = g if self._first is None else g * self._first
+        return self._summed(there), self._layer.back_at(there.flatten(-2), self._places)
 
     def _there(self, values: Tensor) -> Tensor:
         """``(K, N, S or 1, ...)`` where the largest values are."""
@@ -193,8 +234,11 @@ class Pooled(Link):
         return flat.gather(-1, places).view(len(values), *self.out.shape)
 
     def along(self, t: Tensor) -> Tensor:
-        found = self._there(t)
-        return found if self._first is None else found.mul_(self._first)
+        return self.along_there(self._there(t))
+
+    def along_there(self, there: Tensor) -> Tensor:
+        """:meth:`along`, of tangents at the largest values, which are changed."""
+        return there if self._first is None else there.mul_(self._first)
 
     def back(self, g: Tensor) -> Tensor:
         return self._spread(g if self._first is None else g * self._first)
@@ -202,7 +246,10 @@ class Pooled(Link):
     def back_summed(self, g: Tensor) -> Tensor:
         if not g.is_cpu:  # where values that meet would be added in any order
             return super().back_summed(g)
-        g = g if self._first is None else g * self._first
+        return self._summed(g if self._first is None else g * self._first)
+
+    def _summed(self, g: Tensor) -> Tensor:
+        """Gradients at the largest values, in the planes of all data points' copies together."""
         n, size, channels = self.shape[0], self.shape[-2:].numel(), self.shape[2:-2]
         planes = torch.arange(n * channels.numel(), device=g.device).view(n, 1, *channels, 1) * size
         places = (self._places + planes).flatten()  # in the planes of all data points
@@ -211,7 +258,10 @@ class Pooled(Link):
         return found.view(-1, n, *self.shape[2:])
 
     def bent(self, t: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        there = self._there(t)
+        return self.bent_there(self._there(t), g)
+
+    def bent_there(self, there: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`bent`, of tangents at the largest values, which are changed."""
         return self._spread((_over_columns(there, g) * self._second)[None])[0], there.mul_(self._first)
 
     def _spread(self, values: Tensor) -> Tensor:
@@ -377,7 +427,7 @@ class Way:
         for part in parts:
             if isinstance(part[0], LAYERS):
                 self._sums.append(x.sum(1))
-            self._links.append(_link(part, x))
+            self._links.append(_link(part, x, self._links[-1] if self._links else None))
             x = self._links[-1].out
         self._sums.append(x.sum(1))
         self._first = next(i for i, link in enumerate(self._links) if isinstance(link, Layer))
@@ -393,12 +443,17 @@ class Way:
         function is kept."""
         links, gradients = self._links, []
         g = columns[:, :, None].expand(-1, -1, self.copies, *columns.shape[2:])
-        for i in range(len(links) - 1, self._first, -1):
+        order = iter(range(len(links) - 1, self._first, -1))
+        for i in order:
             if isinstance(links[i], Layer):
                 gradients.insert(0, g.sum(2))
             elif links[i].curved:
                 self._behind[i] = g
-            if i > self._first + 1:
+            if i > self._first + 2 and isinstance(links[i], Pooled) and links[i].takes_layer(g):
+                summed, g = links[i].back_layer(g)
+                gradients.insert(0, summed)
+                next(order)
+            elif i > self._first + 1:
                 g = links[i].back(g)
         summed = g.sum(2) if self._first + 1 == len(links) else links[self._first + 1].back_summed(g)
         return [summed, *gradients]
@@ -407,7 +462,16 @@ class Way:
         """Tangents forward, ``(K, N, ...)`` of which are added at each layer's output; their sum over copies at the outputs. Where columns
         were there before, what they bend is kept in their place."""
         links, added, t = self._links, iter(at_layers), None
-        for i in range(self._first, len(links)):
+        order = iter(range(self._first, len(links)))
+        for i in order:
+            pool = links[i + 1] if t is not None and i + 1 < len(links) else None
+            if isinstance(pool, Pooled) and pool.takes_layer(t):
+                there = pool.along_layer(t, next(added)[:, :, None])
+                if (i := next(order)) in self._behind:
+                    self._bent[i], t = pool.bent_there(there, self._behind.pop(i))
+                else:
+                    t = pool.along_there(there)
+                continue
             if i in self._behind:
                 self._bent[i], t = links[i].bent(t, self._behind.pop(i))
             else:
@@ -442,15 +506,15 @@ def _added(total: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
     return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
 
 
-def _link(part: Sequence[nn.Module], x: Tensor) -> Link:
+def _link(part: Sequence[nn.Module], x: Tensor, behind: Link | None) -> Link:
     module = part[0]
     if isinstance(module, LAYERS):
         return Layer(module, x)
     if isinstance(module, nn.MaxPool2d):
-        return Pooled(module, x)
+        return Pooled(module, x, behind=behind)
     if not isinstance(module, ELEMENTWISE):
         return Reshaped(module, x)
-    return Pooled(part[1], x, module) if len(part) == 2 else Elementwise(module, x)
+    return Pooled(part[1], x, module, behind) if len(part) == 2 else Elementwise(module, x)
 
 
 def chain_of(network: nn.Module) -> Chain | None:

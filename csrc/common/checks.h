@@ -37,6 +37,14 @@ inline void check_countable(const char* op, const char* what, std::initializer_l
   }
 }
 
+// A height and a width of a convolution; products and sums of these and of sizes do not overflow.
+inline void check_pair(const char* op, const char* name, const std::vector<int64_t>& value, int64_t minimum) {
+  ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
+  constexpr int64_t kMax = 1 << 30;
+  ELLA_CHECK(std::min(value[0], value[1]) >= minimum && std::max(value[0], value[1]) <= kMax, op, ": ", name,
+             " must be at least ", minimum, " and at most ", kMax, ", got (", value[0], ", ", value[1], ")");
+}
+
 // Knows the op's name and the tensor that sets dtype and device; every other argument is held against it.
 class ArgumentCheck {
  public:

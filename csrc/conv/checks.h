@@ -186,16 +186,10 @@ struct ConvAtSizes {
 inline ConvAtSizes check_conv_at(const char* op, ConvAtSizes s, const Tensor& weight, const std::vector<int64_t>& size,
                                  const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                                  const std::vector<int64_t>& dilation) {
-  const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t minimum) {
-    ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
-    constexpr int64_t kMax = 1 << 30;  // products and sums of these and of sizes do not overflow
-    ELLA_CHECK(std::min(value[0], value[1]) >= minimum && std::max(value[0], value[1]) <= kMax, op, ": ", name,
-               " must be at least ", minimum, " and at most ", kMax, ", got (", value[0], ", ", value[1], ")");
-  };
-  pair("size", size, 0);
-  pair("stride", stride, 1);
-  pair("padding", padding, 0);
-  pair("dilation", dilation, 1);
+  check_pair(op, "size", size, 0);
+  check_pair(op, "stride", stride, 1);
+  check_pair(op, "padding", padding, 0);
+  check_pair(op, "dilation", dilation, 1);
   s.H = size[0], s.W = size[1];
   s.D = weight.size(0), s.kernel_h = weight.size(2), s.kernel_w = weight.size(3);
   ELLA_CHECK(s.kernel_h > 0 && s.kernel_w > 0, op, ": weight must have a height and a width, got ", shape_string(weight));

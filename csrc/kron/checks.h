@@ -43,16 +43,10 @@ inline ConvGeometry check_conv_kron_accumulate(const Tensor& factor, const Tenso
   const ArgumentCheck check(op, "factor", factor);
   check.summand("x", x, {-1, -1, -1, -1}, "(N, C, H, W)");
   check.number("alpha", alpha);
-  const auto pair = [op](const char* name, const std::vector<int64_t>& value, int64_t minimum) {
-    ELLA_CHECK(value.size() == 2, op, ": ", name, " must have 2 values (height, width), got ", value.size());
-    constexpr int64_t kMax = 1 << 30;  // products and sums of these and of sizes do not overflow
-    ELLA_CHECK(std::min(value[0], value[1]) >= minimum && std::max(value[0], value[1]) <= kMax, op, ": ", name,
-               " must be at least ", minimum, " and at most ", kMax, ", got (", value[0], ", ", value[1], ")");
-  };
-  pair("kernel_size", kernel_size, 1);
-  pair("stride", stride, 1);
-  pair("padding", padding, 0);
-  pair("dilation", dilation, 1);
+  check_pair(op, "kernel_size", kernel_size, 1);
+  check_pair(op, "stride", stride, 1);
+  check_pair(op, "padding", padding, 0);
+  check_pair(op, "dilation", dilation, 1);
   ConvGeometry g{};
   g.N = x.size(0), g.C = x.size(1), g.H = x.size(2), g.W = x.size(3);
   g.kernel_h = kernel_size[0], g.kernel_w = kernel_size[1];

@@ -24,7 +24,7 @@ RECORDED = [case for case in CASES if not case[0].startswith("kron_evidence")]
 
 def given(case, device: torch.device, dtype: torch.dtype, seed: int) -> list[Tensor]:
     torch.manual_seed(seed)
-    return [t.to(device, dtype) for t in case[1]()]
+    return [t.to(device, dtype) if t.is_floating_point() else t.to(device) for t in case[1]()]
 
 
 def results(case, inputs: list[Tensor]) -> tuple[Tensor, ...]:

@@ -137,14 +137,11 @@ def require_countable(op: str, **tensors: Tensor | None) -> None:
 
 
 def require_pair(op: str, name: str, pair: list[int], least: int) -> None:
-    """Check a height and a width of a convolution, for an op's fake."""
+    """Check a height and a width of a convolution."""
     if len(pair) != 2:
         raise RuntimeError(f"{op}: {name} must have 2 values (height, width), got {len(pair)}")
-    for value in pair:
-        for holds in (value >= least, value <= MOST):
-            torch._check(
-                holds, lambda: f"{op}: {name} must be at least {least} and at most {MOST}, got ({pair[0]}, {pair[1]})"
-            )
+    if min(pair) < least or max(pair) > MOST:
+        raise RuntimeError(f"{op}: {name} must be at least {least} and at most {MOST}, got ({pair[0]}, {pair[1]})")
 
 
 def require_factor(op: str, factor: Tensor) -> None:

@@ -389,6 +389,32 @@ print(stop.came, stop.code)
     assert (done.stdout, done.stderr) == ("tidied True\nTrue 143\n", "")
 
 
+def test_an_interruption_comes_again_until_it_has_arrived(tmp_path):
+    """The first alarm after one that is swallowed gets lost, as before a call that blocks; the next does not."""
+    code = """
+import os, signal, time
+import ella_cuda_command as command
+stop = command.Stop()
+stop.cleanly = True
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+alarm = signal.signal(signal.SIGALRM, lambda *_: None)
+time.sleep(1.5 * command.AGAIN)
+signal.signal(signal.SIGALRM, alarm)
+try:
+    time.sleep(20)
+    print("lost")
+except KeyboardInterrupt:
+    stop.end()
+    print("arrived")
+"""
+    call = [sys.executable, "-c", code]
+    done = subprocess.run(call, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=50)
+    assert (done.stdout, done.stderr) == ("arrived\n", "")
+
+
 def test_a_second_signal_ends_at_once_what_is_tidied_up_slowly(tmp_path):
     code = """
 import os, signal, time

@@ -187,12 +187,12 @@ inline ConvAtSizes check_conv_at(const char* op, ConvAtSizes s, const Tensor& we
                                  const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
                                  const std::vector<int64_t>& dilation) {
   check_pair(op, "size", size, 0);
+  check_pair(op, "the kernel", {weight.size(2), weight.size(3)}, 1);
   check_pair(op, "stride", stride, 1);
   check_pair(op, "padding", padding, 0);
   check_pair(op, "dilation", dilation, 1);
   s.H = size[0], s.W = size[1];
   s.D = weight.size(0), s.kernel_h = weight.size(2), s.kernel_w = weight.size(3);
-  ELLA_CHECK(s.kernel_h > 0 && s.kernel_w > 0, op, ": weight must have a height and a width, got ", shape_string(weight));
   s.stride_h = stride[0], s.stride_w = stride[1];
   s.padding_h = padding[0], s.padding_w = padding[1];
   s.dilation_h = dilation[0], s.dilation_w = dilation[1];

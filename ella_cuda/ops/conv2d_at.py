@@ -38,7 +38,8 @@ def conv2d_at(
         ``(K, N, D, M)``, contiguous.
 
     Raises:
-        RuntimeError: a shape, dtype, device or size does not fit, or a place is none; the message names the argument.
+        RuntimeError: a shape, dtype, device or size does not fit; the message names the argument. Where torch computes, a place out of the
+            plane, and images or weights without numbers, are refused in its words.
 
     Source: chain rule through torch.nn.MaxPool2d.
     """
@@ -56,7 +57,7 @@ def conv2d_at_torch(
 ) -> Tensor:
     """Plain-torch reference of :func:`conv2d_at`: the whole convolution."""
     whole = F.conv2d(x.flatten(0, 1), weight, None, stride, padding, dilation)
-    return whole.view(*x.shape[:2], weight.shape[0], -1).gather(3, places.expand(x.shape[0], *places.shape))
+    return whole.unflatten(0, x.shape[:2]).flatten(3).gather(3, places.expand(x.shape[0], *places.shape))
 
 
 def conv2d_at_transpose(
@@ -83,7 +84,8 @@ def conv2d_at_transpose(
         ``(K, N, C, H, W)``, contiguous.
 
     Raises:
-        RuntimeError: a shape, dtype, device or size does not fit, or a place is none; the message names the argument.
+        RuntimeError: a shape, dtype, device or size does not fit; the message names the argument. Where torch computes, a place out of the
+            plane, and images or weights without numbers, are refused in its words.
 
     Source: chain rule through torch.nn.MaxPool2d.
     """
@@ -159,12 +161,12 @@ def _sizes_of_values(
 def _require_geometry(
     op: str, size: list[int], weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> None:
-    named = {"size": (size, 0), "stride": (stride, 1), "padding": (padding, 0), "dilation": (dilation, 1)}
-    for name, (pair, least) in named.items():
-        require_pair(op, name, pair, least)
-    kernel = weight.shape[2:]
-    if min(kernel) < 1:
-        raise RuntimeError(f"{op}: weight must have a height and a width, got {tuple(weight.shape)}")
+    kernel = list(weight.shape[2:])
+    require_pair(op, "size", size, 0)
+    require_pair(op, "the kernel", kernel, 1)
+    require_pair(op, "stride", stride, 1)
+    require_pair(op, "padding", padding, 0)
+    require_pair(op, "dilation", dilation, 1)
     padded = tuple(n + 2 * p for n, p in zip(size, padding, strict=True))
     if any(d * (k - 1) >= n for n, k, d in zip(padded, kernel, dilation, strict=True)):
         raise RuntimeError(

@@ -272,13 +272,23 @@ POOLED = {
         *(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, (1, 2), dilation=2), nn.MaxPool2d((1, 2)), nn.Tanh()),
         *(nn.Conv2d(3, 4, (3, 1), (1, 2), padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 6)),
     ],
+    "groups": lambda: [
+        *(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(36, 6)),
+    ],
+    "wide": lambda: [
+        *(nn.Conv2d(1, 17, 3, padding=1), nn.ReLU(), nn.Conv2d(17, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(36, 6)),
+    ],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("several", [True, False])
-@pytest.mark.parametrize(("name", "places"), [("function", (2, 2)), ("alone", (2, 1))])
+@pytest.mark.parametrize(
+    ("name", "places"), [("function", (2, 2)), ("alone", (2, 1)), ("groups", (0, 0)), ("wide", (0, 0))]
+)
 def test_convolutions_before_pools_are_computed_at_the_largest_values(name, places, several, monkeypatch):
-    """Enough columns for it, or one: the gradient autograd has. A first layer but one has its gradients everywhere."""
+    """Enough columns and few channels: the gradient autograd has. The layer behind the first has its gradients everywhere."""
     x, _ = data()
     y = torch.arange(len(x)) % 6
     torch.manual_seed(4)

@@ -99,6 +99,9 @@ def test_empty(shape):
     checks.assert_same(conv2d_at(x, weight, places, *geometry), by_patches(x, weight, places, *geometry))
     found = conv2d_at_transpose(values, weight, places, size, *geometry)
     checks.assert_same(found, transposed(values, weight, places, size, *geometry))
+    if weight.numel() and min(size):  # which torch takes too
+        assert conv2d_at_torch(x, weight, places, *geometry).shape == places.expand(len(x), *places.shape).shape
+        assert conv2d_at_transpose_torch(values, weight, places, size, *geometry).shape == x.shape
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])

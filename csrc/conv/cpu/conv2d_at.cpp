@@ -20,12 +20,13 @@ class ConvAt {
         k_(kernels<T>()),
         row_(ceil_divide(s.K, k_.vector) * k_.vector),
         weight_(weight.const_data_ptr<T>()),
-        places_(places.const_data_ptr<int64_t>()) {
-    taps_.reserve(s.C * s.kernel_h * s.kernel_w);
+        places_(places.const_data_ptr<int64_t>()),
+        taps_(taps()) {
+    int64_t* tap = taps_.data();
     for (int64_t c = 0; c < s.C; ++c) {
       for (int64_t i = 0; i < s.kernel_h; ++i) {
         for (int64_t j = 0; j < s.kernel_w; ++j) {
-          taps_.push_back(((c * s.padded_h() + i * s.dilation_h) * s.padded_w() + j * s.dilation_w) * row_);
+          *tap++ = ((c * s.padded_h() + i * s.dilation_h) * s.padded_w() + j * s.dilation_w) * row_;
         }
       }
     }
@@ -58,7 +59,7 @@ class ConvAt {
   }
 
  private:
-  int64_t taps() const { return static_cast<int64_t>(taps_.size()); }
+  int64_t taps() const { return s_.C * s_.kernel_h * s_.kernel_w; }
   int64_t plane() const { return s_.C * s_.H * s_.W; }
 
   // body(where they begin in an image, and in one with padding, how many) for pixels that are beside each other in both.
@@ -98,7 +99,7 @@ class ConvAt {
   const int64_t row_;  // of all columns, in whole vectors
   const T* const weight_;
   const int64_t* const places_;
-  std::vector<int64_t> taps_;
+  const Buffer<int64_t> taps_;  // where each tap lies behind the first, in the image with padding
 };
 
 Tensor conv2d_at(const Tensor& x, const Tensor& weight, const Tensor& places, const std::vector<int64_t>& stride,

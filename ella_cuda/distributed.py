@@ -119,9 +119,11 @@ class Shard:
         self.dataset_size, self._first = dataset_size(loader), None
 
     def __iter__(self) -> Iterator[Any]:
+        from ella_cuda.laplace.batches import kept
+
         for number, batch in enumerate(self.loader):
             if not number:
-                self._first = batch
+                self._first = kept(batch)
             if number % self.ranks == self.rank:
                 yield batch
 

@@ -196,6 +196,15 @@ def take(x: Inputs, which: slice | Tensor) -> Inputs:
     return map_tensors(x, lambda tensor: tensor[which])
 
 
+def kept(batch: Any) -> Any:
+    """Copies of a batch's tensors, for whoever holds them while a loader goes on, which may use its memory again."""
+    if isinstance(batch, Tensor):
+        return batch.clone()
+    if isinstance(batch, Mapping):
+        return {key: kept(value) for key, value in batch.items()}
+    return tuple(map(kept, batch)) if isinstance(batch, (tuple, list)) else batch
+
+
 def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[Inputs], int]) -> Iterator[tuple[Inputs, Tensor]]:
     """Consecutive pairs as one, as long as there is room for the data points of both and their tensors are of one kind.
 
@@ -217,7 +226,7 @@ def merged(pairs: Iterable[tuple[Inputs, Tensor]], room: Callable[[Inputs], int]
             yield joined(held)
             held, count = [], 0
         else:
-            held[-1] = map_tensors(x, Tensor.clone), y.clone()  # whoever yields them may use their memory again
+            held[-1] = kept((x, y))
     if held:
         yield joined(held)
 

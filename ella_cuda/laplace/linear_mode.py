@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.files import write_file
-from ella_cuda.laplace.batches import Inputs, data_points, joined, tensors_of
+from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.state import checked_count, checked_tensor
@@ -156,7 +156,7 @@ class _Loss:
         direction, sums = self.push(theta), torch.zeros(3, dtype=torch.float64, device=theta.device)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            kept = []
+            outputs = []
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
                 h = self.outputs(f, along)
@@ -165,12 +165,12 @@ class _Loss:
                 with torch.no_grad():
                     size = ((1 + slope.abs()) * f.abs()).sum(dtype=torch.float64)
                     sums.add_(torch.stack([self._statistic(h, y[which]), self._statistic(f, y[which]), size]))
-                kept.append(h)
+                outputs.append(h)
                 return slope
 
             found = self.tangent.push_pull(x, direction, cotangent)
             batch = _digest(x, y)
-            self._outputs[batch], self._targets[batch] = torch.cat(kept), y
+            self._outputs[batch], self._targets[batch] = torch.cat(outputs), kept(y)
             self._times[batch] = self._times.get(batch, 0) + 1
             return found
 
@@ -197,20 +197,20 @@ class _Loss:
         bend = direction.new_zeros(2)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            batch, kept = _digest(x, y), []
+            batch, parts = _digest(x, y), []
             h = self._outputs.get(batch)
             if h is None:  # another batch than in the gradient's pass
                 h = self.outputs(self.tangent.outputs(x), self.tangent.jvp(x, there))
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
-                kept.append(along)
+                parts.append(along)
                 curved = self._curved(h[which], y[which], along)
                 terms = along.double() * curved
                 bend.add_(torch.stack([terms.sum(), terms.abs().sum()]))
                 return curved.to(along.dtype)
 
             found = self.tangent.push_pull(x, direction, cotangent)
-            self._along[batch] = torch.cat(kept)
+            self._along[batch] = torch.cat(parts)
             return found
 
         product = self.weight * self._sum(of) + self._masked(self.prior * direction)
@@ -535,7 +535,7 @@ def _conjugate(
 
 def _by_kernel(la: BaseLaplace, loss: _Loss) -> Tensor:
     r"""Of a regression :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
-    x, y = joined(list(loss.batches()))
+    x, y = joined([kept(pair) for pair in loss.batches()])
     kernel = la.prior_covariance(x)
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()

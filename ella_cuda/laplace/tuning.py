@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.laplace.batches import dict_keys, pair_on
+from ella_cuda.laplace.batches import dict_keys, kept, pair_on
 from ella_cuda.laplace.links import LINKS
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.laplace.values import check_choice
@@ -224,7 +224,7 @@ class _Total:
             self._sum -= self._la.log_density(predictions, targets).item()
             self._count += len(targets)
         else:
-            self._kept.append((predictions, targets))
+            self._kept.append((predictions, kept(targets)))
 
     def value(self) -> float:
         """Of all batches."""

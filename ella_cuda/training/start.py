@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace import KronLaplace
-from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, take
+from ella_cuda.laplace.batches import dict_keys, kept, pair_of, require_loader, take
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 from ella_cuda.training.checks import in_words, name_of, warn
 
@@ -164,10 +164,9 @@ def try_evidence(
     before, keys = random_state([loader]), dict_keys(la.dict_key_x, la.dict_key_y)
     try:
         with contextlib.closing(pair_of(batch, f"marglik_training ({name})", keys) for batch in loader) as pairs:
-            first = next((pair for pair in pairs if len(pair[1])), None)
-        if first is None:
+            few = next((kept(tuple(take(part, slice(3)) for part in pair)) for pair in pairs if len(pair[1])), None)
+        if few is None:
             raise ValueError(f"marglik_training: {name} yielded no data; check its data set, samplers and drop_last.")
-        few = tuple(take(part, slice(3)) for part in first)
         try:
             la.fit([few])
             then(la, [few])

@@ -15,7 +15,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, require_whole, slice_of
-from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, pair_of, pair_on, run_model, take
+from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, kept, pair_of, pair_on, run_model, take
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.together import rounded
@@ -281,12 +281,13 @@ def train_epoch_together(
 def _parts(
     loader: Iterable[Any], keys: DictKeys, device: torch.device, ranks: Ranks
 ) -> Iterator[tuple[Part, str | None]]:
-    """This rank's part of every batch that has data points, with a digest of the first batch's targets."""
+    """This rank's part of every batch that has data points, with a digest of the first batch's targets. Parts are copies: the next one is
+    taken before a step on this one."""
     where, first = "marglik_training (train_loader)", True
     if callable(getattr(loader, "parts", None)):
         for x, y, count in loader.parts(ranks.rank, ranks.size):
             if count:
-                yield (*pair_on((x, y), device, where, keys), count), str(count) if first else None
+                yield (*kept(pair_on((x, y), device, where, keys)), count), str(count) if first else None
                 first = False
         return
     for batch in loader:
@@ -298,6 +299,6 @@ def _parts(
         if not len(y):
             continue
         mine = slice_of(len(y), ranks.rank, ranks.size)
-        part = pair_on((take(x, mine), y[mine]), device, where, keys)
+        part = kept(pair_on((take(x, mine), y[mine]), device, where, keys))
         yield (*part, len(y)), tensors_digest(y) if first else None
         first = False

@@ -10,6 +10,7 @@ import torch
 
 from ella_cuda.data import TensorLoader
 from ella_cuda.distributed import Shard, owners, pack, packed_numbers, slice_of, unpack
+from python_tests.laplace.checks import Reusing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -74,3 +75,9 @@ def test_shards_are_whole_batches_of_one_plan():
     assert found == [[[0, 1], [8, 9]], [[2, 3], [10]], [[4, 5]], [[6, 7]]]
     assert [len(list(one)) for one in shards] == [2, 2, 1, 1]  # every pass begins anew
     assert shards[0].data_digest == loader.data_digest
+
+
+def test_the_first_batch_of_a_plan_outlives_its_memory():
+    batches = [(torch.full((2,), float(i)), torch.full((2,), i)) for i in range(3)]
+    one = Shard(Reusing(batches), 1, 2)
+    assert len(list(one)) == 1 and [part.tolist() for part in one.taken_first()] == [[0, 0], [0, 0]]

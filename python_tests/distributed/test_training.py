@@ -26,8 +26,9 @@ def same(one, other) -> bool:
     return all(torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items())
 
 
-@pytest.mark.parametrize("loader", ["tensors", "torch's"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("loader", "ranks"), [("tensors", 2), ("tensors", 3), ("torch's", 2), ("torch's", 3), ("reusing", 2)]
+)
 def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader):
     options = {"loader": loader}
     expected = works.training("float32", None, **options)

@@ -18,6 +18,7 @@ from ella_cuda.distributed import Ranks, gathered, packed_numbers, shard, slice_
 from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import FactoredLinear2d, PolyphasePool2d, RelaxedEquivariance, SparseFactoredLinear2d
 from ella_cuda.training import Learner, MarglikTrainer
+from python_tests.laplace.checks import Reusing
 from python_tests.test_experiments import small
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -345,8 +346,11 @@ def training(dtype: str, group: Any, **options: Any) -> dict[str, Any]:
     augment = FlipsShifts(torch.zeros(1, dtype=x.dtype), 1) if options.pop("shifted", False) else None
     if options.pop("averaged", False):
         options |= {"augment": AffineAugment(4, sampling="shared").to(DTYPES[dtype]), "learn": ["augmentation"]}
-    if options.pop("loader", "tensors") == "tensors":
+    kind_of_loader = options.pop("loader", "tensors")
+    if kind_of_loader == "tensors":
         loader: Any = TensorLoader(x, y, 32, shuffle=True, augment=augment)
+    elif kind_of_loader == "reusing":
+        loader = Reusing(list(zip(x.split(32), y.split(32), strict=True)))
     else:
         loader = DataLoader(TensorDataset(x, y), 32, shuffle=True)
     evidence = None if options.pop("same_loader", False) else TensorLoader(x, y, 10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,23 @@ def image_batches(device: torch.device, side: int) -> list[tuple[Tensor, Tensor]
     x = torch.randn(7, 2, side, side, generator=generator, dtype=torch.float64).to(device)
     y = torch.randint(3, (7,), generator=generator).to(device)
     return [(x[:4], y[:4]), (x[4:], y[4:])]
+
+
+class Reusing:
+    """Yields batches in the same memory, which it spoils when the next one is asked for and when the pass ends."""
+
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        places = [torch.empty_like(part) for part in max(self.batches, key=lambda batch: len(batch[1]))]
+        for batch in self.batches:
+            views = tuple(place[: len(part)].copy_(part) for place, part in zip(places, batch, strict=True))
+            try:
+                yield views
+            finally:
+                for place in places:
+                    place.fill_(99)
 
 
 def assert_same_factors(one: KronLaplace, other: KronLaplace) -> None:

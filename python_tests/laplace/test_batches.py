@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
-from ella_cuda.laplace.batches import merged, pair_of, pair_on, require_loader
+from ella_cuda.laplace.batches import kept, merged, pair_of, pair_on, require_loader
 
 X, Y = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -341,6 +341,14 @@ def test_a_loader_may_use_its_memory_again():
         assert torch.equal(images[:, 0].long(), labels)
         if len(labels) == 4:
             assert labels.tolist() in ([0, 0, 1, 1], [2, 2, 3, 3])
+
+
+def test_what_is_kept_of_a_batch_is_a_copy_of_all_its_tensors():
+    one, two = torch.ones(2), torch.ones(3)
+    given = {"x": [one, 7, "text"], "y": two}
+    copied = kept(given)
+    one.zero_(), two.zero_()
+    assert copied["x"][0].tolist() == [1, 1] and copied["x"][1:] == (7, "text") and copied["y"].tolist() == [1, 1, 1]
 
 
 def test_without_room_batches_stay_as_they_are():

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
-from python_tests.laplace.checks import randomised
+from python_tests.laplace.checks import Reusing, randomised
 
 KINDS = [FullLaplace, DiagLaplace, KronLaplace]
 Batches = list[tuple[Tensor, Tensor]]
@@ -1001,6 +1001,14 @@ def test_no_more_passes_than_allowed_where_steps_are_too_long():
         given_up += torch.equal(found, before)
         before = found
     assert given_up
+
+
+@pytest.mark.parametrize(("make", "solver"), [(of_regression, "dual"), (of_classes, "newton_cg")])
+def test_memory_that_a_loader_uses_again_changes_no_number(make: Any, solver: str) -> None:
+    la, loader = make()
+    expected = la.fit_linear_mode(loader, solver=solver)
+    other, _ = make()
+    assert torch.equal(other.fit_linear_mode(Reusing(loader), solver=solver), expected)
 
 
 def test_a_batch_that_a_loader_has_twice_counts_twice_along_a_step():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace
 from ella_cuda.laplace.tuning import NOTHING, fixed_points
-from python_tests.laplace.checks import randomised
+from python_tests.laplace.checks import Reusing, randomised
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -323,6 +323,18 @@ def test_the_grid_of_a_regression_sees_the_variance() -> None:
         log_prior_prec_max=3,
     )
     assert found[0] == pytest.approx(10**best)
+
+
+def test_targets_of_a_grid_may_lie_in_memory_that_is_used_again() -> None:
+    loader, seen = data(40, 2), []
+
+    def loss(predictions: tuple[Tensor, Tensor], targets: Tensor) -> float:
+        seen.append(targets)
+        return 0.0
+
+    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "grid_size": 1, "loss": loss}
+    regression().optimize_prior_precision(val_loader=Reusing(loader), **how)
+    assert torch.equal(seen[0], torch.cat([y for _, y in loader]))
 
 
 def test_density_of_a_heteroscedastic_prediction_is_of_negative_second_parameters() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
+from python_tests.laplace.checks import Reusing
 
 X, Y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -177,6 +178,10 @@ def test_networks_that_the_evidence_cannot_serve():
             return self[0](x)
 
     refused(ValueError, "layer '1' .*was never called", model=Unused(nn.Linear(5, 3), nn.Linear(5, 3)))
+
+
+def test_looking_needs_no_memory_of_a_pass_that_ended():
+    marglik_training(network(), Reusing([(X, Y)]), n_epochs=1, progress_bar=False)
 
 
 def test_looking_leaves_no_trace():

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
+from ella_cuda.laplace.batches import pair_on
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
@@ -26,6 +27,8 @@ from ella_cuda.training.checkpoint import (
 )
 from ella_cuda.training.checks import in_words, positive, positive_integer
 from ella_cuda.training.data import data_digest
+from ella_cuda.training.points import Points, points_of
+from ella_cuda.training.start import require_passes
 
 OBJECTIVES = ("bound", "point")
 
@@ -48,7 +51,8 @@ class ElboTrainer:
         lr_hyp: of amounts, before their softplus, and of the logarithms of precision and noise.
         learn_amounts: whether amounts are learned. Parameters that require no gradient are not learned either.
         n_samples, unbiased: of the bound.
-        n_data: N; None takes the loader's ``dataset_size``, or the length of its ``dataset``.
+        n_data: N, where passes may yield other numbers; None takes it from the loader's ``dataset_size``, or from a DataLoader's data set and
+            samplers, or counts a pass before the first step, and refuses passes that yield another number.
         progress_bar: whether to show one.
         checkpoint: a file, replaced every ``checkpoint_frequency`` epochs and at the end. If it exists, training goes on from it; on the
             CPU to the numbers of a training that was not interrupted, bit for bit. One of other settings or data is refused.
@@ -101,7 +105,12 @@ class ElboTrainer:
             model.check_unbiased()
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
         self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
-        self.n_data = positive_integer("n_data", _size_of(train_loader) if n_data is None else n_data, "ElboTrainer")
+        require_passes(train_loader, "ElboTrainer: train_loader")
+        if n_data is None:
+            self._points = points_of(train_loader, "train_loader", progress_bar, where="ElboTrainer")
+        else:
+            self._points = Points(positive_integer("n_data", n_data, "ElboTrainer"), "ElboTrainer: train_loader", "")
+        self.n_data = self._points.count
         self._loader, self._checkpoint, self._path = train_loader, Checkpoint(checkpoint, "ElboTrainer"), checkpoint
         self._frequency, self._bound = checkpoint_frequency, {"n_samples": n_samples, "unbiased": unbiased}
         self._augments = list(model.augments()) if learn_amounts else []
@@ -156,8 +165,11 @@ class ElboTrainer:
         for augment in self._augments:
             augment.raw.requires_grad_()
         try:
-            for x, y in self._loader:
-                x, y = x.to(device), y.to(device)
+            for batch in self._loader:
+                x, y = pair_on(batch, device, "ElboTrainer (train_loader)")
+                if not len(y):
+                    continue
+                self._points.require_at_most(seen + len(y))
                 self._optimizer.zero_grad()
                 value = self._value(x, y) / self.n_data
                 (-value).backward()
@@ -171,6 +183,7 @@ class ElboTrainer:
                 augment.raw.requires_grad_(required)
         if not seen:
             raise ValueError("ElboTrainer: train_loader must yield at least one batch, got none.")
+        self._points.require(seen)
         mean = float(total) / seen
         self._check_finite(mean)
         self.epochs += 1
@@ -246,13 +259,3 @@ def _named(model: ShallowNetwork) -> Iterator[tuple[str, Tensor]]:
 def _learned(*tensors: Tensor | None) -> list[Tensor]:
     """Those that are parameters and not frozen: of others an optimizer has no state to go on from."""
     return [t for t in tensors if isinstance(t, torch.nn.Parameter) and t.requires_grad]
-
-
-def _size_of(loader: Any) -> int:
-    declared = getattr(loader, "dataset_size", None)
-    try:
-        return len(loader.dataset) if declared is None else declared
-    except (AttributeError, TypeError) as error:
-        raise ValueError(
-            "ElboTrainer: n_data must be given where train_loader has no dataset_size and no dataset with a length."
-        ) from error

@@ -20,7 +20,7 @@ class Points:
 
     Attributes:
         count: how many.
-        loader: the loader's name, for messages.
+        loader: whose argument the loader is and its name, for messages.
         source: how it is known, for messages; "" where the user gave N and passes may yield other numbers.
     """
 
@@ -40,12 +40,14 @@ class Points:
 
     def _refuse(self, got: str) -> None:
         raise ValueError(
-            f"marglik_training: {self.loader} must yield {self.count} data points in every pass, as {self.source}, but a pass yielded "
+            f"{self.loader} must yield {self.count} data points in every pass, as {self.source}, but a pass yielded "
             f"{got}. The prior weighs 1/N against one data point's loss: let every pass yield the same number, or pass n_data=N."
         )
 
 
-def points_of(loader: Any, name: str, progress_bar: bool = False, keys: DictKeys = DEFAULT_KEYS) -> Points:
+def points_of(
+    loader: Any, name: str, progress_bar: bool = False, keys: DictKeys = DEFAULT_KEYS, where: str = "marglik_training"
+) -> Points:
     """What the loader declares in an attribute ``dataset_size``, else what torch's DataLoader knows from its data set and samplers,
     else what one pass yields, which is counted; random generators are put back to where they were.
 
@@ -54,6 +56,7 @@ def points_of(loader: Any, name: str, progress_bar: bool = False, keys: DictKeys
         name: of the argument, for messages.
         progress_bar: whether to show one while batches are counted.
         keys: of batches that are mappings.
+        where: whose argument it is, for messages.
 
     Raises:
         TypeError: ``dataset_size`` is no integer; a batch is no pair.
@@ -62,15 +65,15 @@ def points_of(loader: Any, name: str, progress_bar: bool = False, keys: DictKeys
     declared = getattr(loader, "dataset_size", None)
     if declared is not None:
         if isinstance(declared, bool) or not isinstance(declared, numbers.Integral):
-            raise TypeError(f"marglik_training: {name}.dataset_size must be an integer, got {declared!r}.")
-        points = Points(int(declared), name, "its dataset_size says")
+            raise TypeError(f"{where}: {name}.dataset_size must be an integer, got {declared!r}.")
+        count, source = int(declared), "its dataset_size says"
     elif (known := _known(loader)) is not None:
-        points = Points(known, name, "its data set and samplers say")
+        count, source = known, "its data set and samplers say"
     else:
-        points = Points(_counted(loader, name, progress_bar, keys), name, "a pass before the first step did")
-    if points.count < 1:
-        raise ValueError(f"marglik_training: {name} has no data points; check its data set, samplers and drop_last.")
-    return points
+        count, source = _counted(loader, name, progress_bar, keys, where), "a pass before the first step did"
+    if count < 1:
+        raise ValueError(f"{where}: {name} has no data points; check its data set, samplers and drop_last.")
+    return Points(count, f"{where}: {name}", source)
 
 
 def _known(loader: Any) -> int | None:
@@ -90,14 +93,14 @@ def _known(loader: Any) -> int | None:
     return size - size % batches.batch_size
 
 
-def _counted(loader: Any, name: str, progress_bar: bool, keys: DictKeys) -> int:
+def _counted(loader: Any, name: str, progress_bar: bool, keys: DictKeys, where: str) -> int:
     before = random_state([loader])
     try:
         seen = 0
         # The bar does not iterate itself: tqdm's asks the loader for two passes and starts its workers twice.
         with tqdm(desc=f"counting {name}", unit="batch", leave=False, disable=not progress_bar, **bar_size()) as bar:
             for batch in loader:
-                seen += len(pair_of(batch, f"marglik_training ({name})", keys)[1])
+                seen += len(pair_of(batch, f"{where} ({name})", keys)[1])
                 bar.update()
         return seen
     finally:
@@ -116,7 +119,7 @@ def points_of_both(
         What :func:`points_of` raises. ValueError: the loaders differ.
     """
     if n_data is not None:
-        return (Points(n_data, "train_loader", ""),) * 2
+        return (Points(n_data, "marglik_training: train_loader", ""),) * 2
     points = points_of(train_loader, "train_loader", progress_bar, keys)
     if marglik_loader is None or marglik_loader is train_loader:
         return points, points

@@ -180,11 +180,11 @@ def try_evidence(
         restore_random_state(before, [loader])
 
 
-def require_passes(loader: Any, name: str) -> None:
-    """TypeError where the loader is none, or can be passed over once only."""
-    require_loader(loader, f"marglik_training: {name}")
+def require_passes(loader: Any, where: str) -> None:
+    """TypeError where the loader is none, or can be passed over once only. ``where`` is whose argument, and its name."""
+    require_loader(loader, where)
     if isinstance(loader, Iterator) and iter(loader) is loader:
         raise TypeError(
-            f"marglik_training: {name} must be a loader that is iterated anew in every epoch, got an iterator ({type(loader).__name__}), "
+            f"{where} must be a loader that is iterated anew in every epoch, got an iterator ({type(loader).__name__}), "
             "which is consumed by the first; pass a DataLoader, a list of batches, or an object whose __iter__ starts a new pass."
         )

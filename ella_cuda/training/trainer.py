@@ -191,9 +191,9 @@ class MarglikTrainer:
         }
         n_hypersteps = whole("n_hypersteps", n_hypersteps, 1)
         n_data = None if n_data is None else whole("n_data", n_data, 1)
-        require_passes(train_loader, "train_loader")
+        require_passes(train_loader, "marglik_training: train_loader")
         if marglik_loader is not None:
-            require_passes(marglik_loader, "marglik_loader")
+            require_passes(marglik_loader, "marglik_training: marglik_loader")
         if on_evaluation is not None and not callable(on_evaluation):
             raise TypeError(
                 f"marglik_training: on_evaluation must be None or a function of an Evaluation, got {on_evaluation!r}."

@@ -17,6 +17,7 @@ from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.training.checkpoint import read_checkpoint
+from python_tests.training.test_points import LOADERS
 
 
 def images(n: int = 40, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,8 +372,12 @@ def test_wrong_arguments_are_refused():
         model.predict(images()[0], 0)
     with pytest.raises(TypeError, match="model must be a ShallowNetwork, got Linear"):
         ElboTrainer(nn.Linear(2, 2), loader())
-    with pytest.raises(ValueError, match="n_data must be given where train_loader has no dataset_size"):
-        ElboTrainer(model, [images()])
+    with pytest.raises(
+        TypeError, match="ElboTrainer: train_loader must be a loader that is iterated anew in every epoch"
+    ):
+        ElboTrainer(model, iter([images()]))
+    with pytest.raises(ValueError, match="ElboTrainer: train_loader has no data points"):
+        ElboTrainer(model, [])
     with pytest.raises(ValueError, match="must yield at least one batch"):
         ElboTrainer(model, [], n_data=3, progress_bar=False).run()
     with pytest.raises(TypeError, match="features must be a module, got function"):
@@ -383,6 +388,38 @@ def test_wrong_arguments_are_refused():
         ShallowNetwork(model.features, model.layer, "poisson")
     with pytest.raises(ValueError, match="sigma_noise must be positive"):
         ShallowNetwork(model.features, model.layer, "regression", sigma_noise=0)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_n_is_what_a_pass_yields(kind):
+    pairs = list(LOADERS[kind])
+    assert ElboTrainer(network(), LOADERS[kind], progress_bar=False).n_data == sum(len(y) for _, y in pairs)
+
+
+def test_a_sampler_of_some_images_trains_as_a_data_set_of_them():
+    x, y = images(23)
+    few = [3, 5, 1, 22, 9, 14, 2, 7]
+    drawn = DataLoader(TensorDataset(x, y), 4, sampler=few, generator=torch.Generator())
+    whole = [(x[few[:4]], y[few[:4]]), (x[few[4:]], y[few[4:]])]
+    trained = [ElboTrainer(network(), drawn, progress_bar=False), ElboTrainer(network(), whole, n_data=8)]
+    torch.manual_seed(1)
+    first = trained[0].epoch()
+    torch.manual_seed(1)
+    assert trained[1].epoch() == first
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"), [([3, 3], "yielded 6 data points or more"), ([3], "yielded 3 data points")]
+)
+def test_passes_of_another_number_of_images_are_refused(batches, words):
+    class Uneven:
+        dataset_size = 4
+
+        def __iter__(self):
+            return (images(n) for n in batches)
+
+    with pytest.raises(ValueError, match=f"ElboTrainer: train_loader must yield 4 data points in every pass.*{words}"):
+        ElboTrainer(network(), Uneven(), progress_bar=False).run()
 
 
 def test_names_are_at_hand():

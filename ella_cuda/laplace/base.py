@@ -30,7 +30,7 @@ from ella_cuda.laplace.parameters import (
     uneven_sum,
 )
 from ella_cuda.laplace.posterior import Posterior
-from ella_cuda.laplace.predictive import Predictive
+from ella_cuda.laplace.predictive import PREDICTIONS, Predictive
 from ella_cuda.laplace.rules import UNKNOWN, Rule, restricted, rules_for
 from ella_cuda.laplace.state import checked_count, checked_tensor
 from ella_cuda.laplace.tangent_model import TangentModel
@@ -43,10 +43,11 @@ from ella_cuda.laplace.tuning import (
     raise_evidence,
     warn_of_motion,
 )
-from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
+from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive, positive_number
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.nn._autocast import widened
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import autocast_is_on
 
 MODES = ("network", "linear")
@@ -106,8 +107,6 @@ class BaseLaplace(Predictive):
         self.likelihood_function = likelihood_of(likelihood, ignore_index)
         self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
         self.unknown = check_choice("unknown", unknown, UNKNOWN)
-        if memory_budget is not None and memory_budget < 1:
-            raise ValueError(f"memory_budget must be a positive number of bytes or None, got {memory_budget!r}.")
         self.model, self.subset_of_weights = model, subset_of_weights
         with exclusively(model):
             trainable(model)  # refuses what no rule could serve
@@ -116,7 +115,8 @@ class BaseLaplace(Predictive):
             require_no_inference(parameters)
             self.parameter_names = list(parameters)
             self._describe(parameters)
-        self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
+        default = 64 << 20 if self._device.type == "cpu" else 2 << 30
+        self.memory_budget = default if memory_budget is None else as_count("memory_budget", memory_budget)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.temperature = temperature
@@ -274,7 +274,7 @@ class BaseLaplace(Predictive):
 
     @sigma_noise.setter
     def sigma_noise(self, value: Value) -> None:
-        self._sigma_noise = self._sigma(value)
+        self._sigma_noise = self._sigma(value).clone()
 
     @property
     def prior_mean(self) -> Tensor:
@@ -326,19 +326,17 @@ class BaseLaplace(Predictive):
 
     @staticmethod
     def _checked_temperature(value: float) -> float:
-        value = as_float64("temperature", value, torch.device("cpu"))
-        check_positive("temperature", value)
-        return value.item()
+        return positive_number("temperature", value)
 
-    def _precisions(self, value: Value) -> Tensor:
+    def _precisions(self, value: Value, name: str = "prior_precision") -> Tensor:
         count = len(self.parameter_names)
-        value = as_float64("prior_precision", value, self._device)
+        value = as_float64(name, value, self._device)
         if value.numel() != 1 and tuple(value.shape) != (count,):
             raise ValueError(
-                f"prior_precision: expected a number or a vector of {count} values, one per trainable parameter tensor "
+                f"{name}: expected a number or a vector of {count} values, one per trainable parameter tensor "
                 f"({', '.join(self.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
             )
-        check_positive("prior_precision", value)
+        check_positive(name, value)
         return value.reshape(()).expand(count) if value.numel() == 1 else value
 
     def _sigma(self, value: Value) -> Tensor:
@@ -585,12 +583,12 @@ class BaseLaplace(Predictive):
         if start is None and self._linear is not None and self._linear.form == form:
             start = self._linear.theta
         elif start is not None:
-            start = self._checked_vector(start)
+            start = self._checked_vector(start, "start")
             if start.dim() != 1:
                 raise ValueError(
                     f"start: expected one vector of all parameters, ({self.n_params},), got {tuple(start.shape)}."
                 )
-        stopping = Stopping(tol, max_passes).checked()
+        stopping = Stopping.checked(tol, max_passes)
         found = solve(self, loader, stopping, solver, form, start, precondition, checkpoint, progress_bar)
         if hessian_at == "linear":
             tangent = TangentModel(self.model, form, self.parameter_names)
@@ -681,12 +679,16 @@ class BaseLaplace(Predictive):
             ``self.prior_precision``: one value per parameter tensor.
 
         Raises:
-            ValueError: an argument does not fit, the loader is empty; nothing is changed then.
+            TypeError, ValueError: an argument does not fit, the loader is empty, no loss of a grid is finite; nothing is changed then.
             RuntimeError: as :meth:`log_marginal_likelihood`.
 
         Source: Immer et al., ICML 2021, section 3 (marglik); MacKay, "Bayesian interpolation", 1992 (mackay).
         """
-        check_arguments(method, prior_structure, link_approx, n_steps, lr, val_loader)
+        check_choice("pred_type", pred_type, PREDICTIONS)
+        grid = check_arguments(
+            method, prior_structure, link_approx, val_loader, log_prior_prec_min, log_prior_prec_max, grid_size
+        )
+        n_steps, lr, tol = as_count("n_steps", n_steps), positive_number("lr", lr), positive_number("tol", tol)
         check_choice("at", at, MODES)
         check_choice("hessian_at", hessian_at, HESSIANS)
         self._fitted()
@@ -698,13 +700,12 @@ class BaseLaplace(Predictive):
         group = groups_of(self, prior_structure)
         try:
             if method == "gridsearch":
-                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64)
                 self.prior_precision = grid_search(
                     self, grid, val_loader, loss, pred_type, link_approx, n_samples, progress_bar
                 )
                 return self.prior_precision
             if init_prior_prec is not None:
-                self.prior_precision = init_prior_prec
+                self.prior_precision = self._precisions(init_prior_prec, "init_prior_prec")
             if at == "linear":
                 if not self._alternate(loader, solver, form, hessian_at, n_steps, group, sigma, tol, progress_bar):
                     warn_of_motion(n_steps)
@@ -751,8 +752,6 @@ class BaseLaplace(Predictive):
         tol: float,
         progress_bar: bool,
     ) -> bool:
-        check_positive("tol", as_float64("tol", tol, torch.device("cpu")))
-
         def find(inner: float) -> None:
             self._find_linear_mode(loader, inner, solver, form, hessian_at)
 

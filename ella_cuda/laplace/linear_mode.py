@@ -21,7 +21,8 @@ from ella_cuda.laplace.state import checked_count, checked_tensor
 from ella_cuda.laplace.tangent import rounding_of
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.values import Value, check_choice, positive_number
+from ella_cuda.nn._sizes import as_count
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.base import BaseLaplace
@@ -100,13 +101,13 @@ class Stopping(NamedTuple):
     tol: float
     passes: int
 
-    def checked(self) -> Stopping:
-        """The same; ValueError where one is out of range."""
-        if not 0 < self.tol < 1:
-            raise ValueError(f"fit_linear_mode: tol must be between 0 and 1, got {self.tol!r}.")
-        if isinstance(self.passes, bool) or not isinstance(self.passes, int) or self.passes < 1:
-            raise ValueError(f"fit_linear_mode: max_passes must be a positive integer, got {self.passes!r}.")
-        return self
+    @classmethod
+    def checked(cls, tol: Value, passes: int) -> Stopping:
+        """ValueError where one is out of range, TypeError where the tolerance is no number."""
+        found = positive_number("fit_linear_mode: tol", tol)
+        if found >= 1:
+            raise ValueError(f"fit_linear_mode: tol must be less than 1, got {tol!r}.")
+        return cls(found, as_count("fit_linear_mode: max_passes", passes))
 
 
 class _Loss:

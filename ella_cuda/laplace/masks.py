@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.base import BaseLaplace
-from ella_cuda.laplace.parameters import is_inside, trainable
+from ella_cuda.laplace.parameters import checked_names, is_inside, trainable
 from ella_cuda.laplace.unfactored import DiagLaplace
+from ella_cuda.nn._sizes import as_count
 
 
 class SubnetMask(ABC):
@@ -73,7 +74,7 @@ class ScoreBasedSubnetMask(SubnetMask):
     def __init__(self, model: nn.Module, n_params_subnet: int) -> None:
         super().__init__(model)
         count = sum(p.numel() for p in self.parameters.values())
-        if not 0 < n_params_subnet <= count:
+        if not 0 < as_count("n_params_subnet", n_params_subnet) <= count:
             raise ValueError(
                 f"n_params_subnet must be from 1 to the model's {count} trainable parameters, got {n_params_subnet!r}."
             )
@@ -145,7 +146,7 @@ class ParamNameSubnetMask(SubnetMask):
 
     def __init__(self, model: nn.Module, parameter_names: Sequence[str]) -> None:
         super().__init__(model)
-        self._names = _checked_names("parameter_names", parameter_names, self.parameters)
+        self._names = checked_names("parameter_names", parameter_names, self.parameters)
 
     def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
         parts = [torch.full((p.numel(),), name in self._names, device=p.device) for name, p in self.parameters.items()]
@@ -162,7 +163,7 @@ class ModuleNameSubnetMask(SubnetMask):
     def __init__(self, model: nn.Module, module_names: Sequence[str]) -> None:
         super().__init__(model)
         known = {m for m, _ in model.named_modules() if any(is_inside(p, m) for p in self.parameters)}
-        self._names = _checked_names("module_names", module_names, known)
+        self._names = checked_names("module_names", module_names, known)
 
     def _mask(self, train_loader: Iterable[Any] | None) -> Tensor:
         chosen = {p for p in self.parameters if any(is_inside(p, name) for name in self._names)}
@@ -180,14 +181,3 @@ class LastLayerSubnetMask(ModuleNameSubnetMask):
     def __init__(self, model: nn.Module, last_layer_name: str | None = None) -> None:
         name = list(trainable(model))[-1].rpartition(".")[0] if last_layer_name is None else last_layer_name
         super().__init__(model, [name])
-
-
-def _checked_names(argument: str, names: Sequence[str], known: Iterable[str]) -> list[str]:
-    known = list(known)
-    if isinstance(names, str):
-        raise TypeError(f"{argument}: expected a list of names, got the name {names!r}.")
-    unknown = [name for name in names if name not in known]
-    if unknown or not len(names):
-        wrong = ", ".join(map(repr, unknown)) or "none"
-        raise ValueError(f"{argument}: expected names among {', '.join(map(repr, known[:8]))}, ...; got {wrong}.")
-    return list(names)

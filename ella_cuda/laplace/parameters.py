@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     if len(devices) > 1:
         raise ValueError(f"KronLaplace: the parameters must be on one device, found {', '.join(sorted(devices))}.")
     return parameters
+
+
+def checked_names(argument: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """The names as a list; ValueError where there are none or one is not known, TypeError where they are no list."""
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(f"{argument}: expected a list of names, got {names!r}.")
+    names, known = list(names), dict.fromkeys(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wrong = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(f"{argument}: expected names among {', '.join(map(repr, list(known)[:8]))}, ...; got {wrong}.")
+    return names
 
 
 def is_inside(parameter: str, name: str) -> bool:

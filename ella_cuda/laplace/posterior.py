@@ -12,6 +12,8 @@ from ella_cuda import ops
 from ella_cuda.laplace.eigenbases import Eigenbasis
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, without_repeats
+from ella_cuda.laplace.values import check_samples
+from ella_cuda.nn._sizes import as_count
 
 ON_CPU, ELSEWHERE = 32 << 20, 256 << 20  # bytes of a Jacobian that are written out at a time
 
@@ -492,5 +494,7 @@ def _drawn(
 ) -> Tensor:
     """Standard normal numbers ``(n_samples, size)``. Each sample has a call of its own: torch draws other numbers for several at once."""
     where = device if generator is None else generator.device
-    rows = [torch.randn(size, dtype=dtype, device=where, generator=generator) for _ in range(n_samples)]
-    return torch.stack(rows).to(device) if rows else torch.empty(0, size, dtype=dtype, device=device)
+    check_samples(as_count("n_samples", n_samples), size, torch.empty((), dtype=dtype, device=where))
+    return torch.stack(
+        [torch.randn(size, dtype=dtype, device=where, generator=generator) for _ in range(n_samples)]
+    ).to(device)

@@ -23,9 +23,10 @@ from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters, jvp
 from ella_cuda.laplace.tangent_model import TangentModel
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.values import check_choice, check_samples
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._autocast import widened
+from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import autocast_is_on, without_autocast
 
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
@@ -167,10 +168,10 @@ class Predictive:
             generator: on any device; None is torch's global one.
         """
         check_choice("pred_type", pred_type, PREDICTIONS)
-        if n_samples < 1:
-            raise ValueError(f"n_samples must be positive, got {n_samples!r}.")
+        n_samples = as_count("n_samples", n_samples)
         if pred_type == "glm" and diagonal_output:
             mean, variance = self.moments(x, diagonal=True)
+            check_samples(n_samples, mean.numel(), mean)
             drawn = _normal((n_samples, *mean.shape), mean, generator)
             return mean + variance.view_as(mean).sqrt() * drawn
         if pred_type == "nn":
@@ -264,11 +265,11 @@ class Predictive:
         precision = self.posterior_precision
         return exponent + 0.5 * (precision.logdet() - precision.n_params * math.log(2 * math.pi))
 
-    def _checked_vector(self, value: Tensor) -> Tensor:
+    def _checked_vector(self, value: Tensor, name: str = "value") -> Tensor:
         count = self.n_params
         if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != count:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"value: expected all parameters, a tensor (..., {count}), got {got}.")
+            raise ValueError(f"{name}: expected all parameters, a tensor (..., {count}), got {got}.")
         return value.to(self._device)
 
     # passes ----------------------------------------------------------------------------------------------------------
@@ -333,6 +334,7 @@ class Predictive:
         found = []
         with at_test_time(self.model), in_plain_products(), without_autocast(self._device.type), torch.no_grad():
             outputs = checked_outputs(run_model(self.model, x), data_points(x))
+            check_samples(n_samples, outputs.numel(), outputs)
 
             def function(values: dict[str, Tensor]) -> Tensor:
                 with parameters.replaced(values):

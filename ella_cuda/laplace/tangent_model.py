@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.likelihoods import checked_outputs
-from ella_cuda.laplace.parameters import require_no_inference, trainable
+from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
 from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, load_forward_mode, rounding_of
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
@@ -49,7 +49,7 @@ class TangentModel:
         point: where the network is linearised, ``(P,)``.
 
     Raises:
-        ValueError: no such form, no trainable parameter, or parameters on several devices.
+        ValueError: no such form, no trainable parameter, no name or one of no parameter, or parameters on several devices.
         TypeError: a parameter is neither float32 nor float64.
         RuntimeError: a parameter was made in ``torch.inference_mode()``.
 
@@ -61,7 +61,11 @@ class TangentModel:
             raise TypeError(f"TangentModel: model must be a torch.nn.Module, got {type(model).__name__}.")
         self.model, self.form = model, check_choice("form", form, FORMS)
         with exclusively(model):
-            parameters = trainable(model) if names is None else {name: model.get_parameter(name) for name in names}
+            if names is None:
+                parameters = trainable(model)
+            else:
+                every = dict(model.named_parameters(remove_duplicate=False))
+                parameters = {name: every[name] for name in checked_names("names", names, every)}
             require_no_inference(parameters)
             others = {n: p for n, p in model.named_parameters() if n not in parameters} | dict(model.named_buffers())
             self._replaced = ReplacedParameters(model, list(parameters), list(others))

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.laplace.batches import dict_keys, kept, pair_on
+from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
 from ella_cuda.laplace.links import LINKS
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
-from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.values import as_float64, check_choice
+from ella_cuda.nn._sizes import as_count
 
 if TYPE_CHECKING:
     from ella_cuda.laplace.kron import KronLaplace
@@ -25,6 +26,7 @@ BOUNDS = math.log(SMALLEST), math.log(LARGEST)
 STILL = 1e-8  # the largest change of a logarithm at which fixed points have come to rest
 SHARE = 2 / 3  # of the way to a fixed point's right side that an update goes
 NOTHING = 1e-3  # elements of a group that are none
+FURTHEST = 300  # power of ten that a grid has
 ROUNDING = 1e-14  # of the evidence, relative
 
 Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
@@ -197,17 +199,21 @@ def grid_search(
             "optimize_prior_precision: val_loader gave no data; pass a re-iterable loader such as a DataLoader."
         )
     values = torch.tensor([total.value() for total in losses], dtype=torch.float64)
-    if values.isnan().all():
-        raise ValueError("optimize_prior_precision: the loss is not a number at every precision of the grid.")
-    if values.isnan().any():
-        wrong = ", ".join(f"{v:.3g}" for v in grid[values.isnan().to(grid.device)].tolist()[:5])
+    finite = values.isfinite()
+    if not finite.any():
+        raise ValueError(
+            f"optimize_prior_precision: the loss must be finite somewhere on the grid, got {values[0].item()} at its first precision; check "
+            "loss and val_loader."
+        )
+    if not finite.all():
+        wrong = ", ".join(f"{v:.3g}" for v in grid[~finite].tolist()[:5])
         warnings.warn(
-            f"optimize_prior_precision: the loss is not a number at {int(values.isnan().sum())} of {len(values)} precisions ({wrong}), which "
-            "are left out.",
+            f"optimize_prior_precision: the loss is not finite at {int((~finite).sum())} of {len(values)} precisions ({wrong}), which are "
+            "left out.",
             UserWarning,
             stacklevel=3,
         )
-    return grid[values.nan_to_num(nan=math.inf).argmin()]
+    return grid[values.where(finite, math.inf).argmin()]
 
 
 class _Total:
@@ -236,13 +242,18 @@ class _Total:
             if isinstance(predictions[0], tuple)
             else torch.cat(predictions)
         )
-        return float(self._loss(joined, torch.cat(targets)))
+        found = self._loss(joined, torch.cat(targets))
+        try:
+            return float(found)
+        except (RuntimeError, TypeError, ValueError) as error:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise TypeError(f"optimize_prior_precision: loss must return one number, got {got}.") from error
 
 
 def check_arguments(
-    method: str, prior_structure: str, link_approx: str, n_steps: int, lr: float, val_loader: Any
-) -> None:
-    """ValueError where one does not fit."""
+    method: str, prior_structure: str, link_approx: str, val_loader: Any, low: float, high: float, size: int
+) -> Tensor:
+    """The grid's precisions; ValueError or TypeError where an argument does not fit."""
     check_choice("method", method, METHODS)
     check_choice("link_approx", link_approx, LINKS)
     if prior_structure in ("diag", "diagonal"):
@@ -251,9 +262,16 @@ def check_arguments(
             "'layerwise'."
         )
     check_choice("prior_structure", prior_structure, STRUCTURES)
-    if n_steps < 1 or lr <= 0:
-        raise ValueError(f"optimize_prior_precision: n_steps and lr must be positive, got {n_steps!r} and {lr!r}.")
     if method == "gridsearch" and val_loader is None:
         raise ValueError("optimize_prior_precision: method='gridsearch' needs val_loader, which yields (x, y).")
+    if val_loader is not None:
+        require_loader(val_loader, "optimize_prior_precision: val_loader")
     if method == "gridsearch" and prior_structure != "scalar":
         raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")
+    ends = [as_float64(f"log_prior_prec_{n}", v, torch.device("cpu")) for n, v in (("min", low), ("max", high))]
+    if not -FURTHEST <= ends[0] <= ends[1] <= FURTHEST:
+        raise ValueError(
+            "log_prior_prec_min and log_prior_prec_max must be powers of ten, the first no larger, from "
+            f"{-FURTHEST} to {FURTHEST}, got {low!r} and {high!r}."
+        )
+    return torch.logspace(*ends, as_count("grid_size", size), dtype=torch.float64)

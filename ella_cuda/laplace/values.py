@@ -36,3 +36,23 @@ def check_positive(name: str, value: Tensor) -> None:
         first = int(bad.nonzero()[0])
         where = f" at index {first}" if len(bad) > 1 else ""
         raise ValueError(f"{name}: expected positive finite values, got {value.flatten()[first].item()}{where}.")
+
+
+def positive_number(name: str, value: Value) -> float:
+    """The value as a float; ValueError where it is not one positive finite number, TypeError where it is none."""
+    found = as_float64(name, value, torch.device("cpu"))
+    if found.numel() != 1:
+        raise ValueError(f"{name}: expected one number, got shape {tuple(found.shape)}.")
+    check_positive(name, found)
+    return found.item()
+
+
+def check_samples(n_samples: int, each: int, like: Tensor) -> None:
+    """ValueError where the device of ``like`` has no room for so many samples of so many numbers each, of its dtype."""
+    try:
+        like.new_empty(n_samples, each)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"n_samples: {n_samples} samples of {each} numbers take {n_samples * each * like.element_size():,} bytes, which {like.device} "
+            "does not have; draw fewer at a time."
+        ) from error

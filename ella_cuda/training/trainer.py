@@ -49,6 +49,7 @@ from ella_cuda.training.learners import (
     Prior,
     add_settings,
     learners_of,
+    require_list,
 )
 from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both
@@ -202,7 +203,7 @@ class MarglikTrainer:
         if group is not None:
             loaders = [train_loader, *([] if marglik_loader is None else [marglik_loader])]
             require_served(model, loaders, cuda_graph, group)
-        learn = learn if isinstance(learn, str) else [*learn, *(learners or ())]
+        learn = [*require_list(learn), *(learners or ())]
         check_schedule(**schedule, learn=learn)
         hyperparameters = {
             "prior_structure": prior_structure,

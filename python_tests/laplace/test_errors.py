@@ -56,8 +56,11 @@ def test_precisions_are_the_approximations_own(model):
     """Numbers of any kind; what becomes of the caller's tensor is nobody's matter, nor its graph that of the optimizer."""
     given = torch.full((4,), 2.0, dtype=torch.float64, requires_grad=True)
     la = KronLaplace(model, prior_precision=given)
+    noise = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    noisy = KronLaplace(model, "regression", sigma_noise=noise)
     with torch.no_grad():
-        given.fill_(-1.0)
+        given.fill_(-1.0), noise.fill_(-1.0)
+    assert noisy.sigma_noise.item() == 0.5 and noisy.sigma_noise.requires_grad
     assert la.prior_precision.tolist() == [2.0] * 4 and la.prior_precision.requires_grad
     la.prior_precision = np.float32(3)
     la.prior_precision.mul_(2)

@@ -185,9 +185,12 @@ def test_optimized_precisions_are_the_fixed_point(fitted):
         torch.testing.assert_close(d * norm, gamma, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrong", [{"n_steps": 0}, {"lr": 0.0}])
-def test_optimizing_needs_positive_numbers(fitted, wrong):
-    with pytest.raises(ValueError, match="n_steps and lr must be positive"):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"n_steps": 0}, "n_steps must be a positive integer"), ({"lr": 0.0}, "lr: expected positive finite values")],
+)
+def test_optimizing_needs_positive_numbers(fitted, wrong, words):
+    with pytest.raises(ValueError, match=words):
         fitted.optimize_prior_precision(**wrong)
 
 

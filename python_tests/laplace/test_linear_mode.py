@@ -625,6 +625,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong, match in (
         ({"tol": 0.0}, "tol"),
         ({"tol": 1.0}, "tol"),
+        ({"tol": math.nan}, "tol: expected positive finite values, got nan"),
         ({"max_passes": 0}, "max_passes"),
         ({"max_passes": 2.0}, "max_passes"),
         ({"max_passes": True}, "max_passes"),
@@ -633,7 +634,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"solver": "dual"}, "newton_cg"),
         ({"form": "half"}, "form"),
         ({"hessian_at": "there"}, "hessian_at"),
-        ({"start": drawn(3)}, "expected all parameters"),
+        ({"start": drawn(3)}, "start: expected all parameters"),
         ({"start": drawn(2, la.n_params)}, "one vector"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -367,7 +367,7 @@ def test_inputs_are_what_a_fit_takes() -> None:
         ({"pred_type": "gp"}, "pred_type must be one of 'glm', 'nn', got 'gp'"),
         ({"link_approx": "logit"}, "link_approx must be one of 'probit', 'probit_full', 'mc', 'bridge', 'bridge_norm'"),
         ({"pred_type": "nn"}, "link_approx must be 'mc' with pred_type='nn'"),
-        ({"link_approx": "mc", "n_samples": 0}, "n_samples must be positive, got 0"),
+        ({"link_approx": "mc", "n_samples": 0}, "n_samples must be a positive integer, got 0"),
     ],
     ids=str,
 )
@@ -375,6 +375,26 @@ def test_wrong_arguments_are_named(how: dict[str, object], words: str) -> None:
     la, x = classifier()
     with pytest.raises(ValueError, match=words):
         la(x, **how)
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 1.5, True, None, 10**30, 2**62])
+def test_numbers_of_samples_that_there_cannot_be(wrong: object) -> None:
+    la, x = classifier()
+    words = (
+        "n_samples: .* draw fewer at a time"
+        if type(wrong) is int and wrong > 0
+        else "n_samples must be a positive integer, got"
+    )
+    for draw in (
+        lambda: la.sample(wrong),
+        lambda: la.posterior_precision.sample(wrong),
+        lambda: la.functional_samples(x, n_samples=wrong),
+        lambda: la.functional_samples(x, n_samples=wrong, diagonal_output=True),
+        lambda: la.predictive_samples(x, n_samples=wrong),
+        lambda: la(x, link_approx="mc", n_samples=wrong),
+    ):
+        with pytest.raises(ValueError, match=words):
+            draw()
 
 
 def test_joint_and_marginal_shapes() -> None:

@@ -364,6 +364,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (drawn(3), drawn(2, 3), drawn(2, 2, 3), drawn(1, 1, 3, 2), None):
         with pytest.raises(ValueError, match=r"outputs' shape \(3, 2\)"):
             tangent.vjp(x, wrong)
+    for names, kind in (
+        ([], ValueError),
+        (["nope"], ValueError),
+        (["0"], ValueError),
+        ("0.weight", TypeError),
+        (7, TypeError),
+    ):
+        with pytest.raises(kind, match="names: expected "):
+            TangentModel(nn.Sequential(nn.Linear(2, 2)), names=names)
     with pytest.raises(ValueError, match="form"):
         TangentModel(model, "half")
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):

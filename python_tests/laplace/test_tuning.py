@@ -295,7 +295,7 @@ def test_the_grids_best_is_that_of_predictions(link: str) -> None:
     spread = la.optimize_prior_precision(**grid, loss=seen)
     if link != "bridge":
         assert spread[0] == 0.01  # a wide posterior makes predictions alike
-    with pytest.warns(UserWarning, match=r"not a number at 1 of 5 precisions \(0\.01\), which are left out"):
+    with pytest.warns(UserWarning, match=r"not finite at 1 of 5 precisions \(0\.01\), which are left out"):
         others = la.optimize_prior_precision(
             **grid, loss=lambda p, y: float("nan") if p[:, 0].std() == spreads[0.01] else p[:, 0].std().item()
         )
@@ -410,7 +410,15 @@ def test_the_grid_samples_where_asked(how: dict[str, Any]) -> None:
         ({"method": "gridsearch", "val_loader": [1], "prior_structure": "module"}, "prior_structure='scalar'"),
         ({"prior_structure": "groups"}, "prior_structure must be one of 'layerwise', 'module', 'normalised', 'scalar'"),
         ({"method": "gridsearch", "prior_structure": "scalar", "val_loader": []}, "val_loader gave no data"),
-        ({"n_steps": 0}, "n_steps and lr must be positive"),
+        ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),
+        ({"n_steps": 1.5}, "n_steps must be a positive integer, got 1.5"),
+        ({"lr": math.nan}, "lr: expected positive finite values, got nan"),
+        ({"pred_type": 7}, "pred_type must be one of 'glm', 'nn', got 7"),
+        ({"init_prior_prec": math.inf}, "init_prior_prec: expected positive finite values, got inf"),
+        ({"grid_size": 0}, "grid_size must be a positive integer, got 0"),
+        ({"log_prior_prec_min": 2, "log_prior_prec_max": 1}, "powers of ten, the first no larger.* got 2 and 1"),
+        ({"log_prior_prec_min": math.nan}, "powers of ten, the first no larger.* got nan and 4"),
+        ({"log_prior_prec_max": math.inf}, "powers of ten, the first no larger.* got -4.0 and inf"),
     ],
     ids=str,
 )
@@ -419,6 +427,20 @@ def test_wrong_arguments_change_nothing(how: dict[str, Any], words: str) -> None
     with pytest.raises(ValueError, match=words):
         la.optimize_prior_precision(**how)
     assert torch.equal(la.prior_precision, torch.ones(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_no_precision_is_chosen_where_no_loss_is_finite(value: float) -> None:
+    la, loader = classifier(), [(x, y.argmax(1)) for x, y in data(20, 2)]
+    how: dict[str, Any] = {"method": "gridsearch", "prior_structure": "scalar", "val_loader": loader, "grid_size": 3}
+    with pytest.raises(ValueError, match="the loss must be finite somewhere on the grid, got"):
+        la.optimize_prior_precision(**how, loss=lambda p, y: value)
+    with pytest.raises(TypeError, match=r"loss must return one number, got shape \(20,\)"):
+        la.optimize_prior_precision(**how, loss=lambda p, y: p[:, 0])
+    assert torch.equal(la.prior_precision, torch.ones(4, dtype=torch.float64))
+    losses = iter([value, 2.0, 1.0])
+    with pytest.warns(UserWarning, match=r"not finite at 1 of 3 precisions \(0\.0001\)"):
+        assert la.optimize_prior_precision(**how, loss=lambda p, y: next(losses))[0] == 1e4
 
 
 def test_a_failure_puts_the_hyperparameters_back() -> None:

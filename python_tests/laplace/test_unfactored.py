@@ -253,6 +253,9 @@ def test_masks() -> None:
         (lambda m: LargestVarianceDiagLaplaceSubnetMask(m, 3).select(), "pass train_loader"),
         (lambda m: KronLaplace(m, subset_of_weights="first"), "'all', 'last_layer', or a list"),
         (lambda m: KronLaplace(m, subset_of_weights=["0.scale"]), "inside of, '0.scale'"),
+        (lambda m: KronLaplace(m, subset_of_weights=[]), r"subset_of_weights must be .* got \[\]"),
+        (lambda m: KronLaplace(m, subset_of_weights=None), "subset_of_weights must be .* got None"),
+        (lambda m: KronLaplace(m, memory_budget=1e9), "memory_budget must be a positive integer, got 1000000000.0"),
     ],
 )
 def test_wrong_choices_are_named(make: Any, words: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -68,16 +68,16 @@ def restricted(rules: Sequence[Rule], subset: str | Sequence[str]) -> list[Rule]
         TypeError, ValueError: it is none of these, a name is no parameter's with a rule, or a layer of the subset shares a parameter with
             another.
     """
-    if isinstance(subset, str):
-        if subset not in ("all", "last_layer"):
-            raise ValueError(
-                f"subset_of_weights must be 'all', 'last_layer', or a list of names of parameters or modules, got {subset!r}."
-            )
+    word = isinstance(subset, str)
+    names = list(subset) if isinstance(subset, Iterable) else []
+    if not names or (word and subset not in ("all", "last_layer")):
+        raise ValueError(
+            f"subset_of_weights must be 'all', 'last_layer', or a list of names of parameters or modules, got {subset!r}."
+        )
+    if word:
         if subset == "all" or not rules:
             return list(rules)
         names = [rules[-1].full_name(name) for name in rules[-1].trainable]
-    else:
-        names = list(subset)
     found = set()
     for rule in rules:
         chosen = [n for n in rule.trainable if any(is_inside(rule.full_name(n), name) for name in names)]

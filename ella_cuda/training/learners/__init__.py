@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -23,9 +23,20 @@ __all__ = [
     "Prior",
     "add_settings",
     "learners_of",
+    "require_list",
 ]
 
 WORDS = {"anchors": Anchors, "augmentation": Augmentation, "lengthscales": Lengthscales}
+
+
+def require_list(learn: Any) -> Iterable[str | Learner]:
+    """The argument; ValueError where it is a string, or nothing that lists."""
+    if isinstance(learn, str) or not isinstance(learn, Iterable):
+        example = learn if isinstance(learn, str) else "augmentation"
+        raise ValueError(
+            f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{example!r}]."
+        )
+    return learn
 
 
 def learners_of(
@@ -35,13 +46,9 @@ def learners_of(
 
     Raises:
         TypeError: a learner is no object of :class:`Learner`, or its name no string.
-        ValueError: ``learn`` is a string, a word is unknown, a name is not unique, or a learner's tensor is none that the model saves
+        ValueError: a word is unknown, a name is not unique, or a learner's tensor is none that the model saves
             as a buffer.
     """
-    if isinstance(learn, str):
-        raise ValueError(
-            f"marglik_training: learn must be a list of names, got {learn!r}; pass a list, such as [{learn!r}]."
-        )
     own = [entry for entry in learn if not isinstance(entry, str)]
     if any(isinstance(entry, str) and entry not in WORDS for entry in learn):
         raise ValueError(

@@ -256,6 +256,10 @@ def test_learn_must_list_what_there_is():
         ValueError, match=r"learn must be a list of names, got 'anchors'; pass a list, such as \['anchors'\]"
     ):
         run(network(), "anchors")
+    with pytest.raises(
+        ValueError, match=r"learn must be a list of names, got None; pass a list, such as \['augmentation'\]"
+    ):
+        run(network(), None)
 
 
 def test_a_schedule_that_never_moves_the_shape_is_refused():

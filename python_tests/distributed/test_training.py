@@ -30,7 +30,7 @@ def same(one, other) -> bool:
     ("loader", "ranks"), [("tensors", 2), ("tensors", 3), ("torch's", 2), ("torch's", 3), ("reusing", 2)]
 )
 def test_a_training_of_several_processes_is_that_of_one(processes, ranks, loader):
-    options = {"loader": loader}
+    options = {"loader": loader, "same_loader": loader == "reusing"}
     expected = works.training("float32", None, **options)
     found = processes.run("train", ranks, "float32", options)
     for one in found:

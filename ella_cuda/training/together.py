@@ -41,8 +41,16 @@ def all_raise_together(make: Callable[..., None]) -> Callable[..., None]:
         ranks.together(lambda: make(self, *args, group=ranks, **kwargs))
         settings = ranks.together(self.described_settings)
         found = ranks.exchange({name: json.dumps(value, default=str) for name, value in settings.items()})
-        for name in settings:
-            ranks.require_same([one.get(name) for one in found], name, "Pass all ranks the same arguments and data.")
+        ranks.require_same_facts(found, "Pass all ranks the same arguments and data.")
+        given = ranks.exchange([kwargs.get(name) is not None for name in ("checkpoint", "on_evaluation")])
+        checkpoints, callbacks = zip(*given, strict=True)
+        if any(checkpoints) and not checkpoints[0]:
+            raise ValueError(
+                f"marglik_training: checkpoint must be given on rank 0, which writes it, but rank {checkpoints.index(True)} of {ranks.size} "
+                "has one and rank 0 has none. Pass it on rank 0, or on all ranks."
+            )
+        if any(callbacks) and callbacks.index(True) != ranks.rank:
+            self._on_evaluation = None
 
     return made
 

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -159,13 +160,15 @@ class ElboTrainer:
             for x, y in self._loader:
                 x, y = x.to(device), y.to(device)
                 self._optimizer.zero_grad()
-                value = self._value(x, y) / self.n_data
-                (-value).backward()
-                self._optimizer.step()
+                with without_autocast(device.type):
+                    value = self._value(x, y) / self.n_data
+                    (-value).backward()
+                    self._optimizer.step()
                 for augment in self._augments:
                     augment.project_()
                 total, seen = total + value.detach() * len(y), seen + len(y)
         finally:
+            torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
             self._optimizer.zero_grad()
             for augment, required in zip(self._augments, before, strict=True):
                 augment.raw.requires_grad_(required)

@@ -19,7 +19,7 @@ from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, pair_of, pa
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.together import rounded
-from ella_cuda.ops._precision import without_autocast
+from ella_cuda.ops._precision import casting_anew, without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state
 from ella_cuda.training.learners import Learner, Prior
 from ella_cuda.training.points import Points
@@ -189,11 +189,13 @@ class StepTogether:
         if not own:
             return
         step = self.step
-        outputs = checked_outputs(run_model(step.model, x), own)
-        y = step.checked(outputs, y)
-        loss = step.likelihood.loss(outputs, y, step.variance)
-        step.optimizer.zero_grad(set_to_none=True)
-        with without_autocast(loss.device.type):
+        device = step.variance.device.type
+        with casting_anew(device):
+            outputs = checked_outputs(run_model(step.model, x), own)
+        with without_autocast(device):
+            y = step.checked(outputs, y)
+            loss = step.likelihood.loss(outputs, y, step.variance)
+            step.optimizer.zero_grad(set_to_none=True)
             (loss * (own / count)).backward()
         with torch.no_grad():
             there = [(v, p.grad) for v, p in zip(self._views, step.parameters, strict=True) if p.grad is not None]
@@ -207,7 +209,7 @@ class StepTogether:
         x, y, _ = part
         if not len(y):
             return
-        with torch.no_grad():
+        with torch.no_grad(), casting_anew(self.step.variance.device.type):
             own = float(self.step.likelihood.loss(run_model(self.step.model, x), y, self.step.variance))
         if not math.isfinite(own):
             raise FloatingPointError(

@@ -25,6 +25,7 @@ from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
 from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -341,6 +342,7 @@ class MarglikTrainer:
         self._require_level()
         if self._best is not None and self._on_any(self.la is None or not self._is_at_best()):
             self.model.load_state_dict(self._best["model"])
+            torch.clear_autocast_cache()
             self._prior.put(self._best["log_precision"], self._best["log_sigma"])
             self._random_at_fit, self.la = self._best["random_at_fit"], None
             if self._graphed is not None:
@@ -433,6 +435,7 @@ class MarglikTrainer:
         else:
             share_random_state(self._loaders, self._device, self._ranks)
             loss, self._accuracy = train_epoch_together(self._together, *known)
+        torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
         self._all_do(lambda: self._prior.check_finite(self.epochs + 1))
         self.epochs += 1
         self.losses.append(loss)
@@ -548,6 +551,7 @@ class MarglikTrainer:
         else:  # of CUDA the generator of this rank's device alone
             restore(source, without_cuda(state), self._settings, *parts)
             self._put_random_state(state["random"])
+        torch.clear_autocast_cache()
         # Rates as they were rounded at first.
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
         self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
@@ -629,7 +633,7 @@ class MarglikTrainer:
             (learner, *item) for learner in learners if found[learner] is None for item in learner.tensors().items()
         ]
         if held:
-            with self._differentiable(), torch.enable_grad():
+            with self._differentiable(), torch.enable_grad(), without_autocast(self._device.type):
                 evidence = la.log_marginal_likelihood() / la.n_data
                 gradients = torch.autograd.grad(evidence, [tensor for *_, tensor in held])
             for (learner, name, _), gradient in zip(held, gradients, strict=True):

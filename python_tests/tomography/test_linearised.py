@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributions import MultivariateNormal
 
-from ella_cuda.tomography import LinearisedDIP, RayTransform, total_variation_gaussian
+from ella_cuda.tomography import LinearisedDIP, RayTransform, UNet, total_variation_gaussian
 from ella_cuda.tomography.evidence import DenseMeasured
 from python_tests.tomography.small import (
     EXACT,
@@ -439,3 +439,21 @@ def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
     dip.method = "dense"
     with pytest.raises(MemoryError, match="pass method='iterative'"):
         dip.linearise()
+
+
+def test_autocast_changes_nothing():
+    found = []
+    for autocast in (True, False):
+        torch.manual_seed(1)
+        network = UNet(channels=3, scales=2, skip_channels=(0, 2))
+        rays = RayTransform(SIDE, FEW, 7)
+        y = rays.forward(torch.ones(SIDE, SIDE))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            network(torch.ones(1, 1, SIDE, SIDE))
+            dip = LinearisedDIP(network, rays, tv_weight=1e-3, method="dense")
+            image = dip.reconstruct(rays.forward(rays.adjoint(y)) / 30, n_steps=3, lr=1e-2, **QUIET).clone()
+            dip.linearise()
+            dip.optimize_hyperparameters(n_steps=2, **QUIET)
+            mode, evidence, variance = dip.linear_mode(), dip.log_marginal_likelihood(), dip.variance()
+            found.append([image, *dip.losses, mode, evidence, variance, dip.log_density(image)])
+    torch.testing.assert_close(*found)

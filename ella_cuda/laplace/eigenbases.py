@@ -89,7 +89,6 @@ def _whole(vectors: Tensor) -> Tensor:
     return vectors[0] if vectors.shape[0] == 1 else vectors
 
 
-@in_own_precision
 def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
     vectors = _whole(vectors).to(rows.dtype)
     if vectors.dim() == 2:

@@ -39,7 +39,7 @@ from ella_cuda.laplace.ties import by_parameter
 from ella_cuda.laplace.together import FitSums, accumulate_together
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
-from ella_cuda.ops._precision import in_own_precision, without_autocast
+from ella_cuda.ops._precision import without_autocast
 
 FISHERS = ("exact", "mc")
 
@@ -472,7 +472,6 @@ class KronLaplace(BaseLaplace):
         x = None if x is None else with_draws(self.model, inputs_on(x, device, "memory_estimate"), self._draws)
         return self._peak_bytes(x)
 
-    @in_own_precision
     def _peak_bytes(self, x: Inputs | None) -> int:
         return peak_bytes(self.model, self.present_rules(), self.memory_budget, x)
 

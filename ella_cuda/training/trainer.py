@@ -25,7 +25,6 @@ from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
 from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -633,7 +632,7 @@ class MarglikTrainer:
             (learner, *item) for learner in learners if found[learner] is None for item in learner.tensors().items()
         ]
         if held:
-            with self._differentiable(), torch.enable_grad(), without_autocast(self._device.type):
+            with self._differentiable(), torch.enable_grad():
                 evidence = la.log_marginal_likelihood() / la.n_data
                 gradients = torch.autograd.grad(evidence, [tensor for *_, tensor in held])
             for (learner, name, _), gradient in zip(held, gradients, strict=True):
@@ -761,8 +760,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             ``AveragedFunction(model, augment)``. Epochs draw as its ``sampling`` says; the fit of an evidence step and its gradients hold one
             set of draws. With "augmentation" in ``learn`` the evidence learns its amounts by one Adam step at each evidence step, along the
             gradient with the factors in it (:func:`ella_cuda.laplace.evidence_gradient`); records have them by name.
-        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``. lr_aug_min: at the last step, along half a cosine; None
-            keeps it.
+        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``, by about which a step moves it at most. lr_aug_min: at the last
+            step, along half a cosine; None keeps it. A warning tells where the sum of all steps' rates brings an amount not to its limit.
         aug_sampling: of evidence steps; None is the augmentation's own, but "shared" for "independent", whose draws act as noise that the
             evidence reduces.
         aug_data: data points of the gradient in amounts, a random part of each batch, weighted by N over their number; None is all.

@@ -204,7 +204,6 @@ class LinearisedDIP:
     # the linear model --------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
-    @in_own_precision
     def linearise(self, progress_bar: bool = False) -> LinearisedDIP:
         """Linearise the network at its weights, and forget hyperparameters: variances are 1, lengthscales 0.1 pixels and the noise the mean
         squared residual. Dense methods form their matrices here. Returns self.
@@ -545,7 +544,6 @@ class LinearisedDIP:
         return self.reconstruction.double() + self._deviations(n, generator)
 
     @torch.no_grad()
-    @in_own_precision
     def log_density(
         self,
         x: Tensor,

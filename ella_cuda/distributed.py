@@ -11,7 +11,7 @@ import heapq
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -304,6 +304,11 @@ class Ranks:
                 f"{'has' if len(others) == 1 else 'have'} another ({_short(values[others[0]])}) than {_named([values.index(common)])} "
                 f"({_short(common)}). {do}"
             )
+
+    def require_same_facts(self, found: Sequence[Mapping[str, Any]], do: str) -> None:
+        """:meth:`require_same` for each name of ranks' facts, in an order that all have."""
+        for name in {name: None for one in found for name in one}:
+            self.require_same([one.get(name) for one in found], name, do)
 
     def wait_for_all(self) -> Callable[[], bool]:
         """Say that this rank is here; what is returned says whether all are, and raises where one has left."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ella_cuda.augment.base import Augment, Init
+from ella_cuda.ops._precision import in_own_precision
 
 
 class LocalDeformation(Augment):
@@ -59,6 +60,7 @@ class LocalDeformation(Augment):
         if x.dim() != 4:
             raise ValueError(f"{self._name}: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
 
+    @in_own_precision
     def displacement(self, eps: Tensor, eta: Tensor, size: tuple[int, int]) -> Tensor:
         """Displacements in normalised coordinates, x then y: ``(M, 2, g, g), (2,) -> (M, 2, H, W)``."""
         strength, smoothness = eta.unbind()

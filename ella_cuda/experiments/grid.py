@@ -86,20 +86,26 @@ def run_grid(
         UserWarning: begun runs go on with another number of threads: their numbers are the same up to rounding.
     """
     out_dir = Path(out_dir)
+    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
+    if group is None:
+        _check(configs, jobs, spread, False)
+        return _run_grid_here(configs, out_dir, options, jobs, progress, how, on_begin, on_row)
+    ranks = Ranks(group, "run_grid")
+    ranks.together(lambda: _check(configs, jobs, spread, True))
+    found = ranks.exchange({"spread": spread, "cuda_graph": cuda_graph, "configs": [repr(c) for c in configs]})
+    ranks.require_same_facts(found, "Pass all ranks the same arguments.")
+    return _run_grid_together(configs, out_dir, options, progress, how, on_begin, on_row, Spread(ranks, spread))
+
+
+def _check(configs: Sequence[RunConfig], jobs: int, spread: str, together: bool) -> None:
     names = [c.name for c in configs]
     if not names or len(set(names)) != len(names):
         raise ValueError(f"configs must be at least one run, each of another name, got {names}.")
     if jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}.")
-    if group is not None and jobs != 1:
+    if together and jobs != 1:
         raise ValueError(f"jobs must be 1 with a group, whose processes share out the work, got {jobs}.")
     check_choice("spread", spread, SPREADS)
-    how = {"data_dir": data_dir, "download": download, "tensorboard": tensorboard, "cuda_graph": cuda_graph}
-    if group is None:
-        return _run_grid_here(configs, out_dir, options, jobs, progress, how, on_begin, on_row)
-    return _run_grid_together(
-        configs, out_dir, options, progress, how, on_begin, on_row, Spread(Ranks(group, "run_grid"), spread)
-    )
 
 
 def _run_grid_here(

@@ -16,6 +16,7 @@ from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
 from ella_cuda.laplace.batches import pair_on
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -171,13 +172,15 @@ class ElboTrainer:
                     continue
                 self._points.require_at_most(seen + len(y))
                 self._optimizer.zero_grad()
-                value = self._value(x, y) / self.n_data
-                (-value).backward()
-                self._optimizer.step()
+                with without_autocast(device.type):
+                    value = self._value(x, y) / self.n_data
+                    (-value).backward()
+                    self._optimizer.step()
                 for augment in self._augments:
                     augment.project_()
                 total, seen = total + value.detach() * len(y), seen + len(y)
         finally:
+            torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
             self._optimizer.zero_grad()
             for augment, required in zip(self._augments, before, strict=True):
                 augment.raw.requires_grad_(required)

@@ -597,9 +597,10 @@ class BaseLaplace(Predictive):
 
     def _fit(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
         """:meth:`fit`; the loader is kept for what passes over the same data later."""
-        before = [] if override else self._loaders
-        added_to_unknown = not override and self.n_data > 0 and not before
+        before, fitted = self._loaders, self.n_data > 0
         self._accumulate(loader, override, progress_bar, **how)
+        before = [] if override else before
+        added_to_unknown = not override and fitted and not before
         # Of several processes this one's loader is a part of the data alone.
         self._loaders = [] if added_to_unknown or how.get("group") is not None else [*before, loader]
 

@@ -51,7 +51,7 @@ from ella_cuda.laplace.probe import Place, drawing_module, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
-from ella_cuda.laplace.together import plan_of, require_one_plan
+from ella_cuda.laplace.together import agree_on_gradient, plan_of
 from ella_cuda.laplace.uses import (
     SummedCall,
     batch_first,
@@ -113,13 +113,16 @@ def evidence_gradient(
         sums = _summed_over(la, loader, buffers, n_data, columns, generator)
     else:
         ranks = Ranks(group, "evidence_gradient")
-        sums = ranks.together(lambda: _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True))
-        headers = ranks.agree(
-            buffers={name: list(g.shape) for name, g in sums.gradients.items()},
-            plan=plan_of(la, loader, "evidence_gradient"),
+
+        def own() -> tuple[_GradientSums, str | None]:
+            found = _summed_over(la, loader, buffers, n_data, columns, generator, may_be_empty=True)
+            return found, plan_of(la, loader, "evidence_gradient")
+
+        sums, plan = ranks.together(own)
+        shapes = {name: list(g.shape) for name, g in sums.gradients.items()}
+        agree_on_gradient(
+            ranks, la, plan, buffers=shapes, n_data=n_data, columns=columns, **{"data points of the fit": la.n_data}
         )
-        ranks.require_same([one["buffers"] for one in headers], "buffers", "Pass all ranks the same arguments.")
-        require_one_plan(ranks, [one["plan"] for one in headers])
         count = la.data_weight().new_tensor([float(sums.seen)], dtype=torch.float64)
         flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
         ranks.sum_(flat)

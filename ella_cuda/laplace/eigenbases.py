@@ -11,6 +11,7 @@ from torch import Tensor
 from ella_cuda.laplace.eigenvalues import eigenbases_of_all
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.ops._precision import in_own_precision
 
 
 class Eigenbasis(NamedTuple):
@@ -40,15 +41,18 @@ class Eigenbasis(NamedTuple):
         """``(..., G, a, b)`` into the basis."""
         return self.outputs_in(self.inputs_in(blocks))
 
+    @in_own_precision
     def back(self, blocks: Tensor) -> Tensor:
         """``(..., G, a, b)`` out of the basis."""
         blocks = blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype) @ blocks
         return blocks @ _whole(self.vectors_out).to(blocks.dtype).mT
 
+    @in_own_precision
     def inputs_in(self, blocks: Tensor) -> Tensor:
         """The input side alone of ``(..., G, a, b)``."""
         return blocks if self.vectors_in is None else self.vectors_in.to(blocks.dtype).mT @ blocks
 
+    @in_own_precision
     def outputs_in(self, blocks: Tensor) -> Tensor:
         """The output side alone of ``(..., G, a, b)``."""
         return blocks @ _whole(self.vectors_out).to(blocks.dtype)

@@ -230,11 +230,6 @@ class KronLaplace(BaseLaplace):
             MemoryError: the device has no room for the factors and their eigenvalues; raised before anything is allocated.
             torch.OutOfMemoryError, RuntimeError: torch's, where a batch finds no room; with what :meth:`memory_estimate` says of it.
         """
-        if not isinstance(override, bool):
-            raise TypeError(
-                f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
-                "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
-            )
         self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
@@ -258,6 +253,11 @@ class KronLaplace(BaseLaplace):
 
     def _begin(self, loader: Iterable[Any], override: bool, outputs_of: Callable[[Inputs], Tensor] | None) -> FitSums:
         """What a fit checks and allocates before its pass."""
+        if not isinstance(override, bool):
+            raise TypeError(
+                f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
+                "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
+            )
         require_loader(loader, "fit: loader")
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)

@@ -27,7 +27,7 @@ from ella_cuda.laplace.values import check_choice, check_samples
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._autocast import widened
 from ella_cuda.nn._sizes import as_count
-from ella_cuda.ops._precision import autocast_is_on, without_autocast
+from ella_cuda.ops._precision import autocast_is_on, in_own_precision, without_autocast
 
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
@@ -104,12 +104,12 @@ class Predictive:
             if pred_type == "nn" and mean == "linear":
                 raise ValueError("mean='linear' is of the linearised network, pred_type='glm'; got pred_type='nn'.")
             samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-            samples = likelihood.response(samples + self._shift(x, mean))
+            samples = self._response(samples + self._shift(x, mean))
             return samples.mean(0) if likelihood.has_classes else (samples.mean(0), samples.var(0))
         shift = self._shift(x, mean)
         if likelihood.has_classes:
             outputs, covariance = self.moments(x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
-            return likelihood.probabilities(link_approx, outputs + shift, _by_position(outputs, covariance))
+            return self._probabilities(link_approx, outputs + shift, _by_position(outputs, covariance))
         outputs, covariance = self.moments(x, joint=joint, diagonal=diagonal_output and not joint)
         outputs = outputs + shift
         if joint:
@@ -194,7 +194,7 @@ class Predictive:
         """:meth:`functional_samples` through the likelihood's inverse link: probabilities of classes, rates of counts; a regression's as they
         are, without noise. ``(n_samples, N, ...)``."""
         samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-        return self.likelihood_function.response(samples)
+        return self._response(samples)
 
     def predictions_at(
         self, prior_precisions: Tensor, x: Any, pred_type: str, link_approx: str, n_samples: int
@@ -208,7 +208,7 @@ class Predictive:
             mean, covariances = self._moments_under(self._inputs(x), posteriors, diagonal=diagonal)
             for covariance in covariances:
                 parts = mean, _by_position(mean, covariance)
-                yield likelihood.probabilities(link_approx, *parts) if likelihood.has_classes else parts
+                yield self._probabilities(link_approx, *parts) if likelihood.has_classes else parts
             return
         before = self.prior_precision
         try:
@@ -218,6 +218,15 @@ class Predictive:
         finally:
             self.prior_precision = before
 
+    @in_own_precision
+    def _response(self, samples: Tensor) -> Tensor:
+        return self.likelihood_function.response(samples)
+
+    @in_own_precision
+    def _probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
+        return self.likelihood_function.probabilities(link, mean, covariance)
+
+    @in_own_precision
     def log_density(self, predictions: Any, targets: Tensor, n_samples: int = 100) -> Tensor:
         """The log predictive density of all targets, noise included, 0-dim float64.
 

@@ -142,16 +142,20 @@ def _facts_before(
     draws = None if la._draws is None else float(uneven_sum(la._draws))
     return {
         "settings": {
+            "dtype": _dtypes(la),
             "likelihood": repr(la.likelihood_function),
             "fisher": la.fisher,
             "resolution": la.resolution,
             "approximation": la.approximation,
             "column_tolerance": la.column_tolerance,
             "unknown": la.unknown,
+            "dict_key_x": la.dict_key_x,
+            "dict_key_y": la.dict_key_y,
             "parameters": layout_hash(la.parameter_names),
             "buffers that require a gradient": sorted(sums.data_fit.buffers),
             "override": sums.anew,
         },
+        "values": _values(la),
         "fingerprint": float(sums.fingerprint),
         "draws": draws,
         "n_data": sums.n_data,
@@ -164,6 +168,34 @@ def _facts_before(
             "plan": plan_of(la, loader, "fit"),
         },
     }
+
+
+def _dtypes(la: KronLaplace) -> str:
+    return ", ".join(sorted({str(p.dtype) for p in la.model.parameters()}))
+
+
+def _values(la: KronLaplace) -> dict[str, Any]:
+    """The numbers beside the data's sums that the evidence depends on."""
+    return {
+        "prior_precision": la.prior_precision.tolist(),
+        "sigma_noise": la.sigma_noise.item(),
+        "prior_mean": uneven_sum(la.prior_mean).item(),
+        "temperature": la.temperature,
+    }
+
+
+def _require_same_values(ranks: Ranks, found: Sequence[dict[str, Any]]) -> None:
+    same = {name: rounded([one[name] for one in found]) for name in found[0]}
+    for name, values in same.items():
+        ranks.require_same(values, name, "Pass all ranks the same arguments.")
+
+
+def agree_on_gradient(ranks: Ranks, la: KronLaplace, plan: str | None, **settings: Any) -> None:
+    """ValueError where ranks are about to sum gradients that are not of one evidence and one loader."""
+    headers = ranks.agree(settings={"dtype": _dtypes(la), **settings}, values=_values(la), plan=plan)
+    ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
+    _require_same_values(ranks, [one["values"] for one in headers])
+    require_one_plan(ranks, [one["plan"] for one in headers])
 
 
 def _facts_after(la: KronLaplace, sums: FitSums) -> dict[str, Any]:
@@ -231,9 +263,8 @@ def _data_of(loader: Any) -> str | None:
 
 def _require_alike(ranks: Ranks, headers: Sequence[dict[str, Any]]) -> None:
     """ValueError where ranks are about to sum what is not of one model, or the same data."""
-    names = headers[0]["settings"]
-    for name in names:
-        ranks.require_same([one["settings"][name] for one in headers], name, "Pass all ranks the same arguments.")
+    ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
+    _require_same_values(ranks, [one["values"] for one in headers])
     same = "Seed all ranks alike before the model is made, load one state on all, or broadcast rank 0's."
     ranks.require_same(rounded([one["fingerprint"] for one in headers]), "parameters and buffers", same)
     ranks.require_same(rounded([one["draws"] for one in headers]), "draws of the augmentation", "Hold rank 0's draws.")
@@ -266,10 +297,12 @@ def _require_counted_once(ranks: Ranks, headers: Sequence[dict[str, Any]], after
         )
 
 
-def rounded(values: Sequence[float | None]) -> list[Any]:
-    """The values, those that are near the commonest one in its place."""
+def rounded(values: Sequence[Any]) -> list[Any]:
+    """The values, numbers, lists of numbers or None, those that are near the commonest one in its place."""
 
-    def near(a: float | None, b: float | None) -> bool:
+    def near(a: Any, b: Any) -> bool:
+        if isinstance(a, list):
+            return len(a) == len(b) and all(map(near, a, b))
         if a is None or b is None:
             return a is b
         return math.isclose(a, b, rel_tol=NEAR) or (math.isnan(a) and math.isnan(b))

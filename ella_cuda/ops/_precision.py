@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
 
 DEVICES = ("cpu", "cuda")  # in words: torch 2.11 cannot compile its own question which devices have an autocast
 
@@ -18,6 +23,25 @@ def autocast_is_on(device: str) -> bool:
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """For the duration of the context products on that type of device are in their arguments' precision."""
     return torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
+
+
+def casting_anew(device: str) -> AbstractContextManager[object]:
+    """For the duration of the context autocast casts parameters at each use. It would keep casts until its outermost context ends: of
+    parameters that have changed since, and of calls without gradients."""
+    if not autocast_is_on(device):
+        return nullcontext()
+    return torch.autocast(device, dtype=torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+def in_own_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, whose products are in their arguments' precision under autocast too."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with without_autocast("cpu"), without_autocast("cuda"):
+            return function(*args, **kwargs)
+
+    return wrapped
 
 
 def allows_tf32(tensor: Tensor) -> bool:

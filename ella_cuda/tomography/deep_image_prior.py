@@ -190,6 +190,7 @@ def fit_network(
         finally:
             optimizer.zero_grad()
             network.load_state_dict(best["network"])
+            torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
 
 
 def as_image(output: Any, rays: LinearMap) -> Tensor:

@@ -14,6 +14,7 @@ from ella_cuda.digest import tensors_digest
 from ella_cuda.laplace import TangentModel
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import evaluation_mode
+from ella_cuda.ops._precision import in_own_precision
 from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
@@ -138,6 +139,7 @@ class LinearisedDIP:
     # reconstruction ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
+    @in_own_precision
     def reconstruct(
         self,
         y: Tensor,
@@ -300,6 +302,7 @@ class LinearisedDIP:
         self._raw = raw
 
     @torch.inference_mode(False)
+    @in_own_precision
     def optimize_hyperparameters(
         self,
         n_steps: int = 1500,
@@ -431,6 +434,7 @@ class LinearisedDIP:
         return values
 
     @torch.no_grad()
+    @in_own_precision
     def log_marginal_likelihood(self, at: str = "network", generator: torch.Generator | None = None) -> Tensor:
         """The evidence of the measurements at present hyperparameters, nats, without a hyperprior; 0-dim float64. ``method="iterative"``
         estimates it, by random probes.
@@ -456,6 +460,7 @@ class LinearisedDIP:
         return -0.5 * (fit + logdet + self._y.numel() * math.log(2 * math.pi))
 
     @torch.no_grad()
+    @in_own_precision
     def linear_mode(self) -> Tensor:
         r"""The linear model's weights at the mode of their posterior, ``(P,)``, float64:
         :math:`S J' A' K_{yy}^{-1} (y - A o)`.
@@ -473,6 +478,7 @@ class LinearisedDIP:
     # error bars --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_own_precision
     def covariance(self, image_noise: bool = False) -> Tensor:
         r"""Posterior covariance of the image's pixels, row after row: ``(H*W, H*W)``, float64.
 
@@ -498,6 +504,7 @@ class LinearisedDIP:
             found.diagonal().add_(noise * self.ray_transform.noise_gain(**self._kind))
         return found
 
+    @in_own_precision
     def variance(
         self, image_noise: bool = False, n_samples: int = 1000, generator: torch.Generator | None = None
     ) -> Tensor:
@@ -522,6 +529,7 @@ class LinearisedDIP:
             found + self._raw["log_noise"].exp() * self.ray_transform.noise_gain(**self._kind) if image_noise else found
         )
 
+    @in_own_precision
     def sample(self, n: int = 1, generator: torch.Generator | None = None) -> Tensor:
         r"""Images from the posterior, ``(n, H, W)``, float64, by Matheron's rule: prior samples :math:`x_0` and noise :math:`\epsilon` give
         :math:`\hat x + x_0 + \Sigma A' K_{yy}^{-1} (\epsilon - A x_0)`.

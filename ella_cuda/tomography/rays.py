@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._precision import in_own_precision
+
 DTYPES = (torch.float32, torch.float64)
 DENSE = 1 << 22  # entries of a matrix, at most, that is held dense too
 SINGULAR_VECTORS = 100  # of A, that the noise in the image is counted along
@@ -200,6 +202,7 @@ class RayTransform(LinearMap):
             image = image + padded[..., index, left] * (1 - share) + padded[..., index, left + 1] * share
         return image * (math.pi / len(self.angles))
 
+    @in_own_precision
     def _product(self, x: Tensor, adjoint: bool) -> Tensor:
         within, into = (self.data_shape, self.image_shape) if adjoint else (self.image_shape, self.data_shape)
         lead = x.shape[: x.dim() - 2]

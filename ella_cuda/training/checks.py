@@ -63,6 +63,8 @@ def check_schedule(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_
 
 def steps_of(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_frequency: int) -> int:
     """How many evidence steps come before the last epoch."""
+    if objective == "map":
+        return 0
     return max((n_epochs - 1) // marglik_frequency - n_epochs_burnin // marglik_frequency, 0)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, run_model, tensors_of
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
-from ella_cuda.ops._precision import without_autocast
+from ella_cuda.ops._precision import casting_anew, without_autocast
 
 
 class TrainingStep:
@@ -82,12 +82,14 @@ class TrainingStep:
         Raises:
             What the checks raise. RuntimeError: the optimizer's step asks for a closure.
         """
-        outputs = checked_outputs(run_model(self.model, x), data_points(x))
-        y = checked(outputs, y)
-        loss = self.likelihood.loss(outputs, y, self.variance)
-        self.optimizer.zero_grad(set_to_none=True)
+        device = self.variance.device.type
+        with casting_anew(device):
+            outputs = checked_outputs(run_model(self.model, x), data_points(x))
         # As torch asks: the backward of each operation is then in its forward's precision.
-        with without_autocast(loss.device.type):
+        with without_autocast(device):
+            y = checked(outputs, y)
+            loss = self.likelihood.loss(outputs, y, self.variance)
+            self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
         with torch.no_grad():
             check_loss(loss)
@@ -110,7 +112,8 @@ class TrainingStep:
     def move(self) -> None:
         """The optimizer's step; RuntimeError where it asks for a closure."""
         try:
-            self.optimizer.step()
+            with without_autocast(self.variance.device.type):
+                self.optimizer.step()
         except (AssertionError, TypeError) as error:  # it asserts that there is a closure, or calls it
             raise RuntimeError(
                 f"marglik_training: the step of optimizer_cls, a {type(self.optimizer).__name__}, raised {error!r}; it is called without a "

@@ -19,7 +19,7 @@ from ella_cuda.laplace.batches import DictKeys, Inputs, data_points, kept, pair_
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.together import rounded
-from ella_cuda.ops._precision import without_autocast
+from ella_cuda.ops._precision import casting_anew, without_autocast
 from ella_cuda.training.checkpoint import plain, random_state, restore_random_state
 from ella_cuda.training.learners import Learner, Prior
 from ella_cuda.training.points import Points
@@ -41,8 +41,16 @@ def all_raise_together(make: Callable[..., None]) -> Callable[..., None]:
         ranks.together(lambda: make(self, *args, group=ranks, **kwargs))
         settings = ranks.together(self.described_settings)
         found = ranks.exchange({name: json.dumps(value, default=str) for name, value in settings.items()})
-        for name in settings:
-            ranks.require_same([one.get(name) for one in found], name, "Pass all ranks the same arguments and data.")
+        ranks.require_same_facts(found, "Pass all ranks the same arguments and data.")
+        given = ranks.exchange([kwargs.get(name) is not None for name in ("checkpoint", "on_evaluation")])
+        checkpoints, callbacks = zip(*given, strict=True)
+        if any(checkpoints) and not checkpoints[0]:
+            raise ValueError(
+                f"marglik_training: checkpoint must be given on rank 0, which writes it, but rank {checkpoints.index(True)} of {ranks.size} "
+                "has one and rank 0 has none. Pass it on rank 0, or on all ranks."
+            )
+        if any(callbacks) and callbacks.index(True) != ranks.rank:
+            self._on_evaluation = None
 
     return made
 
@@ -181,11 +189,13 @@ class StepTogether:
         if not own:
             return
         step = self.step
-        outputs = checked_outputs(run_model(step.model, x), own)
-        y = step.checked(outputs, y)
-        loss = step.likelihood.loss(outputs, y, step.variance)
-        step.optimizer.zero_grad(set_to_none=True)
-        with without_autocast(loss.device.type):
+        device = step.variance.device.type
+        with casting_anew(device):
+            outputs = checked_outputs(run_model(step.model, x), own)
+        with without_autocast(device):
+            y = step.checked(outputs, y)
+            loss = step.likelihood.loss(outputs, y, step.variance)
+            step.optimizer.zero_grad(set_to_none=True)
             (loss * (own / count)).backward()
         with torch.no_grad():
             there = [(v, p.grad) for v, p in zip(self._views, step.parameters, strict=True) if p.grad is not None]
@@ -199,7 +209,7 @@ class StepTogether:
         x, y, _ = part
         if not len(y):
             return
-        with torch.no_grad():
+        with torch.no_grad(), casting_anew(self.step.variance.device.type):
             own = float(self.step.likelihood.loss(run_model(self.step.model, x), y, self.step.variance))
         if not math.isfinite(own):
             raise FloatingPointError(

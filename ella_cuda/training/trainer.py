@@ -68,6 +68,7 @@ from ella_cuda.training.together import (
     without_cuda,
 )
 
+PLAN = ("batch_size", "shuffle", "drop_last", "sampler", "augment")  # of a loader, what its batches depend on
 Objective = Literal["evidence", "map"]
 Keep = Literal["last", "best"]
 Arguments = ParamSpec("Arguments")
@@ -338,15 +339,15 @@ class MarglikTrainer:
         """End a loop of a user's own: with ``keep="best"`` the network, precisions and noise are those of the highest evidence again, amounts
         and other buffers included; returns the Laplace approximation at the weights that are kept, fitted once more where the last fit is
         of others, not fitted for "map"."""
-        if self._best is not None and (self.la is None or not self._is_at_best()):
+        self._require_level()
+        if self._best is not None and self._on_any(self.la is None or not self._is_at_best()):
             self.model.load_state_dict(self._best["model"])
+            torch.clear_autocast_cache()
             self._prior.put(self._best["log_precision"], self._best["log_sigma"])
             self._random_at_fit, self.la = self._best["random_at_fit"], None
             if self._graphed is not None:
                 self._graphed.forget()
-        if self.la is not None and not self._is_present(self.la):
-            self.la = None
-        if self.la is None:
+        if self._on_any(self.la is None or not self._is_present(self.la)):
             self.la = self._new_laplace()
             # The fit of a finished run, resumed, of the best evidence again, or of a network that moved on since.
             if self._schedule["objective"] == "evidence":
@@ -364,8 +365,20 @@ class MarglikTrainer:
         return self._prior.parameters[0].device
 
     def _all_do(self, work: Callable[[], Any]) -> Any:
-        """The work, which no rank has failed at where there are several; it must not wait for others."""
+        """The work, which no rank has failed at where there are several; where it waits for others, all wait first for its errors."""
         return work() if self._ranks is None else self._ranks.together(work)
+
+    def _on_any(self, here: bool) -> bool:
+        """Whether it is so on any rank: what decides on work that waits for others must not follow from one rank alone."""
+        return here if self._ranks is None else any(self._ranks.exchange(here))
+
+    def _require_level(self, **facts: Any) -> None:
+        """ValueError where ranks are not equally far, by which they would wait for each other in vain."""
+        if self._ranks is not None:
+            done = {"number of epochs done": self.epochs, "number of evidence steps done": len(self.margliks), **facts}
+            self._ranks.require_same_facts(
+                self._ranks.exchange(done), "Load one state on all ranks, and let all do the same steps."
+            )
 
     def _fit(self, la: KronLaplace) -> None:
         """Fit to the evidence's data, all ranks' where there are several."""
@@ -422,6 +435,7 @@ class MarglikTrainer:
         else:
             share_random_state(self._loaders, self._device, self._ranks)
             loss, self._accuracy = train_epoch_together(self._together, *known)
+        torch.clear_autocast_cache()  # which a caller's autocast filled before the steps
         self._all_do(lambda: self._prior.check_finite(self.epochs + 1))
         self.epochs += 1
         self.losses.append(loss)
@@ -449,12 +463,14 @@ class MarglikTrainer:
         """
         if self._schedule["objective"] == "map":
             raise ValueError("evidence_step: objective='map' has no evidence steps; pass objective='evidence'.")
+        last = self.epochs >= self._schedule["n_epochs"] if last is None else bool(last)
+        self._require_level(last=last)
         if self._ranks is not None:
             share_random_state(self._loaders, self._device, self._ranks)
         self._random_at_fit = self._random_state()
         self.la = None  # before the next one is made, or the factors of both are in memory
         with self._held():
-            return self._evidence_step(self.epochs >= self._schedule["n_epochs"] if last is None else last)
+            return self._evidence_step(last)
 
     def _evidence_step(self, last: bool) -> Evaluation:
         la = self._new_laplace()
@@ -484,7 +500,7 @@ class MarglikTrainer:
                 "log_sigma": self._prior.log_sigma.detach().clone(),
                 "random_at_fit": self._random_at_fit,
             }
-        evaluation = self._evaluation(-evidence, la.effective_parameters())
+        evaluation = self._all_do(lambda: self._evaluation(-evidence, la.effective_parameters()))
         if inside and not last:
             self._move_network(la, inside)
         if self._graphed is not None and (inside or bases_of(self.model)):
@@ -535,6 +551,7 @@ class MarglikTrainer:
         else:  # of CUDA the generator of this rank's device alone
             restore(source, without_cuda(state), self._settings, *parts)
             self._put_random_state(state["random"])
+        torch.clear_autocast_cache()
         # Rates as they were rounded at first.
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
         self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
@@ -544,9 +561,25 @@ class MarglikTrainer:
             self._graphed.forget()
 
     def described_settings(self) -> dict[str, Any]:
-        """What a checkpoint must agree on, and all processes that train together: arguments in words, digests of the data."""
+        """What processes that train together must agree on: settings, dtypes, what decides on passes and on their batches."""
         self._describe_data()
-        return dict(self._settings)
+        plans = {
+            f"plan of {name}": in_words({key: getattr(loader, key, None) for key in PLAN})
+            | {"generators": len(random_state([loader])["loaders"])}
+            for name, loader in zip(("train_loader", "marglik_loader"), self._loaders, strict=True)
+        }
+        points = (self._points, self._evidence_points)
+        return {
+            "dtype": ", ".join(
+                sorted({str(t.dtype) for t in self.model.state_dict().values() if isinstance(t, Tensor)})
+            ),
+            "marglik_loader": self._evidence_name == "marglik_loader",
+            "dict_key_x": self._keys.x,
+            "dict_key_y": self._keys.y,
+            **plans,
+            **self._settings,
+            "n_data": [[one.count, bool(one.source)] for one in points],
+        }
 
     def _describe_data(self) -> None:
         """Digests of the data, among the settings; they take a pass over their bytes."""
@@ -584,7 +617,7 @@ class MarglikTrainer:
         for learner in learners:
             if self._ranks is not None:  # a rank draws for its own data alone; batches must be of one plan
                 share_random_state(self._loaders, self._device, self._ranks)
-            found[learner] = learner.gradients(la, self._evidence_loader)
+            found[learner] = self._all_do(lambda its=learner: its.gradients(la, self._evidence_loader))
         self._all_do(lambda: self._complete(la, learners, found))
         if self._ranks is not None:
             require_same_gradients(found, self._ranks)
@@ -629,11 +662,10 @@ class MarglikTrainer:
         )
 
     def _record(self, evaluation: Evaluation | None = None) -> Evaluation:
-        evaluation = self._evaluation(None, None) if evaluation is None else evaluation
+        evaluation = self._all_do(lambda: self._evaluation(None, None)) if evaluation is None else evaluation
         self.history.append(dataclasses.asdict(evaluation))
-        if self._on_evaluation is not None:
-            shown = self._on_evaluation
-            self._all_do(lambda: shown(evaluation) if self._ranks is None or self._ranks.is_first else None)
+        shown = self._on_evaluation
+        self._all_do(lambda: None if shown is None else shown(evaluation))
         return evaluation
 
 
@@ -729,8 +761,8 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             ``AveragedFunction(model, augment)``. Epochs draw as its ``sampling`` says; the fit of an evidence step and its gradients hold one
             set of draws. With "augmentation" in ``learn`` the evidence learns its amounts by one Adam step at each evidence step, along the
             gradient with the factors in it (:func:`ella_cuda.laplace.evidence_gradient`); records have them by name.
-        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``. lr_aug_min: at the last step, along half a cosine; None
-            keeps it.
+        lr_aug: Adam's learning rate on amounts, in units of ``augment.raw``, by about which a step moves it at most. lr_aug_min: at the last
+            step, along half a cosine; None keeps it. A warning tells where the sum of all steps' rates brings an amount not to its limit.
         aug_sampling: of evidence steps; None is the augmentation's own, but "shared" for "independent", whose draws act as noise that the
             evidence reduces.
         aug_data: data points of the gradient in amounts, a random part of each batch, weighted by N over their number; None is all.
@@ -769,8 +801,9 @@ def marglik_training(*args: Any, **kwargs: Any) -> Result:
             the same arguments, networks in the same state and the same whole loaders. Each takes a slice of every batch of
             ``train_loader`` and whole batches of ``marglik_loader``; the numbers are those of one process up to rounding, but for what a
             network draws. All generators are set to rank 0's at the start of an epoch and of an evidence step. Rank 0 alone shows a bar,
-            writes the checkpoint, which has nothing of the group in it, and calls ``on_evaluation``. What one rank raises, all raise. A
-            loader with a method ``parts``, as :class:`ella_cuda.data.TensorLoader` has, makes its slices alone.
+            writes the checkpoint, which has nothing of the group in it; the first rank that has an ``on_evaluation`` calls it, so that both
+            may be given on rank 0 alone. What one rank raises, all raise. A loader with a method ``parts``, as
+            :class:`ella_cuda.data.TensorLoader` has, makes its slices alone.
 
     Returns:
         ``(la, model, margliks, losses)``: the Laplace approximation at the last weights (fitted for "evidence"; for "map" not

@@ -86,6 +86,10 @@ def test_under_autocast_displacements_are_in_single_precision():
         expected = deformation(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(deformation(x), expected)
+    draws, amounts = deformation.draw().flatten(0, 1), deformation.eta
+    expected = deformation.displacement(draws, amounts, (9, 9))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(deformation.displacement(draws, amounts, (9, 9)), expected)
 
 
 def test_an_average_over_deformations():

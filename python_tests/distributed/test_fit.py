@@ -110,7 +110,14 @@ def test_the_evidence_s_gradient_in_amounts_is_that_of_one_process(processes, ba
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"), [("buffers", "same buffers, but rank 1 of 2"), ("shuffled", "loader that shard shares out")]
+    ("wrong", "words"),
+    [
+        ("buffers", "same buffers, but rank 1 of 2"),
+        ("shuffled", "loader that shard shares out"),
+        ("temperature", "same temperature, but rank 1 of 2"),
+        ("columns", "same columns, but rank 1 of 2"),
+        ("n_data", "same n_data, but rank 1 of 2"),
+    ],
 )
 def test_ranks_whose_gradients_are_no_parts_of_one_are_refused(processes, wrong, words):
     for outcome in processes.fail("gradient_of_amounts", 2, 7, wrong):
@@ -142,6 +149,8 @@ REFUSED = {
     "label": ("ValueError", "rank 1 of 2"),
     "parameters": ("ValueError", "same parameters and buffers, but rank 1 of 2"),
     "settings": ("ValueError", "same resolution, but rank 1 of 2"),
+    **{name: ("ValueError", f"same {name}, but rank 1 of 2") for name in works.APART},
+    "override": ("TypeError", "rank 1 of 2: fit: override must be a bool, got Tensor"),
     "dataset": ("TypeError", "rank 1 of 2: fit: loader must yield batches"),
     "draws": ("ValueError", "must be of the same draws"),
     "nothing": ("ValueError", "the loader gave no data"),

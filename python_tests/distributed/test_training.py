@@ -91,6 +91,15 @@ REFUSED = {
     "settings": ("ValueError", "same lr_hyp, but rank 1 of 3 has another ('0.2') than rank 0 ('0.1')"),
     "data": ("ValueError", "same data, but rank 1 of 3 has another"),
     "loader": ("OSError", "on rank 1 of 3: a file is gone"),
+    "checkpoint on rank 1": (
+        "ValueError",
+        "checkpoint must be given on rank 0, which writes it, but rank 1 of 3 has one",
+    ),
+    "dtype": ("ValueError", "same dtype, but rank 1 of 3 has another ('\"torch.float64\"')"),
+    "marglik_loader": ("ValueError", "same marglik_loader, but rank 1 of 3 has another ('false')"),
+    "n_data": ("ValueError", "same n_data, but rank 1 of 3 has another"),
+    "shuffle": ("ValueError", "same plan of train_loader, but rank 1 of 3 has another"),
+    "learner": ("ArithmeticError", "on rank 1 of 3: no gradient"),
 }
 
 
@@ -100,6 +109,31 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(processes, tmp_path, what):
     for outcome in processes.fail("train_wrongly", 3, what, str(tmp_path)):
         assert outcome.error is not None and outcome.error[0] == kind, outcome
         assert words in outcome.error[1], outcome.error[1]
+        assert outcome.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("what", "rank"), [("on_evaluation", 0), ("on_evaluation", 2), ("checkpoint", 0), ("progress_bar", 0)]
+)
+def test_what_one_rank_alone_is_given_changes_no_number(processes, tmp_path, what, rank):
+    expected = works.training("float32", None, n_epochs=3)
+    for number, one in enumerate(processes.run("train_alone", 3, what, rank, str(tmp_path))):
+        require_near(one, expected)
+        assert one["seen"] == ([1, 2, 3] if what == "on_evaluation" and number == rank else [])
+    assert (tmp_path / "checkpoint.pt").exists() == (what == "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("loaded", "same number of epochs done, but rank 1 of 3 has another (0) than rank 0 (1)"),
+        ("last", "same last, but rank 1 of 3 has another (True)"),
+        ("moved", "same parameters and buffers, but rank 1 of 3 has another"),
+    ],
+)
+def test_ranks_that_part_ways_in_a_loop_of_their_own_are_told(processes, how, words):
+    for outcome in processes.fail("part_ways", 3, how):
+        assert outcome.error is not None and outcome.error[0] == "ValueError" and words in outcome.error[1], outcome
         assert outcome.seconds < 5
 
 
@@ -167,6 +201,15 @@ def test_a_killed_process_ends_all_and_the_next_start_repeats_every_bit(processe
     assert [outcome.code for outcome in outcomes] == [1, -9, 1] and time.monotonic() - begun < 10
     assert read_checkpoint(path)["epoch"] == 2
     for one in processes.run("train_stoppably", 3, path):
+        assert same(one, uninterrupted[3])
+
+
+@pytest.mark.processes
+def test_a_checkpoint_of_rank_0_alone_is_gone_on_with_by_all(processes, tmp_path, uninterrupted):
+    path = str(tmp_path / "checkpoint.pt")
+    for one in processes.fail("train_stoppably", 3, path, "interrupted", True):
+        assert "on rank 0 of 3: interrupted" in one.error[1]
+    for one in processes.run("train_stoppably", 3, path, "", True):
         assert same(one, uninterrupted[3])
 
 

@@ -168,6 +168,15 @@ def refused_addition() -> tuple[str, int]:
     return "", la.n_data
 
 
+APART: dict[str, dict[str, Any]] = {  # what the fit of one rank alone is given
+    "dtype": {},
+    "prior_precision": {"prior_precision": 2.0},
+    "prior_mean": {"prior_mean": 0.5},
+    "temperature": {"temperature": 0.5},
+    "dict_key_y": {"dict_key_y": "others"},
+}
+
+
 def fit_wrongly(what: str) -> None:
     """A fit that must be refused on all ranks; rank 1 is to blame, or all are."""
     x, y = data()
@@ -196,6 +205,12 @@ def fit_wrongly(what: str) -> None:
     elif what == "settings" and rank == 1:
         KronLaplace(model, resolution="per_channel").fit(loader, group=group)
         return
+    elif what in APART and rank == 1:
+        KronLaplace(model.double() if what == "dtype" else model, **APART[what]).fit(loader, group=group)
+        return
+    elif what == "override" and rank == 1:
+        KronLaplace(model).fit(loader, y, group=group)
+        return
     elif what == "draws":
         model = AveragedFunction(model, AffineAugment(4, sampling="independent"))
     elif what == "dataset" and rank == 1:
@@ -209,7 +224,7 @@ def fit_wrongly(what: str) -> None:
 
 
 def of_amounts(group: Any, batches: int = 1, wrong: str = "") -> Tensor:
-    """The evidence's gradient in amounts of an augmentation; "buffers" asks for another on rank 1, "shuffled" has other plans."""
+    """The evidence's gradient in amounts of an augmentation; "shuffled" has other plans, other words are of what rank 1 has alone."""
     x, y = data(torch.float64, 20)
     model = AveragedFunction(network("relaxed", torch.float64), AffineAugment(4, sampling="shared").double())
     model.register_buffer("extra", torch.ones(2, dtype=torch.float64))
@@ -226,7 +241,11 @@ def of_amounts(group: Any, batches: int = 1, wrong: str = "") -> Tensor:
             if wrong == "shuffled":
                 loader.shuffle, loader.generator = True, torch.Generator().manual_seed(dist.get_rank())
             loader = shard(loader, group)
-        return evidence_gradient(la, loader, names, group=group)["augment.raw"]
+            if wrong == "temperature" and dist.get_rank() == 1:
+                la.temperature = 0.5
+        own = {"columns": {"columns": "one"}, "n_data": {"n_data": 5}}.get(wrong, {})
+        own = own if own and dist.get_rank() == 1 else {}
+        return evidence_gradient(la, loader, names, group=group, **own)["augment.raw"]
 
 
 def gradient_of_amounts(batches: int, wrong: str = "") -> Tensor:
@@ -409,7 +428,7 @@ class Dying:
         return iter(self.loader)
 
 
-def stoppable(checkpoint: str, group: Any, how: str = "") -> dict[str, Any]:
+def stoppable(checkpoint: str | None, group: Any, how: str = "") -> dict[str, Any]:
     """A training with a checkpoint, of which "killed" is its second rank in the middle of epoch 3, "interrupted" its third epoch, and "saved
     before" and "saved after" its rank 0 before and after the third checkpoint takes its place."""
     torch.manual_seed(5)
@@ -452,8 +471,8 @@ def stoppable(checkpoint: str, group: Any, how: str = "") -> dict[str, Any]:
     return described(trainer, la)
 
 
-def train_stoppably(checkpoint: str, how: str = "") -> dict[str, Any]:
-    return stoppable(checkpoint, dist.group.WORLD, how)
+def train_stoppably(checkpoint: str, how: str = "", alone: bool = False) -> dict[str, Any]:
+    return stoppable(None if alone and dist.get_rank() else checkpoint, dist.group.WORLD, how)
 
 
 def train_wrongly(what: str, folder: str) -> None:
@@ -479,6 +498,13 @@ def train_wrongly(what: str, folder: str) -> None:
         options["on_evaluation"] = lambda evaluation: 1 / 0
     elif what == "settings" and rank == 1:
         options["lr_hyp"] = 0.2
+    elif what == "checkpoint on rank 1" and rank == 1:
+        options["checkpoint"] = f"{folder}/c.pt"
+    elif what == "dtype" and rank == 1:
+        model = model.double()
+    elif what == "learner":
+        model.register_buffer("drifting", torch.zeros(()))
+        options["learn"] = [Failing(model, rank == 1)]
     digest = None if what == "data" else "told to be the same"
     if what == "data" and rank == 1:
         x[-1] += 1
@@ -490,6 +516,10 @@ def train_wrongly(what: str, folder: str) -> None:
     elif what == "ends":
         options |= {"n_data": SIZE}
         loader = batches
+    elif what == "shuffle":
+        loader = TensorLoader(x, y, 10, shuffle=rank == 1)
+    elif what == "n_data" and rank == 1:
+        options["n_data"] = SIZE
     elif what == "first batch":
         loader = batches[rank:] + batches[:rank]
     elif what == "sampler":
@@ -505,12 +535,41 @@ def train_wrongly(what: str, folder: str) -> None:
     MarglikTrainer(
         model,
         loader,
-        marglik_loader=TensorLoader(*data(), 10),
+        marglik_loader=None if what == "marglik_loader" and rank == 1 else TensorLoader(*data(), 10),
         n_epochs=2,
         progress_bar=False,
         group=dist.group.WORLD,
         **options,
     ).run()
+
+
+def train_alone(what: str, rank: int, folder: str) -> dict[str, Any]:
+    """A training where one rank alone is given something; "seen" are the epochs that its callback was called after."""
+    seen: list[int] = []
+    options = {
+        "on_evaluation": {"on_evaluation": lambda evaluation: seen.append(evaluation.epoch)},
+        "checkpoint": {"checkpoint": f"{folder}/checkpoint.pt"},
+        "progress_bar": {"progress_bar": True},
+    }[what]
+    own = options if dist.get_rank() == rank else {}
+    return training("float32", dist.group.WORLD, n_epochs=3, **own) | {"seen": seen}
+
+
+def part_ways(how: str) -> None:
+    """A loop of a user's own in which rank 1 alone changes its training."""
+    torch.manual_seed(5)
+    model, (x, y) = network(), data()
+    options = {"n_epochs": 4, "n_hypersteps": 1, "progress_bar": False, "group": dist.group.WORLD}
+    options["keep"] = "best" if how == "loaded" else "last"
+    trainer = MarglikTrainer(model, TensorLoader(x, y, 40), **options)
+    before = trainer.state_dict()
+    trainer.epoch()
+    trainer.evidence_step(last=dist.get_rank() == 1 if how == "last" else None)
+    if how == "loaded" and dist.get_rank() == 1:
+        trainer.load_state_dict(before)
+    if how == "moved" and dist.get_rank() == 1:
+        nn.init.zeros_(next(model.parameters()))
+    trainer.finish()
 
 
 class FailsAgain(nn.Module):
@@ -602,6 +661,15 @@ def train_drifting(of_own_data: bool) -> list[float]:
     )
     trainer.run()
     return [float(model.drifting), learner.moved]
+
+
+class Failing(Drifting):
+    """Raises on one rank where the others wait for its gradients."""
+
+    def gradients(self, la: KronLaplace, loader: Any) -> dict[str, Tensor]:
+        if self.of_own_data and hasattr(loader, "group"):
+            raise ArithmeticError("no gradient")
+        return evidence_gradient(la, loader, ["drifting"], group=getattr(loader, "group", None))
 
 
 class Drawing(Drifting):
@@ -699,3 +767,13 @@ def grid(folder: str, spread: str, changes: list[dict[str, Any]], how: str = "")
     finally:
         grids.run_one, results.save_pictures = real, drawn
     return {"rows": rows, "did": did, "seen": seen}
+
+
+def grid_apart(folder: str, what: str) -> None:
+    """A grid of which rank 1 is given something else."""
+    from ella_cuda.experiments.grid import run_grid
+
+    own = dist.get_rank() == 1
+    options = {"spread": "runs" if what == "spread" and own else "data", "jobs": 0 if what == "jobs" and own else 1}
+    config = small(seed=int(what == "configs" and own), epochs=1)
+    run_grid([config], folder, progress=False, group=dist.group.WORLD, **options)

@@ -422,6 +422,20 @@ def test_passes_of_another_number_of_images_are_refused(batches, words):
         ElboTrainer(network(), Uneven(), progress_bar=False).run()
 
 
+def test_autocast_changes_no_training():
+    found = []
+    for autocast in (True, False):
+        torch.manual_seed(0)
+        features = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU())
+        model = ShallowNetwork(features, BayesianLinear(6, 3))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            features(images()[0])
+            trainer(model).run()
+            assert torch.allclose(features(images()[0]).float(), copy.deepcopy(features)(images()[0]).float())
+        found.append(numbers(model))
+    torch.testing.assert_close(*found)
+
+
 def test_names_are_at_hand():
     assert set(ella_cuda.invariance.__all__) == {
         "BayesianLinear",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from torch import nn
 
 from ella_cuda import ops
 from ella_cuda.data import TensorLoader
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood, register, second_moment
-from ella_cuda.laplace.likelihoods import Classification
+from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood, register, register_likelihood, second_moment
+from ella_cuda.laplace.likelihoods import Classification, Regression
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, SparseFactoredLinear2d
+from ella_cuda.training import MarglikTrainer, marglik_training
 from ella_cuda.training.step import TrainingStep
+from ella_cuda.training.together import StepTogether
 
 
 def network() -> nn.Module:
@@ -139,6 +143,119 @@ def test_training_under_autocast(case, device):
             train(x, y, lambda outputs, labels: labels, lambda loss: None)
         step[name] = list(copied.state_dict().values())
     torch.testing.assert_close(step["with"], step["without"])
+
+
+def test_what_is_asked_of_a_posterior_is_that_without_autocast(case, device):
+    """Float32 vectors meet float32 eigenvectors, whose products autocast would reduce."""
+    model, x, y = case
+    la = KronLaplace(model, prior_precision=0.5).fit([(x, y)])
+    vectors, jacobians = torch.randn(2, la.n_params, device=device), torch.randn(2, 4, la.n_params, device=device)
+
+    def asked(la):
+        generator = torch.Generator(device).manual_seed(0)
+        posterior = la.posterior_precision
+        return [
+            posterior.bmm(vectors),
+            posterior.square_form(vectors),
+            posterior.to_matrix(),
+            posterior.diag(-1),
+            la.sample(2, generator),
+            la.log_prob(vectors),
+            la.functional_variance(jacobians),
+            la.functional_covariance(jacobians),
+        ]
+
+    with torch.autocast(device.type, torch.bfloat16):
+        found = asked(KronLaplace(model, prior_precision=0.5).fit([(x, y)]))
+    torch.testing.assert_close(found, asked(la), rtol=1e-6, atol=1e-6)
+    dense = la.posterior_precision.to_matrix().double()
+    torch.testing.assert_close(found[1], ((vectors.double() @ dense) * vectors.double()).sum(1), rtol=1e-5, atol=0)
+
+
+@register_likelihood("watching")
+class Watching(Classification):
+    """Notes in which precision its products would be."""
+
+    seen: ClassVar[dict[str, list[bool]]] = {}
+
+    def note(self, name, outputs):
+        self.seen.setdefault(name, []).append(torch.is_autocast_enabled(outputs.device.type))
+
+    def loss(self, outputs, targets, variance):
+        self.note("loss", outputs)
+        return super().loss(outputs, targets, variance)
+
+    def statistic(self, outputs, targets):
+        self.note("statistic", outputs)
+        return super().statistic(outputs, targets)
+
+    def probabilities(self, link, mean, covariance):
+        self.note("probabilities", mean)
+        return super().probabilities(link, mean, covariance)
+
+    def response(self, outputs):
+        self.note("response", outputs)
+        return super().response(outputs)
+
+    def log_predictive(self, predictions, targets, sigma_noise, n_samples=100):
+        self.note("log_predictive", predictions)
+        return super().log_predictive(predictions, targets, sigma_noise, n_samples)
+
+
+def test_likelihoods_and_optimizers_of_a_user_compute_without_autocast(case, device):
+    model, x, y = case
+
+    class Step(torch.optim.SGD):
+        def step(self, closure=None):
+            Watching.seen.setdefault("step", []).append(torch.is_autocast_enabled(device.type))
+            return super().step(closure)
+
+    Watching.seen.clear()
+    with torch.autocast(device.type, torch.bfloat16):
+        la, *_ = marglik_training(model, [(x, y)], Watching(), optimizer_cls=Step, n_epochs=1, progress_bar=False)
+        la(x)
+        la(x, link_approx="mc", n_samples=2)
+        la.predictive_samples(x, n_samples=2)
+        la.optimize_prior_precision(method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=2)
+    names = {"loss", "step", "statistic", "probabilities", "response", "log_predictive"}
+    assert Watching.seen.keys() == names and not any(map(any, Watching.seen.values()))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_steps_under_autocast_are_of_the_present_weights(device, together):
+    """Of a line by least squares, whose steps are known, where autocast has casts of the weights before, made without gradients."""
+    x, rate, n = torch.linspace(-1, 1, 8, device=device)[:, None], 0.25, 8
+    y, line = 3 * x, nn.Linear(1, 1, bias=False).to(device)
+    nn.init.constant_(line.weight, 0.5)
+    train = TrainingStep(line, torch.optim.SGD(line.parameters(), lr=rate), list(line.parameters()), Regression())
+    train.begin_epoch(torch.ones(1, device=device), 1.0, n)
+    one = StepTogether(train, types.SimpleNamespace(size=1, sum_=lambda tensor: tensor)) if together else None
+    expected = 0.5
+    with torch.autocast(device.type, torch.bfloat16):
+        with torch.no_grad():
+            line(x)
+        for _ in range(20):
+            if together:
+                one((x, y, n), False, None, 0.0, "")
+            else:
+                train(x, y, train.checked, lambda loss: None)
+            expected -= rate * ((expected - 3) * x.double().square().mean().item() + expected / n)
+    assert abs(line.weight.item() - expected) < 2**-7 * expected and expected > 1.5
+
+
+def test_outputs_after_a_training_under_autocast_are_of_its_weights(device):
+    x = torch.ones(4, 1, device=device)
+    line = nn.Linear(1, 1, bias=False).to(device)
+    nn.init.constant_(line.weight, 0.5)
+    options = {"optimizer_cls": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.5}, "progress_bar": False}
+    with torch.autocast(device.type, torch.bfloat16):
+        line(x)
+        trainer = MarglikTrainer(line, [(x, 3 * x)], "regression", objective="map", n_epochs=3, **options)
+        before = copy.deepcopy(trainer.state_dict())
+        trainer.run()
+        assert line.weight.item() > 1.5 and line(x)[0].item() == pytest.approx(line.weight.item(), rel=2**-8)
+        trainer.load_state_dict(before)
+        assert line(x)[0].item() == 0.5
 
 
 class OwnAutocast(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributions import MultivariateNormal
 
-from ella_cuda.tomography import LinearisedDIP, RayTransform, total_variation_gaussian
+from ella_cuda.tomography import LinearisedDIP, RayTransform, UNet, total_variation_gaussian
 from ella_cuda.tomography.evidence import DenseMeasured
 from python_tests.tomography.small import (
     EXACT,
@@ -439,3 +439,31 @@ def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
     dip.method = "dense"
     with pytest.raises(MemoryError, match="pass method='iterative'"):
         dip.linearise()
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("method", ["dense", "iterative"])
+def test_autocast_changes_nothing(method):
+    found = []
+    for autocast in (True, False):
+        torch.manual_seed(1)
+        network = UNet(channels=3, scales=2, skip_channels=(0, 2))
+        rays = RayTransform(SIDE, FEW, 7)
+        y = rays.forward(torch.ones(SIDE, SIDE))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            network(torch.ones(1, 1, SIDE, SIDE))
+            dip = LinearisedDIP(network, rays, tv_weight=1e-3, method=method)
+            image = dip.reconstruct(rays.forward(rays.adjoint(y)) / 30, n_steps=3, lr=1e-2, **QUIET).clone()
+            shown = torch.ones(1, 1, SIDE, SIDE)
+            torch.testing.assert_close(network(shown), copy.deepcopy(network)(shown))
+            dip.linearise()
+            set_apart(dip)
+            mode, evidence = dip.linear_mode(), dip.log_marginal_likelihood(generator=seeded())
+            drawn_of = [dip.sample(2, seeded()), dip.covariance(), dip.variance(n_samples=4, generator=seeded())]
+            dip.optimize_hyperparameters(n_steps=2, **QUIET)
+            learned = [*dip.hyperparameters.variance.values(), dip.hyperparameters.noise]
+            found.append([image, *dip.losses, mode, evidence, *drawn_of, *learned])
+    torch.testing.assert_close(*found)

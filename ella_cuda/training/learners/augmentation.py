@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.training.checks import positive
+from ella_cuda.training.checks import positive, warn
 from ella_cuda.training.learners.learner import BufferLearner
 
 
@@ -28,6 +28,9 @@ class Augmentation(BufferLearner):
 
     Raises:
         ValueError: the model averages over no augmentation with amounts, or an amount is 0 and the draws are a grid.
+
+    Warns:
+        UserWarning: the steps' rates cannot bring an amount to its limit.
     """
 
     def __init__(
@@ -55,15 +58,30 @@ class Augmentation(BufferLearner):
         self._augment, self._n_steps, self._n_data, self._columns = augment, max(n_steps, 1), n_data, columns
         self.lr_min = self.lr if lr_min is None else positive("lr_aug_min", lr_min)
         self._steps = 0
+        self._warn_of_limits(n_steps)
+
+    def _rate(self, step: int) -> float:
+        share = min(step / max(self._n_steps - 1, 1), 1.0)
+        return self.lr_min + (self.lr - self.lr_min) * (1 + math.cos(math.pi * share)) / 2
+
+    def _warn_of_limits(self, n_steps: int) -> None:
+        """UserWarning where Adam, which moves ``raw`` by about a rate in a step at most, cannot bring an amount to its limit."""
+        way = math.fsum(map(self._rate, range(n_steps)))
+        short = list(self._augment._out_of_reach(way)) if n_steps else []
+        if short:
+            words = [f"{name} to at most {most:.3g} of its limit {limit:.3g}" for name, limit, most, _ in short]
+            rate = 1.006 * max(needed for *_, needed in short) / n_steps  # which rounding leaves large enough
+            warn(
+                f"marglik_training: learn=['augmentation']: the rates of the {n_steps} evidence steps sum to {way:.3g}, which takes "
+                f"{', '.join(words)}, whatever the evidence says. If it may be more, pass lr_aug={rate:.3g} and no lr_aug_min, take more "
+                "evidence steps (n_epochs, marglik_frequency, n_epochs_burnin), or start at a larger amount."
+            )
 
     def gradients(self, la: KronLaplace, loader: Iterable[Any]) -> dict[str, Tensor]:
         return self._followed(la, loader, n_data=self._n_data, columns=self._columns)
 
     def step(self, la: KronLaplace, gradients: Mapping[str, Tensor]) -> None:
-        share = min(self._steps / max(self._n_steps - 1, 1), 1.0)
-        self.optimizer.param_groups[0]["lr"] = (
-            self.lr_min + (self.lr - self.lr_min) * (1 + math.cos(math.pi * share)) / 2
-        )
+        self.optimizer.param_groups[0]["lr"] = self._rate(self._steps)
         super().step(la, gradients)
         self._augment.project_()
         self._steps += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 
 import pytest
 import torch
@@ -212,6 +214,32 @@ def test_rates_follow_half_a_cosine_and_none_moves_after_the_last_epoch():
     assert rates == pytest.approx(expected)
     amounts = [h["learned"]["augmentation"]["rotation"] for h in made.history]
     assert amounts[-1] == made.model.augment.amounts()["rotation"] and amounts[0] == amounts[1] != amounts[2]
+
+
+@pytest.mark.parametrize(("constraint", "start"), [("softplus", math.log(math.expm1(0.1))), ("raw", 0.1)])
+@pytest.mark.parametrize("lr_aug_min", [None, 0.05])
+def test_amounts_that_no_gradient_brings_to_their_limit_are_told(constraint, start, lr_aug_min):
+    """At a gradient of one sign Adam goes the sum of its rates."""
+    options = {"augment": lambda: AffineAugment(4, ["rotation", "tx"], 0.1, constraint=constraint), "lr_aug": 0.2}
+    options |= {"lr_aug_min": lr_aug_min, "n_epochs": 10, "marglik_frequency": 2, "n_epochs_burnin": 1}
+    with pytest.warns(UserWarning, match="rotation to at most") as seen:
+        made = trainer(**options)
+    (told,) = (str(one.message) for one in seen if "rotation" in str(one.message))
+    learner = made.learners[1]
+    for _ in range(4):  # after epochs 2, 4, 6 and 8
+        learner.step(None, {"augment.raw": torch.ones(2)})
+    way = 4 * 0.2 if lr_aug_min is None else 4 * (0.2 + 0.05) / 2
+    most = math.log1p(math.exp(start + way)) if constraint == "softplus" else start + way
+    assert f"rotation to at most {most:.3g} of its limit 3.14, " in told and "tx" not in told
+    assert made.model.augment.amounts()["rotation"] == pytest.approx(most, rel=1e-5)
+    reaching = float(re.search(r"lr_aug=([\d.]+)", told)[1])
+    need = (math.log(math.expm1(math.pi)) if constraint == "softplus" else math.pi) - start
+    assert need <= 4 * reaching < 1.02 * need
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(**options | {"lr_aug": reaching, "lr_aug_min": None})
+        trainer(**options | {"objective": "map"})
+        trainer(**options | {"augment": lambda: AffineAugment(4, ["tx", "shear"])})  # without limits
 
 
 def test_it_learns_beside_lengthscales():

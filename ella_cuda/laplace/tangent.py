@@ -71,7 +71,90 @@ def load_forward_mode() -> None:
         forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
-def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values) -> Tensor:
+def push(function: Callable[[Values], Tensor], values: Values, direction: Values) -> tuple[Tensor, Tensor]:
+    """A function's outputs, in the graph of the values, and its derivative along a direction, in forward mode."""
+    load_forward_mode()
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(value, direction[name]) for name, value in values.items()}
+        outputs, along = forward_ad.unpack_dual(function(duals))
+        return outputs, torch.zeros_like(outputs) if along is None else along.detach()
+
+
+def push_by_gradients(
+    function: Callable[[Values], Tensor], values: Values, direction: Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`push` by a gradient of gradients; values require one. Also the sum of the derivative by one gradient."""
+    outputs = function(values)
+    seed = torch.ones_like(outputs).requires_grad_()
+    pulled = torch.autograd.grad(outputs, [*values.values()], seed, create_graph=True, materialize_grads=True)
+    product = sum((g * direction[name]).sum() for name, g in zip(values, pulled, strict=True))
+    return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0], product.detach()
+
+
+def has_forward_mode(function: Callable[[Values], Tensor], values: Values) -> bool:
+    """Whether derivatives are to be taken in forward mode; otherwise by two gradients. It is the way whose derivative J u along a random
+    direction is the transpose of gradients: <J u, r> = <u, J^T r>, for a random r. Where only the forward mode differs, differences of
+    outputs say which of both is wrong.
+
+    Raises:
+        NotImplementedError: neither way is there. ArithmeticError: gradients are not those of the function. With a reason in words.
+    """
+
+    def drawn(like: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)  # the global one is not ours to move
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+    u = {name: drawn(value, seed) for seed, (name, value) in enumerate(values.items())}
+    with torch.enable_grad():
+        for way in (push, push_by_gradients):
+            try:
+                outputs, along, *_ = way(function, leaves, u)
+                r = drawn(outputs, len(u))
+                pulled = torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
+            except Exception:  # whatever functions without this way raise
+                continue
+            found = (along * r).double().flatten()
+            wanted = torch.cat([(u[n] * as_dense(g)).double().flatten() for n, g in zip(u, pulled, strict=True)])
+            if not apart(found, wanted, max(map(rounding_of, (along, *values.values())))):
+                return way is push
+            if way is push and _follows_first(function, values, u, r, found.sum(), wanted.sum()):
+                raise ArithmeticError("its gradients are not its derivatives: a backward hook or a flag changes them")
+        outputs = function(leaves)
+        r = drawn(outputs, len(u))
+        if not outputs.requires_grad:
+            raise NotImplementedError("its output does not depend on the parameters through autograd")
+        try:
+            torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"torch has no gradient of it ({error})") from error
+    raise NotImplementedError("it has no forward mode and is differentiable once")
+
+
+def _follows_first(
+    function: Callable[[Values], Tensor], values: Values, u: Values, r: Tensor, one: Tensor, other: Tensor
+) -> bool:
+    """Whether a difference of outputs along u, times r, is much nearer to the one number than to the other."""
+    step = torch.finfo(r.dtype).eps ** (1 / 3)
+    with torch.no_grad():
+        ahead, back = (function({n: v + s * u[n] for n, v in values.items()}) for s in (step, -step))
+        difference = ((ahead - back) * r).double().sum() / (2 * step)
+    return bool((difference - one).abs() < (difference - other).abs() / 4)
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def apart(one: Tensor, other: Tensor, rounding: float) -> Tensor:
+    """Whether two sums of terms differ by more than rounding of these; False where one is not finite. 0-dim bool."""
+    size = one.abs().sum() + other.abs().sum()
+    return ((one.sum() - other.sum()).abs() > rounding * size) & size.isfinite()
+
+
+def jvp(
+    function: Callable[[Values], Tensor], values: Values, directions: Values, in_forward_mode: bool = True
+) -> Tensor:
     """The derivatives of a function of parameters along S directions, in forward mode, or by two passes of reverse mode where a function
     has no forward mode.
 
@@ -79,6 +162,7 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
         function: of values by name, to a tensor.
         values: where it is differentiated.
         directions: ``(S, *shape)`` each.
+        in_forward_mode: what :func:`has_forward_mode` says.
 
     Returns:
         ``(S, *function(values).shape)``.
@@ -90,18 +174,11 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
     def forward(direction: Values) -> Tensor:
         return torch.func.jvp(function, (values,), (direction,))[1]
 
-    def reverse(direction: Values) -> tuple[Tensor, Tensor, Tensor]:
-        """The derivative; and a cotangent c with what c^T J d is by one pass."""
+    def reverse(direction: Values) -> tuple[Tensor, Tensor]:
         # By autograd itself: torch.func refuses a torch.autograd.Function without setup_context.
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-            outputs = function(leaves)
-            cotangent = torch.ones_like(outputs).requires_grad_()
-            pulled = torch.autograd.grad(
-                outputs, [*leaves.values()], cotangent, create_graph=True, materialize_grads=True
-            )
-            product = sum((g * direction[name]).sum() for name, g in zip(leaves, pulled, strict=True))
-            return torch.autograd.grad(product, cotangent)[0], cotangent.detach(), product.detach()
+            return push_by_gradients(function, leaves, direction)[1:]
 
     def along(way: Callable[[Values], Any], sample: int) -> Any:
         return way({name: d[sample] for name, d in directions.items()})
@@ -109,12 +186,13 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
     count = len(next(iter(directions.values())))
     load_forward_mode()
     try:
+        if not in_forward_mode:
+            raise NotImplementedError
         last, way = along(forward, count - 1), forward
     except Exception:  # whatever functions without a forward mode raise
-        last, cotangent, product = along(reverse, count - 1)
+        last, product = along(reverse, count - 1)
         # Of a function that is differentiable once, autograd leaves the second derivative out without a word.
-        terms = last * cotangent
-        if differ({"": terms.sum()}, {"": product}, terms.abs().sum()):
+        if differ({"": last.sum()}, {"": product}, last.abs().sum()):
             raise NotImplementedError("jvp: a function without a forward mode is differentiable once.") from None
 
         def way(direction: Values) -> Tensor:

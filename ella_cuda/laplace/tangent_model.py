@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -14,13 +16,25 @@ from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensor
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import require_no_inference, trainable
-from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, load_forward_mode, rounding_of
+from ella_cuda.laplace.tangent import (
+    ReplacedParameters,
+    Values,
+    apart,
+    as_dense,
+    has_forward_mode,
+    jvp,
+    push,
+    push_by_gradients,
+    rounding_of,
+)
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 FORMS = ("full", "simple")
 ON_CPU, ELSEWHERE = 256 << 20, 2 << 30  # bytes that the graph of data points that go together may keep
+TRIED = 8  # data points of the first batch that derivatives are tried out on
+GROSS = 16.0  # rounding errors that two products may differ by along a direction that is not random
 
 Cotangent = Callable[[Tensor, Tensor, slice], Tensor]
 
@@ -70,7 +84,9 @@ class TangentModel:
         self.parameter_names = list(parameters)
         self.n_params = sum(p.numel() for p in self._values.values())
         self.device = next(iter(self._values.values())).device
-        self._forward_mode: bool | None = None  # not known before the first product
+        self.ways: list[
+            tuple[int, bool | Exception]
+        ] = []  # to derivatives, and how many data points each was tried out on
         self._points: dict[Any, int] = {}  # that go together, by the inputs' shapes
 
     @property
@@ -99,11 +115,14 @@ class TangentModel:
         Raises:
             ValueError: u is no such tensor.
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
+            ArithmeticError: its gradients are not its derivatives; both errors name the layer.
         """
         x, u = self._inputs(x), self._vectors("u", u)
         directions = self._split(u.reshape(-1, self.n_params))
         with self._running():
-            found = jvp(lambda values: self._run(x, values), dict(self._values), directions)
+            self._try_out(x)
+            ways = dict(self._values), directions, self._way is not False
+            found = jvp(lambda values: self._run(x, values), *ways)
         return found if u.dim() > 1 else found[0]
 
     @running_the_model
@@ -113,9 +132,12 @@ class TangentModel:
 
         Raises:
             ValueError: r does not have the outputs' shape.
+            ArithmeticError: the network's gradients are not its derivatives; names the layer.
         """
         x = self._inputs(x)
         with self._running(), torch.enable_grad():
+            with suppress(NotImplementedError):  # gradients are all that is wanted
+                self._try_out(x)
             leaves = self._leaves()
             outputs = self._run(x, leaves)
             several = isinstance(r, Tensor) and r.dim() == outputs.dim() + 1
@@ -143,55 +165,50 @@ class TangentModel:
 
         Raises:
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
+            ArithmeticError: its gradients are not the transpose of its derivatives along directions; names the layer.
         """
         x, directions = self._inputs(x), self._split(self._vectors("u", u))
         count, total = data_points(x), torch.zeros(self.n_params, dtype=torch.float64, device=self.device)
         with self._running(), torch.enable_grad():
             step = self._together(x)
+            differ = torch.zeros((), dtype=torch.bool, device=self.device)
             for begin in range(0, max(count, 1), step):
                 which = slice(begin, min(begin + step, count))
-                total += self._push_pull(take(x, which), directions, lambda f, t, which=which: cotangent(f, t, which))
+                part = self._push_pull(take(x, which), directions, lambda f, t, which=which: cotangent(f, t, which))
+                total += part[0]
+                differ |= part[1]
+            if differ:
+                raise self._blamed(
+                    x,
+                    [*range(count)],
+                    ArithmeticError("derivatives in forward mode and gradients do not belong together"),
+                )
         return total
 
     # one part ----------------------------------------------------------------------------------------------------
 
-    def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        leaves = self._leaves()
-        if self._forward_mode:
-            load_forward_mode()
-            with forward_ad.dual_level():
-                duals = {name: forward_ad.make_dual(leaf, u[name]) for name, leaf in leaves.items()}
-                outputs, tangent = forward_ad.unpack_dual(self._run(x, duals))
-                along = torch.zeros_like(outputs) if tangent is None else tangent.detach()
-                del tangent  # and its graph
-        else:
-            outputs = self._run(x, leaves)
-            seed = torch.zeros_like(outputs).requires_grad_()
-            pulled = torch.autograd.grad(
-                outputs, list(leaves.values()), seed, create_graph=True, materialize_grads=True
-            )
-            product = sum((g * u[name]).sum() for name, g in zip(leaves, pulled, strict=True))
-            along = torch.autograd.grad(product, seed, retain_graph=True)[0]
-        return self._pulled(outputs, leaves, cotangent(outputs.detach(), along), last=True).double()
+    def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """``J^T c``; and whether ``<J u, c>`` is another number than ``<u, J^T c>``."""
+        leaves, way = self._leaves(), push if self._way else push_by_gradients
+        outputs, along, *_ = way(lambda values: self._run(x, values), leaves, u)
+        c = cotangent(outputs.detach(), along)
+        pulled = self._pulled(outputs, leaves, c, last=True).double()
+        of_outputs, of_parameters = along.double() * c, torch.cat([part.flatten() for part in u.values()]) * pulled
+        return pulled, apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *u.values()))))
 
     def _pulled(self, outputs: Tensor, leaves: Values, cotangent: Tensor, last: bool = False) -> Tensor:
         found = torch.autograd.grad(
             outputs, list(leaves.values()), cotangent, retain_graph=not last, materialize_grads=True
         )
-        return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in found])
+        return torch.cat([as_dense(g).flatten() for g in found])
 
     def _together(self, x: Inputs) -> int:
-        """How many data points go through the network together; and, once, whether in forward mode."""
+        """How many data points go through the network together."""
         key = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_of(x))
         if not data_points(x):
             return 1
+        self._try_out(x)
         first = take(x, slice(1))
-        if self._forward_mode is None:
-            try:
-                self._forward_mode = self._has_forward_mode(first)
-            except BaseException:
-                self._forward_mode = None
-                raise
         if key in self._points:
             return self._points[key]
         if data_points(x) == 1:
@@ -214,35 +231,73 @@ class TangentModel:
             self._push_pull(x, self._split(self.point), lambda f, _: f)
         return sum(sizes)
 
-    def _has_forward_mode(self, x: Inputs) -> bool:
-        """Whether derivatives in forward mode are there and the transpose of gradients, tried along a random direction.
+    def _try_out(self, x: Inputs) -> None:
+        """Find the way to derivatives along directions, once, by some data points of the batch.
 
         Raises:
-            NotImplementedError: neither they nor those by two gradients are.
+            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter.
         """
-        generator = torch.Generator().manual_seed(0)
-        u = self._split(torch.randn(self.n_params, generator=generator, dtype=torch.float64).to(self.device))
-        c: Tensor | None = None
-        along: Tensor | None = None
+        count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
+        if min(count, TRIED) > tried:
+            some = torch.linspace(0, count - 1, min(count, TRIED)).long().tolist()
+            before = [value._version for value in self._values.values()]
+            try:
+                found: bool | Exception = self._of_points(x, some)
+            except (NotImplementedError, ArithmeticError) as error:
+                found = self._blamed(x, some, error)
+            for (name, value), version in zip(self._values.items(), before, strict=True):
+                if value._version != version:
+                    found = ValueError(
+                        f"TangentModel: the forward changes the parameter {name!r} in place, as max_norm of an embedding does; build the "
+                        "layer with max_norm=None, or freeze it with requires_grad_(False)."
+                    )
+            self.ways.append((len(some), found))
+        if isinstance(self._way, Exception):
+            raise self._way
 
-        def drawn(f: Tensor, t: Tensor) -> Tensor:
-            nonlocal c, along
-            c, along = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f), t
-            return c
+    @property
+    def _way(self) -> bool | Exception | None:
+        """Whether derivatives along directions are taken in forward mode; why there are none; None before the first product."""
+        return self.ways[-1][1] if self.ways else None
 
-        flat = torch.cat([value.flatten() for value in u.values()]).double()
-        for self._forward_mode in (True, False):
-            with suppress(Exception if self._forward_mode else ()):  # whatever functions without a forward mode raise
-                pulled = self._push_pull(x, u, drawn)
-                one, other = (c.double() * along.double()).flatten(), pulled * flat
-                # Their sums are float64; their rounding is the network's.
-                rounding = max(map(rounding_of, (along, *self._values.values())))
-                gap, size = (one.sum() - other.sum()).abs(), one.abs().sum() + other.abs().sum()
-                if not size.isfinite() or gap <= rounding * size:
-                    return self._forward_mode
-        raise NotImplementedError(
-            "TangentModel: a function of the network has no forward mode and is differentiable once, so that there are no derivatives along "
-            "directions; give its torch.autograd.Function a jvp, or a backward made of functions that autograd knows."
+    def _of_points(self, x: Inputs, points: list[int]) -> bool:
+        """:func:`ella_cuda.laplace.tangent.has_forward_mode` at these data points."""
+        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
+        return has_forward_mode(lambda values: self._run(some, values), self._values)
+
+    def _blamed(self, x: Inputs, points: list[int], error: Exception) -> Exception:
+        """The error of these data points, with the first of them that has it and the innermost module that has it by itself."""
+        at, layer = "", type(self.model).__name__
+        for point in points:
+            try:
+                self._of_points(x, [point])
+            except (NotImplementedError, ArithmeticError):
+                at = f" at data point {point} of the batch"
+                points = [point]
+                break
+        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
+        names = {m: name for name, m in self.model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+        calls: list[tuple[nn.Module, Any, Any]] = []  # a module's after those in its forward
+        handles = [m.register_forward_hook(lambda m, a, k, _: calls.append((m, a, k)), with_kwargs=True) for m in names]
+        try:
+            with torch.no_grad():
+                self._run(some, self._values)
+        finally:
+            for handle in handles:
+                handle.remove()
+        with self._replaced.replaced({**self._constants, **self._values}), _embeddings_have_derivatives(self.model):
+            for module, args, kwargs in calls:
+                try:
+                    has_forward_mode(*_alone(module, args, kwargs))
+                except (NotImplementedError, ArithmeticError) as its:
+                    layer, error = f"layer {names[module] or type(module).__name__!r} ({type(module).__name__})", its
+                    break
+                except Exception:  # a module that does not run by itself
+                    continue
+        return type(error)(
+            f"TangentModel: {layer}{at}: {error}. There is no product with the Jacobian along a direction: replace the function, give its "
+            "torch.autograd.Function a jvp or a backward made of functions that autograd knows, or freeze with requires_grad_(False) the "
+            "parameters of the layer and of those in front of it."
         )
 
     # arguments ---------------------------------------------------------------------------------------------------
@@ -253,7 +308,7 @@ class TangentModel:
             yield
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
-        with self._replaced.replaced({**self._constants, **values}), _padding_is_constant(self.model):
+        with self._replaced.replaced({**self._constants, **values}), _embeddings_have_derivatives(self.model):
             return checked_outputs(run_model(self.model, x), data_points(x))
 
     def _leaves(self) -> Values:
@@ -277,10 +332,29 @@ class TangentModel:
         return self._replaced.split(vectors)
 
 
+def _alone(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[Values], Tensor], Values]:
+    """A module's call as a function of its parameters and of its arguments that are tensors, and their values."""
+    names = [name for name, _ in module.named_parameters()]
+    own = ReplacedParameters(module, names)
+    real = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()}
+
+    def function(values: Values) -> Tensor:
+        given = [values.get(f"argument {i}", a) for i, a in enumerate(args)]
+        with own.replaced({name: values[name] for name in names}):
+            found = module(*given, **kwargs)
+        parts = [found] if isinstance(found, Tensor) else tensors_of(found)
+        return torch.cat([part.flatten() for part in parts if part.is_floating_point()])
+
+    return function, {**own.values(), **{name: a.detach().clone() for name, a in real.items()}}
+
+
 @contextmanager
-def _padding_is_constant(model: nn.Module) -> Iterator[None]:
+def _embeddings_have_derivatives(model: nn.Module) -> Iterator[None]:
     """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
-    them. What else uses the weight has all of its derivatives."""
+    them. What else uses the weight has all of its derivatives. Gradients that ``scale_grad_by_freq`` divides are no derivatives; sums and
+    means of bags go through functions that have a forward mode."""
     whole: list[Tensor] = []
 
     def before(module: nn.Module, _: Any) -> None:
@@ -295,11 +369,37 @@ def _padding_is_constant(model: nn.Module) -> Iterator[None]:
     def after(module: nn.Module, *_: Any) -> None:
         module._parameters["weight"] = whole.pop()
 
-    padded = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.padding_idx is not None]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    padded = [m for m in embeddings if m.padding_idx is not None]
+    flags = [(m, flag) for m in embeddings for flag in ("scale_grad_by_freq", "sparse") if getattr(m, flag)]
+    bags = [m for m in embeddings if type(m) is nn.EmbeddingBag and m.mode != "max" and m.max_norm is None]
     handles = [m.register_forward_pre_hook(before) for m in padded]
     handles += [m.register_forward_hook(after, always_call=True) for m in padded]
     try:
+        for module, flag in flags:
+            setattr(module, flag, False)
+        for bag in bags:
+            bag.forward = partial(_of_bags, bag)
         yield
     finally:
+        for bag in bags:
+            bag.__dict__.pop("forward", None)
+        for module, flag in flags:
+            setattr(module, flag, True)
         for handle in handles:
             handle.remove()
+
+
+def _of_bags(
+    bag: nn.EmbeddingBag,
+    indices: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """The forward of bags ``(N, L)``; of others torch's own."""
+    if indices.dim() != 2 or offsets is not None:
+        return nn.EmbeddingBag.forward(bag, indices, offsets, per_sample_weights)
+    counted = indices != (-1 if bag.padding_idx is None else bag.padding_idx)
+    shares = counted.to(bag.weight.dtype) if per_sample_weights is None else per_sample_weights * counted
+    found = (F.embedding(indices, bag.weight, bag.padding_idx) * shares[..., None]).sum(1)
+    return found / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else found

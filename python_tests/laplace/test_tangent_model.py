@@ -219,7 +219,7 @@ def test_push_pull_is_both_products(network, room: int | None, monkeypatch: pyte
 def test_padding_leaves_the_forward_mode(module: bool) -> None:
     tangent = TangentModel(randomised(Words(module)))
     tangent.push_pull(WORDS, tangent.point, lambda f, along, _: along)
-    assert tangent._forward_mode is True
+    assert tangent._way is True
 
 
 def test_one_data_point_says_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_copy_knows_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = copy.copy(tangent)
     for one in (tangent, copied):
         one.push_pull(drawn(3, 3), tangent.point, lambda f, along, _: along)
-        assert one._forward_mode is True
+        assert one._way is True
 
 
 def test_the_model_is_as_before_and_runs_as_at_test_time() -> None:
@@ -295,7 +295,7 @@ def test_a_function_without_a_forward_mode_is_differentiated_by_gradients() -> N
     torch.testing.assert_close(tangent.jvp(x, u), torch.stack([jacobian @ one for one in u]))
     expected = torch.tensordot(jacobian @ u[0], jacobian, 2)
     torch.testing.assert_close(tangent.push_pull(x, u[0], lambda f, along, _: along), expected)
-    assert tangent._forward_mode is False
+    assert tangent._way is False
 
 
 def test_rounding_of_float32_leaves_the_forward_mode() -> None:
@@ -303,7 +303,7 @@ def test_rounding_of_float32_leaves_the_forward_mode() -> None:
         torch.manual_seed(seed)
         tangent = TangentModel(nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)))
         tangent.push_pull(torch.full((1, 1), 0.1 * seed), tangent.point, lambda f, along, _: along)
-        assert tangent._forward_mode is True
+        assert tangent._way is True
 
 
 def _with(model: nn.Module, function: Any) -> nn.Module:

@@ -112,7 +112,11 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
         _require_no_reentrant_checkpoint(model, x)
     image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
-    if not outputs.requires_grad:  # the fit has words for that
+    if not outputs.requires_grad:
+        if calls:
+            raise ValueError(
+                "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
+            )
         return Findings(places, by_function, True, image_bytes)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)

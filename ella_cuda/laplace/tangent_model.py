@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.curvature import at_test_time, in_plain_products
@@ -21,6 +18,8 @@ from ella_cuda.laplace.tangent import (
     Values,
     apart,
     as_dense,
+    embeddings_have_derivatives,
+    first_at_fault,
     has_forward_mode,
     jvp,
     push,
@@ -145,7 +144,10 @@ class TangentModel:
                 got = tuple(r.shape) if isinstance(r, Tensor) else type(r).__name__
                 raise ValueError(f"r: expected a tensor of the outputs' shape {tuple(outputs.shape)}, got {got}.")
             rows = r.to(outputs.device, outputs.dtype)
-            found = [self._pulled(outputs, leaves, row) for row in (rows if several else rows[None])]
+            try:
+                found = [self._pulled(outputs, leaves, row) for row in (rows if several else rows[None])]
+            except RuntimeError as error:  # of functions without a derivative
+                raise self._way if isinstance(self._way, NotImplementedError) else error from None
         return torch.stack(found) if several else found[0]
 
     def offset(self, x: Any) -> Tensor:
@@ -178,11 +180,8 @@ class TangentModel:
                 total += part[0]
                 differ |= part[1]
             if differ:
-                raise self._blamed(
-                    x,
-                    [*range(count)],
-                    ArithmeticError("derivatives in forward mode and gradients do not belong together"),
-                )
+                error = ArithmeticError("derivatives in forward mode and gradients do not belong together")
+                raise self._blamed(x, [*range(count)], error, strict=True)
         return total
 
     # one part ----------------------------------------------------------------------------------------------------
@@ -260,40 +259,23 @@ class TangentModel:
         """Whether derivatives along directions are taken in forward mode; why there are none; None before the first product."""
         return self.ways[-1][1] if self.ways else None
 
-    def _of_points(self, x: Inputs, points: list[int]) -> bool:
+    def _of_points(self, x: Inputs, points: list[int], strict: bool = False) -> bool:
         """:func:`ella_cuda.laplace.tangent.has_forward_mode` at these data points."""
         some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
-        return has_forward_mode(lambda values: self._run(some, values), self._values)
+        return has_forward_mode(lambda values: self._run(some, values), self._values, strict)
 
-    def _blamed(self, x: Inputs, points: list[int], error: Exception) -> Exception:
+    def _blamed(self, x: Inputs, points: list[int], error: Exception, strict: bool = False) -> Exception:
         """The error of these data points, with the first of them that has it and the innermost module that has it by itself."""
-        at, layer = "", type(self.model).__name__
+        at = ""
         for point in points:
             try:
-                self._of_points(x, [point])
+                self._of_points(x, [point], strict)
             except (NotImplementedError, ArithmeticError):
                 at = f" at data point {point} of the batch"
                 points = [point]
                 break
         some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
-        names = {m: name for name, m in self.model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
-        calls: list[tuple[nn.Module, Any, Any]] = []  # a module's after those in its forward
-        handles = [m.register_forward_hook(lambda m, a, k, _: calls.append((m, a, k)), with_kwargs=True) for m in names]
-        try:
-            with torch.no_grad():
-                self._run(some, self._values)
-        finally:
-            for handle in handles:
-                handle.remove()
-        with self._replaced.replaced({**self._constants, **self._values}), _embeddings_have_derivatives(self.model):
-            for module, args, kwargs in calls:
-                try:
-                    has_forward_mode(*_alone(module, args, kwargs))
-                except (NotImplementedError, ArithmeticError) as its:
-                    layer, error = f"layer {names[module] or type(module).__name__!r} ({type(module).__name__})", its
-                    break
-                except Exception:  # a module that does not run by itself
-                    continue
+        layer, error = first_at_fault(self.model, lambda: self._run(some, self._values), error, strict)
         return type(error)(
             f"TangentModel: {layer}{at}: {error}. There is no product with the Jacobian along a direction: replace the function, give its "
             "torch.autograd.Function a jvp or a backward made of functions that autograd knows, or freeze with requires_grad_(False) the "
@@ -308,7 +290,7 @@ class TangentModel:
             yield
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
-        with self._replaced.replaced({**self._constants, **values}), _embeddings_have_derivatives(self.model):
+        with self._replaced.replaced({**self._constants, **values}), embeddings_have_derivatives(self.model):
             return checked_outputs(run_model(self.model, x), data_points(x))
 
     def _leaves(self) -> Values:
@@ -330,76 +312,3 @@ class TangentModel:
     def _split(self, vectors: Tensor) -> Values:
         """By parameter name."""
         return self._replaced.split(vectors)
-
-
-def _alone(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[[Values], Tensor], Values]:
-    """A module's call as a function of its parameters and of its arguments that are tensors, and their values."""
-    names = [name for name, _ in module.named_parameters()]
-    own = ReplacedParameters(module, names)
-    real = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()}
-
-    def function(values: Values) -> Tensor:
-        given = [values.get(f"argument {i}", a) for i, a in enumerate(args)]
-        with own.replaced({name: values[name] for name in names}):
-            found = module(*given, **kwargs)
-        parts = [found] if isinstance(found, Tensor) else tensors_of(found)
-        return torch.cat([part.flatten() for part in parts if part.is_floating_point()])
-
-    return function, {**own.values(), **{name: a.detach().clone() for name, a in real.items()}}
-
-
-@contextmanager
-def _embeddings_have_derivatives(model: nn.Module) -> Iterator[None]:
-    """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
-    them. What else uses the weight has all of its derivatives. Gradients that ``scale_grad_by_freq`` divides are no derivatives; sums and
-    means of bags go through functions that have a forward mode."""
-    whole: list[Tensor] = []
-
-    def before(module: nn.Module, _: Any) -> None:
-        weight = module._parameters["weight"]
-        whole.append(weight)
-        value, along = forward_ad.unpack_dual(weight)
-        if along is not None:
-            kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
-            kept[module.padding_idx] = 0
-            module._parameters["weight"] = forward_ad.make_dual(value, along * kept)
-
-    def after(module: nn.Module, *_: Any) -> None:
-        module._parameters["weight"] = whole.pop()
-
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    padded = [m for m in embeddings if m.padding_idx is not None]
-    flags = [(m, flag) for m in embeddings for flag in ("scale_grad_by_freq", "sparse") if getattr(m, flag)]
-    bags = [m for m in embeddings if type(m) is nn.EmbeddingBag and m.mode != "max" and m.max_norm is None]
-    handles = [m.register_forward_pre_hook(before) for m in padded]
-    handles += [m.register_forward_hook(after, always_call=True) for m in padded]
-    try:
-        for module, flag in flags:
-            setattr(module, flag, False)
-        for bag in bags:
-            bag.forward = partial(_of_bags, bag)
-        yield
-    finally:
-        for bag in bags:
-            bag.__dict__.pop("forward", None)
-        for module, flag in flags:
-            setattr(module, flag, True)
-        for handle in handles:
-            handle.remove()
-
-
-def _of_bags(
-    bag: nn.EmbeddingBag,
-    indices: Tensor,
-    offsets: Tensor | None = None,
-    per_sample_weights: Tensor | None = None,
-) -> Tensor:
-    """The forward of bags ``(N, L)``; of others torch's own."""
-    if indices.dim() != 2 or offsets is not None:
-        return nn.EmbeddingBag.forward(bag, indices, offsets, per_sample_weights)
-    counted = indices != (-1 if bag.padding_idx is None else bag.padding_idx)
-    shares = counted.to(bag.weight.dtype) if per_sample_weights is None else per_sample_weights * counted
-    found = (F.embedding(indices, bag.weight, bag.padding_idx) * shares[..., None]).sum(1)
-    return found / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else found

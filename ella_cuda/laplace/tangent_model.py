@@ -276,10 +276,14 @@ class TangentModel:
                 break
         some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
         layer, error = first_at_fault(self.model, lambda: self._run(some, self._values), error, strict)
+        advice = (
+            "Remove what changes them, or replace the function"
+            if isinstance(error, ArithmeticError)
+            else "Replace the function, give its torch.autograd.Function a jvp or a backward made of functions that autograd knows, or freeze "
+            "with requires_grad_(False) the parameters of the layer and of those in front of it"
+        )
         return type(error)(
-            f"TangentModel: {layer}{at}: {error}. There is no product with the Jacobian along a direction: replace the function, give its "
-            "torch.autograd.Function a jvp or a backward made of functions that autograd knows, or freeze with requires_grad_(False) the "
-            "parameters of the layer and of those in front of it."
+            f"TangentModel: {layer}{at}: {error}, so that there are no products with the Jacobian. {advice}."
         )
 
     # arguments ---------------------------------------------------------------------------------------------------

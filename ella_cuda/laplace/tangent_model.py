@@ -279,7 +279,7 @@ class TangentModel:
         advice = (
             "Remove what changes them, or replace the function"
             if isinstance(error, ArithmeticError)
-            else "Replace the function, give its torch.autograd.Function a jvp or a backward made of functions that autograd knows, or freeze "
+            else "Replace the function, give its torch.autograd.Function a jvp or a backward of functions that autograd knows, or freeze "
             "with requires_grad_(False) the parameters of the layer and of those in front of it"
         )
         return type(error)(

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
-from ella_cuda.laplace.curvature import at_test_time, in_plain_products
+from ella_cuda.laplace.curvature import at_test_time, in_plain_products, refusing_reentrant
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import require_no_inference, trainable
+from ella_cuda.laplace.probe import require_no_reentrant_checkpoint
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,
@@ -234,11 +235,14 @@ class TangentModel:
         """Find the way to derivatives along directions, once, by some data points of the batch.
 
         Raises:
-            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter.
+            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter or
+                calls a reentrant checkpoint.
         """
         count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
         if min(count, TRIED) > tried:
             some = torch.linspace(0, count - 1, min(count, TRIED)).long().tolist()
+            with refusing_reentrant("TangentModel"):
+                require_no_reentrant_checkpoint(self.model, x)
             before = [value._version for value in self._values.values()]
             try:
                 found: bool | Exception = self._of_points(x, some)

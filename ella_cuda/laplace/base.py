@@ -146,6 +146,7 @@ class BaseLaplace(Predictive):
         self._fingerprint = self._statistic.clone()
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
+        self._ways: list[tuple[int, bool | Exception]] = []  # to derivatives along directions, see TangentModel
         self._inputs_shape: torch.Size | None = None  # of a data point of the fit
         self._linear: LinearMode | None = None
         self._loaders: list[Iterable[Any]] = []  # of the fit's data
@@ -923,7 +924,7 @@ class BaseLaplace(Predictive):
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
         values = {name: value if value.is_leaf else value.detach() for name, value in given.items()}
-        return self.__dict__ | values | {"_predicting": None, "_loaders": []}
+        return self.__dict__ | values | {"_predicting": None, "_loaders": [], "_ways": []}
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:

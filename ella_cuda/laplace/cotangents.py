@@ -51,6 +51,7 @@ from ella_cuda.laplace.probe import Place, drawing_module, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.tangent import first_at_fault
 from ella_cuda.laplace.together import agree_on_gradient, plan_of
 from ella_cuda.laplace.uses import (
     SummedCall,
@@ -108,6 +109,7 @@ def evidence_gradient(
         ValueError: a name is no buffer's of floating point numbers, or there are none; the loader gives no data; a layer is called twice,
             shares its weights or is an attention, whose factors are no sums of what one call adds; a module draws random numbers in
             evaluation mode.
+        NotImplementedError: torch has no second derivative of a layer, which the message names.
     """
     if group is None:
         sums = _summed_over(la, loader, buffers, n_data, columns, generator)
@@ -190,11 +192,25 @@ def _summed_over(
                     few = int(passed * part_of_data + start) - seen
                     some = torch.randperm(data_points(x), generator=generator)[:few].to(y.device)
                     x, y = take(x, some), y[some]
-                run.add(gradients, x, y)
+                try:
+                    run.add(gradients, x, y)
+                except RuntimeError as error:
+                    _require_second_derivatives(la.model, take(x, slice(2)), error)
+                    raise
                 seen += data_points(x)
             if not may_be_empty:
                 _require_data(seen)
             return _GradientSums(wanted, gradients.total(), seen, run.of_projections(gradients.bases))
+
+
+def _require_second_derivatives(model: nn.Module, x: Inputs, error: RuntimeError) -> None:
+    """NotImplementedError with the layer's name where torch's error is that a layer is differentiable once."""
+    layer, its = first_at_fault(model, lambda: run_model(model, x), NotImplementedError())
+    if its.args:
+        raise NotImplementedError(
+            f"evidence_gradient: {layer}: {its} ({error}), and the gradient of the curvature is a second derivative. Replace the layer's "
+            "function, or learn no buffers in front of it."
+        ) from error
 
 
 def _buffers(model: nn.Module, names: Sequence[str] | None) -> dict[str, Tensor]:

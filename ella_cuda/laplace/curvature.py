@@ -42,6 +42,7 @@ from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.rules.norm import constant_scale
+from ella_cuda.laplace.tangent import NoGradientError, first_at_fault
 from ella_cuda.laplace.uses import SummedUses, Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
@@ -246,7 +247,14 @@ class CurvaturePass:
             refusing_reentrant("fit"),
             self._attention(),
         ):
-            found = probe(self.model, self.rules, few, several, copies)
+            try:
+                found = probe(self.model, self.rules, few, several, copies)
+            except NotImplementedError as error:  # torch's, of a function without a gradient
+                layer, _ = first_at_fault(self.model, lambda: run_model(self.model, few), NoGradientError())
+                raise NoGradientError(
+                    f"fit: {layer}: torch has no gradient of it ({error}). Replace the function, or freeze with requires_grad_(False) the "
+                    "parameters of the layer and of those in front of it."
+                ) from error
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(few)

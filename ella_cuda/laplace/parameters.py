@@ -47,8 +47,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     for name, p in parameters.items():
         if p.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert with "
-                "model.float()."
+                f"KronLaplace: parameter {name!r} has dtype {p.dtype}; expected float32 or float64, convert the network with model.float() "
+                "and its inputs with x.float()."
             )
     devices = {str(p.device) for p in parameters.values()}
     if len(devices) > 1:
@@ -86,6 +86,10 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
 def fingerprint_of(model: nn.Module) -> Tensor:
     """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
     parts, kept = [], model.state_dict()
+    for name, module in model.named_modules():
+        key = f"{name}.weight".removeprefix(".")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and key in kept:
+            kept[key] = _as_looked_up(module)
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
     numbered = enumerate([*kept.values(), *others.values()], start=1)
     floating = [(index, tensor.detach().flatten()) for index, tensor in numbered if tensor.is_floating_point()]
@@ -102,6 +106,15 @@ def fingerprint_of(model: nn.Module) -> Tensor:
         if parts
         else torch.zeros((), dtype=torch.float64)
     )
+
+
+def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
+    """The weight as calls leave it, which shorten the rows that they look up to ``max_norm``; rounding has come to rest."""
+    weight = embedding.weight.detach().clone()
+    rows = torch.arange(len(weight), device=weight.device)
+    for _ in range(3):
+        torch.embedding_renorm_(weight, rows, embedding.max_norm, embedding.norm_type)
+    return weight
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:

@@ -139,7 +139,10 @@ class PerExampleGradients:
             _, vjp = torch.func.vjp(lambda values: self._output(values, one), self._parameters.values())
             return torch.func.vmap(lambda column: vjp(column)[0])(its_columns)
 
-        return torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
+        recording = torch.is_grad_enabled()
+        with torch.enable_grad():  # without it a kernel may keep nothing for its backward, as an LSTM's on the CPU
+            found = torch.func.vmap(of_one, in_dims=(0, 1), out_dims=1)(tensors_of(x), columns)
+        return found if recording else {name: gradient.detach() for name, gradient in found.items()}
 
     def _one_by_one(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
         """:meth:`_by_vmap` by plain autograd, in the graph if ``keep``."""

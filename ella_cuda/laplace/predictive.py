@@ -21,7 +21,7 @@ from ella_cuda.laplace.linear_mode import LinearMode
 from ella_cuda.laplace.links import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.tangent import ReplacedParameters, jvp
+from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.values import check_choice, check_samples
 from ella_cuda.modes import running_the_model
@@ -47,6 +47,7 @@ class Predictive:
     present_rules: Callable[[], list[Rule]]
     _checked_parameters: Callable[[Sequence[Rule]], dict[str, nn.Parameter]]
     require_unchanged: Callable[[], None]
+    _ways: list[tuple[int, bool | Exception]]
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
     posterior_precision: Posterior
     linear_fit: LinearMode | None
@@ -126,7 +127,7 @@ class Predictive:
                 "mean='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
             )
         x = self._inputs(x)
-        tangent = TangentModel(self.model, self.linear_fit.form, self.parameter_names)
+        tangent = self._tangent(self.linear_fit.form)
         if self.linear_fit.form == "simple":
             return tangent.jvp(x, self.linear_fit.theta) - tangent.outputs(x)
         return tangent.jvp(x, self.linear_fit.theta - tangent.point)
@@ -349,38 +350,33 @@ class Predictive:
                 with parameters.replaced(values):
                     return checked_outputs(run_model(self.model, x), data_points(x))
 
+            tangent = self._tangent() if pred_type == "glm" else None
             for begin in range(0, n_samples, at_once):
                 drawn = posterior.sample(min(at_once, n_samples - begin), generator)
-                if pred_type == "glm":
-                    found.append(outputs + self._along(x, function, parameters, drawn))
+                if tangent is not None:
+                    found.append(outputs + self._along(x, tangent, drawn))
                 else:
                     found += [function(parameters.split(one))[None] for one in mean + drawn]
         return torch.cat(found)
 
-    def _along(
-        self,
-        x: Inputs,
-        function: Callable[[dict[str, Tensor]], Tensor],
-        parameters: ReplacedParameters,
-        directions: Tensor,
-    ) -> Tensor:
+    def _tangent(self, form: str = "full") -> TangentModel:
+        """The network's linearisation, whose way to derivatives is looked for once in a fit."""
+        tangent = TangentModel(self.model, form, self.parameter_names)
+        tangent.ways = self._ways
+        return tangent
+
+    def _along(self, x: Inputs, tangent: TangentModel, directions: Tensor) -> Tensor:
         """The outputs' derivatives along directions ``(S, P)``, ``(S, N, ...)``."""
-        if not any(_is_padded(module) for module in self.model.modules()):
-            with suppress(RuntimeError):  # of functions without a forward mode whose gradients have no derivatives
-                return jvp(function, parameters.values(), parameters.split(directions))
+        with suppress(NotImplementedError):  # of functions without a forward mode whose gradients have no derivatives
+            return tangent.jvp(x, directions)
         shapes = self.posterior_precision.shapes
-        whole = parameters.split(directions)
+        whole = ReplacedParameters(self.model, self.parameter_names).split(directions)
         consumer = _Along({name: shape.to_blocks(whole[name], 1) for name, shape in shapes.items()}, data_points(x))
         with running(self._pass()) as run:
             if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
             outputs = run.run(x, lambda f, _: unit_columns(f), consumer, each_alone=True)
         return consumer.values.view(len(directions), *outputs.shape)
-
-
-def _is_padded(module: nn.Module) -> bool:
-    """Whether a layer has a row without a gradient, which forward mode does not know of."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None
 
 
 class _Along(Consumer):

@@ -110,9 +110,13 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
     by_function = frozenset(known[call.module] for call in calls if call.by_function)
     _require_own_parameters(known, parameters, calls, outputs)
     if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
-        _require_no_reentrant_checkpoint(model, x)
+        require_no_reentrant_checkpoint(model, x)
     image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
-    if not outputs.requires_grad:  # the fit has words for that
+    if not outputs.requires_grad:
+        if calls:
+            raise ValueError(
+                "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
+            )
         return Findings(places, by_function, True, image_bytes)
     generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
     directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
@@ -360,7 +364,7 @@ def leaf_uses(end: Node | None, beginnings: Iterable[Node | None] = ()) -> colle
     return uses
 
 
-def _require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
+def require_no_reentrant_checkpoint(model: nn.Module, x: Inputs) -> None:
     """RuntimeError where a layer has no gradient because torch.utils.checkpoint, with use_reentrant=True, takes those of its inputs for
     granted: with inputs that require one its node is in the graph.
     """

@@ -9,10 +9,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from ella_cuda.laplace.batches import tensors_of
+
 Values = dict[str, Tensor]
+
+
+class NoGradientError(NotImplementedError):
+    """Torch has no gradient of a function."""
 
 
 class ReplacedParameters:
@@ -71,7 +78,105 @@ def load_forward_mode() -> None:
         forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
-def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values) -> Tensor:
+def push(function: Callable[[Values], Tensor], values: Values, direction: Values) -> tuple[Tensor, Tensor]:
+    """A function's outputs, in the graph of the values, and its derivative along a direction, in forward mode."""
+    load_forward_mode()
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(value, direction[name]) for name, value in values.items()}
+        outputs, along = forward_ad.unpack_dual(function(duals))
+        return outputs, torch.zeros_like(outputs) if along is None else along.detach()
+
+
+def push_by_gradients(
+    function: Callable[[Values], Tensor], values: Values, direction: Values
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`push` by a gradient of gradients; values require one. Also the sum of the derivative by one gradient."""
+    outputs = function(values)
+    seed = torch.ones_like(outputs).requires_grad_()
+    pulled = torch.autograd.grad(outputs, [*values.values()], seed, create_graph=True, materialize_grads=True)
+    product = sum((g * direction[name]).sum() for name, g in zip(values, pulled, strict=True))
+    return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0], product.detach()
+
+
+def has_forward_mode(function: Callable[[Values], Tensor], values: Values, strict: bool = False) -> bool:
+    """Whether derivatives are to be taken in forward mode; otherwise by two gradients. It is the way whose derivative J u along a random
+    direction is the transpose of gradients: <J u, r> = <u, J^T r>, for a random r. Where only the forward mode differs, differences of
+    outputs say which of both is wrong.
+
+    With ``strict``, a forward mode that is wrong is an error too.
+
+    Raises:
+        NotImplementedError: neither way is there, :class:`NoGradientError` where gradients are not either. ArithmeticError: gradients are not
+            those of the function. With a reason in words.
+        RuntimeError: the outputs are no function of the values to autograd.
+    """
+
+    def drawn(like: Tensor, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)  # the global one is not ours to move
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+
+    leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
+    u = {name: drawn(value, seed) for seed, (name, value) in enumerate(values.items())}
+    with torch.enable_grad():
+        for way in (push, push_by_gradients):
+            try:
+                outputs, along, *_ = way(function, leaves, u)
+                r = drawn(outputs, len(u))
+                pulled = torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
+            except Exception:  # whatever functions without this way raise
+                continue
+            rounding = max(map(rounding_of, (along, *values.values())))
+            wanted = torch.cat([(u[n] * as_dense(g)).double().flatten() for n, g in zip(u, pulled, strict=True)])
+            agrees, known = not apart((along * r).double(), wanted, rounding), way is push
+            if not known:
+                # Backward hooks of modules have no forward mode, and no part where no gradient is recorded.
+                with suppress(Exception), torch.no_grad():
+                    along, known = push(function, values, u)[1], True
+            found = (along * r).double()
+            sums = found.sum(), wanted.sum()
+            if known and apart(found, wanted, rounding) and _follows_first(function, values, u, r, *sums):
+                raise ArithmeticError("its gradients are not its derivatives: a backward hook or a flag changes them")
+            if strict and way is push and not agrees:
+                raise ArithmeticError("its derivatives in forward mode and its gradients do not belong together")
+            if agrees:
+                return way is push
+        outputs = function(leaves)
+        r = drawn(outputs, len(u))
+        if not outputs.requires_grad:
+            raise RuntimeError(
+                "the output does not depend on the parameters through autograd (is it computed under no_grad?)"
+            )
+        try:
+            torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
+        except NotImplementedError as error:
+            raise NoGradientError(f"torch has no gradient of it ({error})") from error
+    raise NotImplementedError("it has no forward mode and is differentiable once")
+
+
+def _follows_first(
+    function: Callable[[Values], Tensor], values: Values, u: Values, r: Tensor, one: Tensor, other: Tensor
+) -> bool:
+    """Whether a difference of outputs along u, times r, is much nearer to the one number than to the other."""
+    step = torch.finfo(r.dtype).eps ** (1 / 3)
+    with torch.no_grad():
+        ahead, back = (function({n: v + s * u[n] for n, v in values.items()}) for s in (step, -step))
+        difference = ((ahead - back) * r).double().sum() / (2 * step)
+    return bool((difference - one).abs() < (difference - other).abs() / 4)
+
+
+def as_dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def apart(one: Tensor, other: Tensor, rounding: float) -> Tensor:
+    """Whether two sums of terms differ by more than rounding of these; False where one is not finite. 0-dim bool."""
+    size = one.abs().sum() + other.abs().sum()
+    return ((one.sum() - other.sum()).abs() > rounding * size) & size.isfinite()
+
+
+def jvp(
+    function: Callable[[Values], Tensor], values: Values, directions: Values, in_forward_mode: bool = True
+) -> Tensor:
     """The derivatives of a function of parameters along S directions, in forward mode, or by two passes of reverse mode where a function
     has no forward mode.
 
@@ -79,6 +184,7 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
         function: of values by name, to a tensor.
         values: where it is differentiated.
         directions: ``(S, *shape)`` each.
+        in_forward_mode: what :func:`has_forward_mode` says.
 
     Returns:
         ``(S, *function(values).shape)``.
@@ -90,18 +196,11 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
     def forward(direction: Values) -> Tensor:
         return torch.func.jvp(function, (values,), (direction,))[1]
 
-    def reverse(direction: Values) -> tuple[Tensor, Tensor, Tensor]:
-        """The derivative; and a cotangent c with what c^T J d is by one pass."""
+    def reverse(direction: Values) -> tuple[Tensor, Tensor]:
         # By autograd itself: torch.func refuses a torch.autograd.Function without setup_context.
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-            outputs = function(leaves)
-            cotangent = torch.ones_like(outputs).requires_grad_()
-            pulled = torch.autograd.grad(
-                outputs, [*leaves.values()], cotangent, create_graph=True, materialize_grads=True
-            )
-            product = sum((g * direction[name]).sum() for name, g in zip(leaves, pulled, strict=True))
-            return torch.autograd.grad(product, cotangent)[0], cotangent.detach(), product.detach()
+            return push_by_gradients(function, leaves, direction)[1:]
 
     def along(way: Callable[[Values], Any], sample: int) -> Any:
         return way({name: d[sample] for name, d in directions.items()})
@@ -109,12 +208,13 @@ def jvp(function: Callable[[Values], Tensor], values: Values, directions: Values
     count = len(next(iter(directions.values())))
     load_forward_mode()
     try:
+        if not in_forward_mode:
+            raise NotImplementedError
         last, way = along(forward, count - 1), forward
     except Exception:  # whatever functions without a forward mode raise
-        last, cotangent, product = along(reverse, count - 1)
+        last, product = along(reverse, count - 1)
         # Of a function that is differentiable once, autograd leaves the second derivative out without a word.
-        terms = last * cotangent
-        if differ({"": terms.sum()}, {"": product}, terms.abs().sum()):
+        if differ({"": last.sum()}, {"": product}, last.abs().sum()):
             raise NotImplementedError("jvp: a function without a forward mode is differentiable once.") from None
 
         def way(direction: Values) -> Tensor:
@@ -143,3 +243,102 @@ def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor], of: Tensor | 
         if size.isfinite() and (one[name] - b).abs().amax() > rounding_of(b) * size:
             return True
     return False
+
+
+def first_at_fault(
+    model: nn.Module, run: Callable[[], Any], error: Exception, strict: bool = False
+) -> tuple[str, Exception]:
+    """The innermost module whose call has an error of this kind by itself, which is one of :func:`has_forward_mode`, in words, and its error;
+    else the model and the given one. ``run`` calls the model."""
+    names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+    calls: list[tuple[nn.Module, Any, Any]] = []  # a module's after those in its forward
+    handles = [m.register_forward_hook(lambda m, a, k, _: calls.append((m, a, k)), with_kwargs=True) for m in names]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    with embeddings_have_derivatives(model):
+        for module, args, kwargs in calls:
+            try:
+                has_forward_mode(*_alone(module, args, kwargs), strict)
+            except type(error) as its:
+                return f"layer {names[module] or type(module).__name__!r} ({type(module).__name__})", its
+            except Exception:  # a module that does not run by itself
+                continue
+    return type(model).__name__, error
+
+
+def _alone(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[[Values], Tensor], Values]:
+    """A module's call as a function of its parameters and of its arguments that are tensors, and their values."""
+    names = [name for name, _ in module.named_parameters()]
+    own = ReplacedParameters(module, names)
+    real = {f"argument {i}": a for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()}
+
+    def function(values: Values) -> Tensor:
+        given = [values.get(f"argument {i}", a) for i, a in enumerate(args)]
+        with own.replaced({name: values[name] for name in names}):
+            found = module(*given, **kwargs)
+        parts = [found] if isinstance(found, Tensor) else tensors_of(found)
+        return torch.cat([part.flatten() for part in parts if part.is_floating_point()])
+
+    return function, {**own.values(), **{name: a.detach().clone() for name, a in real.items()}}
+
+
+@contextmanager
+def embeddings_have_derivatives(model: nn.Module) -> Iterator[None]:
+    """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
+    them. What else uses the weight has all of its derivatives. Gradients that ``scale_grad_by_freq`` divides are no derivatives; sums and
+    means of bags go through functions that have a forward mode."""
+    whole: list[Tensor] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        weight = module._parameters["weight"]
+        whole.append(weight)
+        value, along = forward_ad.unpack_dual(weight)
+        if along is not None:
+            kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
+            kept[module.padding_idx] = 0
+            module._parameters["weight"] = forward_ad.make_dual(value, along * kept)
+
+    def after(module: nn.Module, *_: Any) -> None:
+        module._parameters["weight"] = whole.pop()
+
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    padded = [m for m in embeddings if m.padding_idx is not None]
+    flags = [(m, flag) for m in embeddings for flag in ("scale_grad_by_freq", "sparse") if getattr(m, flag)]
+    bags = [m for m in embeddings if type(m) is nn.EmbeddingBag and m.mode != "max" and m.max_norm is None]
+    bags = [m for m in bags if "forward" not in vars(m)]
+    handles = [m.register_forward_pre_hook(before) for m in padded]
+    handles += [m.register_forward_hook(after, always_call=True) for m in padded]
+    try:
+        for module, flag in flags:
+            setattr(module, flag, False)
+        for bag in bags:
+            bag.forward = functools.partial(_of_bags, bag)
+        yield
+    finally:
+        for bag in bags:
+            bag.__dict__.pop("forward", None)
+        for module, flag in flags:
+            setattr(module, flag, True)
+        for handle in handles:
+            handle.remove()
+
+
+def _of_bags(
+    bag: nn.EmbeddingBag,
+    indices: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """The forward of bags ``(N, L)``; of others torch's own."""
+    if indices.dim() != 2 or offsets is not None:
+        return nn.EmbeddingBag.forward(bag, indices, offsets, per_sample_weights)
+    counted = indices != (-1 if bag.padding_idx is None else bag.padding_idx)
+    shares = counted.to(bag.weight.dtype) if per_sample_weights is None else per_sample_weights * counted
+    found = (F.embedding(indices, bag.weight, bag.padding_idx) * shares[..., None]).sum(1)
+    return found / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else found

@@ -8,19 +8,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
-from ella_cuda.laplace.curvature import at_test_time, in_plain_products
+from ella_cuda.laplace.curvature import at_test_time, in_plain_products, refusing_reentrant
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
-from ella_cuda.laplace.tangent import ReplacedParameters, Values, jvp, load_forward_mode, rounding_of
+from ella_cuda.laplace.probe import require_no_reentrant_checkpoint
+from ella_cuda.laplace.tangent import (
+    ReplacedParameters,
+    Values,
+    apart,
+    as_dense,
+    embeddings_have_derivatives,
+    first_at_fault,
+    has_forward_mode,
+    jvp,
+    push,
+    push_by_gradients,
+    rounding_of,
+)
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 FORMS = ("full", "simple")
 ON_CPU, ELSEWHERE = 256 << 20, 2 << 30  # bytes that the graph of data points that go together may keep
+TRIED = 8  # data points of the first batch that derivatives are tried out on
+GROSS = 16.0  # rounding errors that two products may differ by along a direction that is not random
 
 Cotangent = Callable[[Tensor, Tensor, slice], Tensor]
 
@@ -74,7 +88,9 @@ class TangentModel:
         self.parameter_names = list(parameters)
         self.n_params = sum(p.numel() for p in self._values.values())
         self.device = next(iter(self._values.values())).device
-        self._forward_mode: bool | None = None  # not known before the first product
+        self.ways: list[
+            tuple[int, bool | Exception]
+        ] = []  # to derivatives, and how many data points each was tried out on
         self._points: dict[Any, int] = {}  # that go together, by the inputs' shapes
 
     @property
@@ -103,11 +119,14 @@ class TangentModel:
         Raises:
             ValueError: u is no such tensor.
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
+            ArithmeticError: its gradients are not its derivatives; both errors name the layer.
         """
         x, u = self._inputs(x), self._vectors("u", u)
         directions = self._split(u.reshape(-1, self.n_params))
         with self._running():
-            found = jvp(lambda values: self._run(x, values), dict(self._values), directions)
+            self._try_out(x)
+            ways = dict(self._values), directions, self._way is not False
+            found = jvp(lambda values: self._run(x, values), *ways)
         return found if u.dim() > 1 else found[0]
 
     @running_the_model
@@ -117,9 +136,12 @@ class TangentModel:
 
         Raises:
             ValueError: r does not have the outputs' shape.
+            ArithmeticError: the network's gradients are not its derivatives; names the layer.
         """
         x = self._inputs(x)
         with self._running(), torch.enable_grad():
+            with suppress(NotImplementedError):  # gradients are all that is wanted
+                self._try_out(x)
             leaves = self._leaves()
             outputs = self._run(x, leaves)
             several = isinstance(r, Tensor) and r.dim() == outputs.dim() + 1
@@ -127,7 +149,10 @@ class TangentModel:
                 got = tuple(r.shape) if isinstance(r, Tensor) else type(r).__name__
                 raise ValueError(f"r: expected a tensor of the outputs' shape {tuple(outputs.shape)}, got {got}.")
             rows = r.to(outputs.device, outputs.dtype)
-            found = [self._pulled(outputs, leaves, row) for row in (rows if several else rows[None])]
+            try:
+                found = [self._pulled(outputs, leaves, row) for row in (rows if several else rows[None])]
+            except RuntimeError as error:  # of functions without a derivative
+                raise self._way if isinstance(self._way, NotImplementedError) else error from None
         return torch.stack(found) if several else found[0]
 
     def offset(self, x: Any) -> Tensor:
@@ -147,55 +172,47 @@ class TangentModel:
 
         Raises:
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
+            ArithmeticError: its gradients are not the transpose of its derivatives along directions; names the layer.
         """
         x, directions = self._inputs(x), self._split(self._vectors("u", u))
         count, total = data_points(x), torch.zeros(self.n_params, dtype=torch.float64, device=self.device)
         with self._running(), torch.enable_grad():
             step = self._together(x)
+            differ = torch.zeros((), dtype=torch.bool, device=self.device)
             for begin in range(0, max(count, 1), step):
                 which = slice(begin, min(begin + step, count))
-                total += self._push_pull(take(x, which), directions, lambda f, t, which=which: cotangent(f, t, which))
+                part = self._push_pull(take(x, which), directions, lambda f, t, which=which: cotangent(f, t, which))
+                total += part[0]
+                differ |= part[1]
+            if differ:
+                error = ArithmeticError("derivatives in forward mode and gradients do not belong together")
+                raise self._blamed(x, [*range(count)], error, strict=True)
         return total
 
     # one part ----------------------------------------------------------------------------------------------------
 
-    def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        leaves = self._leaves()
-        if self._forward_mode:
-            load_forward_mode()
-            with forward_ad.dual_level():
-                duals = {name: forward_ad.make_dual(leaf, u[name]) for name, leaf in leaves.items()}
-                outputs, tangent = forward_ad.unpack_dual(self._run(x, duals))
-                along = torch.zeros_like(outputs) if tangent is None else tangent.detach()
-                del tangent  # and its graph
-        else:
-            outputs = self._run(x, leaves)
-            seed = torch.zeros_like(outputs).requires_grad_()
-            pulled = torch.autograd.grad(
-                outputs, list(leaves.values()), seed, create_graph=True, materialize_grads=True
-            )
-            product = sum((g * u[name]).sum() for name, g in zip(leaves, pulled, strict=True))
-            along = torch.autograd.grad(product, seed, retain_graph=True)[0]
-        return self._pulled(outputs, leaves, cotangent(outputs.detach(), along), last=True).double()
+    def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """``J^T c``; and whether ``<J u, c>`` is another number than ``<u, J^T c>``."""
+        leaves, way = self._leaves(), push if self._way else push_by_gradients
+        outputs, along, *_ = way(lambda values: self._run(x, values), leaves, u)
+        c = cotangent(outputs.detach(), along)
+        pulled = self._pulled(outputs, leaves, c, last=True).double()
+        of_outputs, of_parameters = along.double() * c, torch.cat([part.flatten() for part in u.values()]) * pulled
+        return pulled, apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *u.values()))))
 
     def _pulled(self, outputs: Tensor, leaves: Values, cotangent: Tensor, last: bool = False) -> Tensor:
         found = torch.autograd.grad(
             outputs, list(leaves.values()), cotangent, retain_graph=not last, materialize_grads=True
         )
-        return torch.cat([(g.to_dense() if g.is_sparse else g).flatten() for g in found])
+        return torch.cat([as_dense(g).flatten() for g in found])
 
     def _together(self, x: Inputs) -> int:
-        """How many data points go through the network together; and, once, whether in forward mode."""
+        """How many data points go through the network together."""
         key = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_of(x))
         if not data_points(x):
             return 1
+        self._try_out(x)
         first = take(x, slice(1))
-        if self._forward_mode is None:
-            try:
-                self._forward_mode = self._has_forward_mode(first)
-            except BaseException:
-                self._forward_mode = None
-                raise
         if key in self._points:
             return self._points[key]
         if data_points(x) == 1:
@@ -218,35 +235,63 @@ class TangentModel:
             self._push_pull(x, self._split(self.point), lambda f, _: f)
         return sum(sizes)
 
-    def _has_forward_mode(self, x: Inputs) -> bool:
-        """Whether derivatives in forward mode are there and the transpose of gradients, tried along a random direction.
+    def _try_out(self, x: Inputs) -> None:
+        """Find the way to derivatives along directions, once, by some data points of the batch.
 
         Raises:
-            NotImplementedError: neither they nor those by two gradients are.
+            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter or
+                calls a reentrant checkpoint.
         """
-        generator = torch.Generator().manual_seed(0)
-        u = self._split(torch.randn(self.n_params, generator=generator, dtype=torch.float64).to(self.device))
-        c: Tensor | None = None
-        along: Tensor | None = None
+        count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
+        if min(count, TRIED) > tried:
+            some = torch.linspace(0, count - 1, min(count, TRIED)).long().tolist()
+            with refusing_reentrant("TangentModel"):
+                require_no_reentrant_checkpoint(self.model, x)
+            before = [value._version for value in self._values.values()]
+            try:
+                found: bool | Exception = self._of_points(x, some)
+            except (NotImplementedError, ArithmeticError) as error:
+                found = self._blamed(x, some, error)
+            for (name, value), version in zip(self._values.items(), before, strict=True):
+                if value._version != version:
+                    found = ValueError(
+                        f"TangentModel: the forward changes the parameter {name!r} in place, as max_norm of an embedding does; build the "
+                        "layer with max_norm=None, or freeze it with requires_grad_(False)."
+                    )
+            self.ways.append((len(some), found))
+        if isinstance(self._way, Exception):
+            raise self._way
 
-        def drawn(f: Tensor, t: Tensor) -> Tensor:
-            nonlocal c, along
-            c, along = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f), t
-            return c
+    @property
+    def _way(self) -> bool | Exception | None:
+        """Whether derivatives along directions are taken in forward mode; why there are none; None before the first product."""
+        return self.ways[-1][1] if self.ways else None
 
-        flat = torch.cat([value.flatten() for value in u.values()]).double()
-        for self._forward_mode in (True, False):
-            with suppress(Exception if self._forward_mode else ()):  # whatever functions without a forward mode raise
-                pulled = self._push_pull(x, u, drawn)
-                one, other = (c.double() * along.double()).flatten(), pulled * flat
-                # Their sums are float64; their rounding is the network's.
-                rounding = max(map(rounding_of, (along, *self._values.values())))
-                gap, size = (one.sum() - other.sum()).abs(), one.abs().sum() + other.abs().sum()
-                if not size.isfinite() or gap <= rounding * size:
-                    return self._forward_mode
-        raise NotImplementedError(
-            "TangentModel: a function of the network has no forward mode and is differentiable once, so that there are no derivatives along "
-            "directions; give its torch.autograd.Function a jvp, or a backward made of functions that autograd knows."
+    def _of_points(self, x: Inputs, points: list[int], strict: bool = False) -> bool:
+        """:func:`ella_cuda.laplace.tangent.has_forward_mode` at these data points."""
+        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
+        return has_forward_mode(lambda values: self._run(some, values), self._values, strict)
+
+    def _blamed(self, x: Inputs, points: list[int], error: Exception, strict: bool = False) -> Exception:
+        """The error of these data points, with the first of them that has it and the innermost module that has it by itself."""
+        at = ""
+        for point in points:
+            try:
+                self._of_points(x, [point], strict)
+            except (NotImplementedError, ArithmeticError):
+                at = f" at data point {point} of the batch"
+                points = [point]
+                break
+        some = take(x, torch.tensor(points, device=tensors_of(x)[0].device))
+        layer, error = first_at_fault(self.model, lambda: self._run(some, self._values), error, strict)
+        advice = (
+            "Remove what changes them, or replace the function"
+            if isinstance(error, ArithmeticError)
+            else "Replace the function, give its torch.autograd.Function a jvp or a backward of functions that autograd knows, or freeze "
+            "with requires_grad_(False) the parameters of the layer and of those in front of it"
+        )
+        return type(error)(
+            f"TangentModel: {layer}{at}: {error}, so that there are no products with the Jacobian. {advice}."
         )
 
     # arguments ---------------------------------------------------------------------------------------------------
@@ -257,7 +302,7 @@ class TangentModel:
             yield
 
     def _run(self, x: Inputs, values: Mapping[str, Tensor]) -> Tensor:
-        with self._replaced.replaced({**self._constants, **values}), _padding_is_constant(self.model):
+        with self._replaced.replaced({**self._constants, **values}), embeddings_have_derivatives(self.model):
             return checked_outputs(run_model(self.model, x), data_points(x))
 
     def _leaves(self) -> Values:
@@ -279,31 +324,3 @@ class TangentModel:
     def _split(self, vectors: Tensor) -> Values:
         """By parameter name."""
         return self._replaced.split(vectors)
-
-
-@contextmanager
-def _padding_is_constant(model: nn.Module) -> Iterator[None]:
-    """Embeddings have no derivative along the rows of their padding, whose gradient torch.nn leaves out: its forward mode does not know of
-    them. What else uses the weight has all of its derivatives."""
-    whole: list[Tensor] = []
-
-    def before(module: nn.Module, _: Any) -> None:
-        weight = module._parameters["weight"]
-        whole.append(weight)
-        value, along = forward_ad.unpack_dual(weight)
-        if along is not None:
-            kept = torch.ones(len(weight), 1, dtype=weight.dtype, device=weight.device)
-            kept[module.padding_idx] = 0
-            module._parameters["weight"] = forward_ad.make_dual(value, along * kept)
-
-    def after(module: nn.Module, *_: Any) -> None:
-        module._parameters["weight"] = whole.pop()
-
-    padded = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.padding_idx is not None]
-    handles = [m.register_forward_pre_hook(before) for m in padded]
-    handles += [m.register_forward_hook(after, always_call=True) for m in padded]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace import FullLaplace, KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.rules import rules_for
 from python_tests.laplace import checks
@@ -336,3 +336,15 @@ def test_a_columns_gradients_of_the_attention_weights_are_charged(batch_first):
     with curvature_pass(model, rules, 1 << 20) as run, run.nodes():
         run.forward(x)
         assert run.column_bytes == 2 * 3 * 2 * 200 * 200 * 8
+
+
+@pytest.mark.parametrize("mode", ["self", "cross", "apart"])
+def test_learned_keys_and_values_beside_the_projections(mode: str, data: tuple[Tensor, Tensor]) -> None:
+    """By gradients of single data points, which go through the projections under vmap."""
+    model = checks.randomised(Attention(mode, add_bias_kv=True).unused())
+    x = data[0].double()
+    la = FullLaplace(model, "regression").fit([(x, torch.zeros(IMAGES, CLASSES, dtype=torch.float64))])
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    found = torch.func.jacfwd(lambda v: torch.func.functional_call(model.eval(), v, (x,)))(values)
+    rows = torch.cat([found[name].flatten(2) for name in la.parameter_names], 2).flatten(0, 1)
+    torch.testing.assert_close(la.H, rows.T @ rows, rtol=1e-9, atol=1e-12)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
 
 
 @pytest.fixture
@@ -243,3 +243,29 @@ def test_tensors_are_no_loader(model, data):
     for args in (data, data[:1], ([data], torch.ones(()))):
         with pytest.raises(TypeError, match=r"loader of batches \(x, y\).*TensorLoader\(x, y, batch_size="):
             KronLaplace(model).fit(*args)
+
+
+class Zeta(nn.Module):
+    """Of which torch has no gradient."""
+
+    def forward(self, x):
+        return torch.special.zeta(x.abs() + 2, torch.ones_like(x))
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace, DiagLaplace])
+@pytest.mark.parametrize(
+    ("last", "error", "message"),
+    [
+        (Zeta(), NotImplementedError, r"fit: layer '1\.0' \(Zeta\): torch has no gradient of it"),
+        (Cut(), ValueError, "does not depend on its layers through autograd"),
+    ],
+)
+def test_functions_without_a_gradient(kind, last, error, message):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Sequential(last))
+    with pytest.raises(error, match=message):
+        kind(model, "regression").fit([(torch.randn(4, 3), torch.randn(4, 2))])

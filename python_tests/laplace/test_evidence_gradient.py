@@ -701,3 +701,23 @@ def test_a_network_that_draws_itself_is_named_by_its_class():
     la = KronLaplace(DrawsItself()).fit([data()])
     with pytest.raises(ValueError, match="evidence_gradient: DrawsItself draws"):
         evidence_gradient(la, [data()], ["shift"])
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.slope * x
+
+
+def test_the_layer_without_a_second_derivative_is_named() -> None:
+    parts = [nn.Linear(3, 4), Slope(), nn.Unflatten(1, (4, 1, 1)), nn.Sequential(nn.CrossMapLRN2d(2)), nn.Flatten()]
+    model = nn.Sequential(*parts, nn.Linear(4, 2)).double()
+    data = [(torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))]
+    la = KronLaplace(model, "regression").fit(data)
+    with pytest.raises(
+        NotImplementedError, match=r"evidence_gradient: layer '3\.0' \(CrossMapLRN2d\).*second derivative"
+    ):
+        evidence_gradient(la, data, ["1.slope"])

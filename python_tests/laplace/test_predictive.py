@@ -164,6 +164,27 @@ def test_samples_of_functions_without_a_forward_mode() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
+def test_samples_of_a_function_whose_forward_mode_is_wrong() -> None:
+    """That of torch's products by index is."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 4), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            at = torch.tensor([0, 0, 1, 1]).expand(len(x), -1)
+            return self.head(h.new_ones(len(x), 2).scatter_reduce(1, at, h, "prod"))
+
+    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
+    found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
+    drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
+    expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
 class OnceTanh(torch.autograd.Function):
     """Without a forward mode, and with a gradient that has no derivative."""
 

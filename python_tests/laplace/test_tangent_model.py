@@ -219,7 +219,7 @@ def test_push_pull_is_both_products(network, room: int | None, monkeypatch: pyte
 def test_padding_leaves_the_forward_mode(module: bool) -> None:
     tangent = TangentModel(randomised(Words(module)))
     tangent.push_pull(WORDS, tangent.point, lambda f, along, _: along)
-    assert tangent._forward_mode is True
+    assert tangent._way is True
 
 
 def test_one_data_point_says_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_copy_knows_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = copy.copy(tangent)
     for one in (tangent, copied):
         one.push_pull(drawn(3, 3), tangent.point, lambda f, along, _: along)
-        assert one._forward_mode is True
+        assert one._way is True
 
 
 def test_the_model_is_as_before_and_runs_as_at_test_time() -> None:
@@ -295,7 +295,7 @@ def test_a_function_without_a_forward_mode_is_differentiated_by_gradients() -> N
     torch.testing.assert_close(tangent.jvp(x, u), torch.stack([jacobian @ one for one in u]))
     expected = torch.tensordot(jacobian @ u[0], jacobian, 2)
     torch.testing.assert_close(tangent.push_pull(x, u[0], lambda f, along, _: along), expected)
-    assert tangent._forward_mode is False
+    assert tangent._way is False
 
 
 def test_rounding_of_float32_leaves_the_forward_mode() -> None:
@@ -303,7 +303,7 @@ def test_rounding_of_float32_leaves_the_forward_mode() -> None:
         torch.manual_seed(seed)
         tangent = TangentModel(nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 1)))
         tangent.push_pull(torch.full((1, 1), 0.1 * seed), tangent.point, lambda f, along, _: along)
-        assert tangent._forward_mode is True
+        assert tangent._way is True
 
 
 def _with(model: nn.Module, function: Any) -> nn.Module:
@@ -322,6 +322,225 @@ def test_a_function_that_is_differentiable_once_is_refused_every_time() -> None:
             tangent.jvp(x, tangent.point)
         with pytest.raises(NotImplementedError, match="no forward mode and is differentiable once"):
             tangent.push_pull(x, tangent.point, lambda f, along, _: along)
+
+
+class Tampered(torch.autograd.Function):
+    """The square, but where x is above 5: there the named product is twice what it is."""
+
+    wrong = ""
+
+    @classmethod
+    def times(cls, x: Tensor, which: str) -> Tensor:
+        return torch.where(x.detach() > 5, 2.0 if cls.wrong == which else 1.0, 1.0).to(x)
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, along: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * along * Tampered.times(x, "jvp")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad * Tampered.times(x, "backward")
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Tampered.apply(x)
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, wrong: str) -> nn.Module:
+    monkeypatch.setattr(Tampered, "wrong", wrong)
+    model = nn.Sequential(nn.Linear(1, 1), Squares(), nn.Linear(1, 2)).double()
+    model[0].load_state_dict({"weight": torch.ones(1, 1), "bias": torch.zeros(1)})
+    return model
+
+
+ROWS = torch.linspace(-1, 1, 30, dtype=torch.float64)[:, None]
+
+
+def test_a_wrong_forward_mode_of_a_later_data_point_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = tampered(monkeypatch, "jvp"), torch.cat([ROWS[:3], torch.full((1, 1), 6.0).double()])
+    tangent, jacobian = TangentModel(model), dense(nn.Sequential(model[0], Square(), model[2]), x)
+    u = drawn(tangent.n_params)
+    torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
+    expected = torch.tensordot(jacobian @ u, jacobian, 2)
+    torch.testing.assert_close(TangentModel(model).push_pull(x, u, lambda f, along, _: along), expected)
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+@pytest.mark.parametrize("product", ["jvp", "vjp", "push_pull"])
+def test_a_gradient_that_is_no_derivative_is_refused_with_its_layer_and_data_point(
+    product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tangent, x = TangentModel(tampered(monkeypatch, "backward")), ROWS[:5].clone()
+    x[3] = 6
+    last = drawn(tangent.n_params) if product != "vjp" else drawn(5, 2)
+    arguments = (x, last, lambda f, along, _: along)[: 3 if product == "push_pull" else 2]
+    for _ in range(2):
+        with pytest.raises(
+            ArithmeticError, match=r"layer '1' \(Squares\) at data point 3 .*gradients are not its deriv"
+        ):
+            getattr(tangent, product)(*arguments)
+
+
+@pytest.mark.parametrize("wrong", ["jvp", "backward"])
+def test_products_of_all_data_points_are_compared(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of those that are not tried out."""
+    x = ROWS.clone()
+    x[6] = 6
+    tangent = TangentModel(tampered(monkeypatch, wrong))
+    with pytest.raises(ArithmeticError, match=r"layer '1' \(Squares\) at data point 6"):
+        tangent.push_pull(x, drawn(tangent.n_params), lambda f, along, _: along)
+
+
+def _halves_module(layer: nn.Module) -> None:
+    layer.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] / 2,))
+
+
+def _clips_output(layer: nn.Module) -> None:
+    def clip(module: nn.Module, args: Any, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    layer.register_forward_hook(clip)
+
+
+@pytest.mark.parametrize("hook", [_halves_module, _clips_output])
+def test_hooks_that_change_gradients_are_refused(hook: Any) -> None:
+    model, x = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), drawn(4, 3)
+    hook(model[1])
+    tangent = TangentModel(model)
+    with pytest.raises(ArithmeticError, match=r"layer '1' \(Tanh\).*backward hook"):
+        tangent.push_pull(x, drawn(tangent.n_params), lambda f, along, _: along)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_straight_through_function_has_the_derivative_that_it_says() -> None:
+    model, x = randomised(Calls(Rounded)), drawn(5, 3)
+    tangent, jacobian = TangentModel(model), dense(_with(model, lambda h: h + (h.round() - h).detach()), x)
+    u = drawn(tangent.n_params)
+    torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
+
+
+BAGS = {
+    "sum": {"mode": "sum"},
+    "mean": {"mode": "mean"},
+    "padded mean": {"mode": "mean", "padding_idx": 1},
+    "sparse sum": {"mode": "sum", "sparse": True},
+    "by frequency": {"mode": "sum", "scale_grad_by_freq": True},
+}
+
+
+@pytest.mark.parametrize("flags", BAGS.values(), ids=BAGS)
+def test_bags_are_sums_of_rows(flags: dict[str, Any]) -> None:
+    weights = flags == BAGS["sum"]  # which torch has of sums alone
+
+    class Bags(nn.Module):
+        def __init__(self, own: bool) -> None:
+            super().__init__()
+            self.bag, self.head, self.own = nn.EmbeddingBag(5, 4, **flags), nn.Linear(4, 2), own
+
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            if not self.own:
+                return self.head(self.bag(x, per_sample_weights=w if weights else None).tanh())
+            kept = self.bag.weight.detach()
+            padding = torch.arange(5) == flags.get("padding_idx", -1)
+            rows = (
+                torch.where(padding[:, None], kept, self.bag.weight)[x] * (x != flags.get("padding_idx", -1))[..., None]
+            )
+            found = (rows * w[..., None] if weights else rows).sum(1)
+            if flags["mode"] == "mean":
+                found = found / (x != flags.get("padding_idx", -1)).sum(1, keepdim=True).clamp(min=1)
+            return self.head(found.tanh())
+
+    model, x = randomised(Bags(own=False)), (torch.cat([WORDS, torch.ones(1, 3, dtype=torch.long)]), drawn(4, 3))
+    like = randomised(Bags(own=True))
+    like.load_state_dict(model.state_dict())
+    jacobian, tangent = dense(like, x), TangentModel(model)
+    u = drawn(tangent.n_params)
+    torch.testing.assert_close(tangent.outputs(x), like(*x).detach())
+    torch.testing.assert_close(tangent.jvp(x, u), jacobian @ u)
+    expected = torch.tensordot(jacobian @ u, jacobian, 2)
+    torch.testing.assert_close(tangent.push_pull(x, u, lambda f, along, _: along), expected)
+    assert model.bag.sparse == flags.get("sparse", False) and "forward" not in vars(model.bag)
+
+
+def test_gradients_by_frequency_are_no_derivatives() -> None:
+    """The module's flag leaves the products, a function's is refused."""
+    model = randomised(Words(share=False))
+    x, tangent = torch.tensor([[0, 2, 2], [3, 0, 4]]), TangentModel(model)
+    u, r = drawn(tangent.n_params), drawn(2, 5)
+    expected = tangent.vjp(x, r)
+    model.embed.scale_grad_by_freq = True
+    torch.testing.assert_close(TangentModel(model).vjp(x, r), expected)
+    assert model.embed.scale_grad_by_freq
+    model.embed.forward = lambda x: functional.embedding(x, model.embed.weight, scale_grad_by_freq=True)
+    with pytest.raises(ArithmeticError, match=r"layer 'embed' \(Embedding\).*gradients are not its derivatives"):
+        TangentModel(model).push_pull(x, u, lambda f, along, _: along)
+
+
+def test_an_embedding_that_changes_its_weight_is_refused() -> None:
+    model = randomised(Words(share=False))
+    model.embed.max_norm = 0.1
+    tangent, before = TangentModel(model), model.embed.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"changes the parameter 'embed.weight' in place.*max_norm=None"):
+            tangent.jvp(WORDS, tangent.point)
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_the_layer_without_a_second_derivative_is_named() -> None:
+    model = randomised(nn.Sequential(nn.Conv2d(1, 2, 2), nn.Sequential(nn.CrossMapLRN2d(2)), nn.Flatten()))
+    x, tangent = drawn(2, 1, 3, 3), TangentModel(model)
+    with pytest.raises(
+        NotImplementedError, match=r"layer '1\.0' \(CrossMapLRN2d\) at data point 0 .*differentiable once"
+    ):
+        tangent.push_pull(x, tangent.point, lambda f, along, _: along)
+    assert tangent.vjp(x, drawn(2, 8)).shape == (tangent.n_params,)  # gradients are there
+
+
+def test_outputs_without_a_graph_are_no_constants() -> None:
+    class Cut(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.detach()
+
+    tangent = TangentModel(randomised(nn.Sequential(nn.Linear(3, 2), Cut())))
+    with pytest.raises(RuntimeError, match="does not depend on the parameters through autograd"):
+        tangent.jvp(drawn(2, 3), tangent.point)
+
+
+def test_more_data_points_are_tried_out_than_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tangent, x = (
+        TangentModel(tampered(monkeypatch, "backward")),
+        torch.cat([ROWS[:1], torch.full((1, 1), 6.0).double()]),
+    )
+    u = drawn(tangent.n_params)
+    tangent.jvp(x[:1], u)
+    with pytest.raises(ArithmeticError, match="at data point 1"):
+        tangent.jvp(x, u)
 
 
 def test_an_embedding_with_sparse_gradients() -> None:

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -64,7 +65,7 @@ class MultiheadAttentionRule(Rule):
         for name, at in (("q_proj_weight", 0), ("k_proj_weight", 1), ("v_proj_weight", 2)):
             if weight is getattr(m, name):
                 return name, range(at, at + 1)
-        packed = m.in_proj_weight
+        packed = None if torch._C._functorch.is_functorch_wrapped_tensor(weight) else m.in_proj_weight
         of_it = packed is not None and weight.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
         if not of_it or weight.dim() != 2 or weight.shape[1] != e:
             return None

@@ -228,7 +228,7 @@ class Rule(ABC):
         shapes, shared = self.shapes(), self.output_owners()
         moments: dict[str, SecondMoment] = {}
         self.factors = {}
-        for parameter in self.trainable:
+        for parameter in sorted(self.trainable, key=lambda name: name in shared):  # owners first
             if parameter in self.tied:
                 owner, name = self.tied[parameter]
                 self.factors[parameter] = owner.factors[name]

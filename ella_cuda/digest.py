@@ -26,6 +26,20 @@ def tensors_digest(*tensors: Tensor) -> str:
     return found.hexdigest()
 
 
+def values_digest(value: Any) -> str:
+    """32 hexadecimal digits of mappings, sequences, tensors, numbers, strings and None; of tensors as :func:`tensors_digest`, and wherever
+    they are; the order of a mapping's entries does not count."""
+    if isinstance(value, Tensor):
+        return tensors_digest(value)
+    if isinstance(value, Mapping):
+        value = sorted((repr(key), values_digest(entry)) for key, entry in value.items())
+    elif isinstance(value, (list, tuple)):
+        value = [values_digest(entry) for entry in value]
+    elif isinstance(value, float):
+        value = float(value)  # of numpy's too
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
 def sealed(values: Mapping[str, Any], of: Any, without: Collection[str] = ()) -> dict[str, Any]:
     """The values with a digest of what they are and of them, as both are written in JSON.
 

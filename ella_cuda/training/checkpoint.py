@@ -427,7 +427,8 @@ def _does_not_fit(source: str, what: str) -> ValueError:
 
 
 def _check_data(source: str, found: Any, expected: dict[str, str | None]) -> None:
-    found = found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise _does_not_fit(source, f"data of its settings is a {type(found).__name__}")
     for name, digest in expected.items():
         if None not in (digest, found.get(name)) and found[name] != digest:
             raise ValueError(

@@ -210,6 +210,7 @@ DAMAGES = {
     r"has no learners": lambda s: s.pop("learners"),
     r"has no model": lambda s: s.pop("model"),
     r"has no settings": lambda s: s.pop("settings"),
+    r"data of its settings is a int": lambda s: s["settings"].update(data=5),
     r"has no margliks": lambda s: s.pop("margliks"),
     r"epoch is a str": lambda s: s.update(epoch="2"),
     r"has 1 losses of 2 epochs": lambda s: s["losses"].pop(),

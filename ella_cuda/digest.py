@@ -26,16 +26,37 @@ def tensors_digest(*tensors: Tensor) -> str:
     return found.hexdigest()
 
 
-def sealed(values: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """The values with a digest of them as they are written in JSON, of all but those named."""
-    return {**values, DIGEST: _seal(values, without)}
+def values_digest(value: Any) -> str:
+    """32 hexadecimal digits of mappings, sequences, tensors, numbers, strings and None; of tensors as :func:`tensors_digest`, and wherever
+    they are; the order of a mapping's entries does not count."""
+    if isinstance(value, Tensor):
+        return tensors_digest(value)
+    if isinstance(value, Mapping):
+        value = sorted((repr(key), values_digest(entry)) for key, entry in value.items())
+    elif isinstance(value, (list, tuple)):
+        value = [values_digest(entry) for entry in value]
+    elif isinstance(value, float):
+        value = float(value)  # of numpy's too
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
-def fits_seal(values: Mapping[str, Any], without: Collection[str] = ()) -> bool:
-    """Whether values read from a file are those that :func:`sealed` was given; those without a digest are."""
-    return DIGEST not in values or values[DIGEST] == _seal(values, without)
+def sealed(values: Mapping[str, Any], of: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    """The values with a digest of what they are and of them, as both are written in JSON.
+
+    Args:
+        of: what the values are: the kind of file and the name of what it is of. The same values under another name have another digest.
+        without: entries that the digest does not cover.
+    """
+    return {**values, DIGEST: _seal(values, of, without)}
 
 
-def _seal(values: Mapping[str, Any], without: Collection[str]) -> str:
+def broken_seal(values: Mapping[str, Any], of: Any, without: Collection[str] = ()) -> str | None:
+    """Why values read from a file are not what :func:`sealed` was given, in words; None where they are."""
+    if DIGEST not in values:
+        return "its digest is gone"
+    return None if values[DIGEST] == _seal(values, of, without) else "its digest does not fit"
+
+
+def _seal(values: Mapping[str, Any], of: Any, without: Collection[str]) -> str:
     kept = {key: value for key, value in values.items() if key != DIGEST and key not in without}
-    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps([of, kept], sort_keys=True).encode(), digest_size=8).hexdigest()

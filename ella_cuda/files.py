@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,32 @@ def read_json(path: Path, advice: str) -> Any:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not UTF-8, not JSON, whose numbers are finite, or a folder; the message names the file.
+        ValueError: not UTF-8, not JSON, whose numbers are finite, or no file; the message names it.
     """
     try:
+        if what := no_file(path):
+            raise ValueError(what)
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
-    except IsADirectoryError as error:
-        raise damaged(path, "a folder", advice) from error
     except (ValueError, RecursionError) as error:  # a ValueError of its own kind or, for too many digits, of int's
         raise damaged(path, error, advice) from error
+
+
+def no_file(path: str | os.PathLike[str]) -> str | None:
+    """What is there in place of a file, in words; None where it is a file. Opening a pipe waits for who writes to it, and a device may never
+    end.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    mode = os.stat(path).st_mode
+    return None if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+
+
+def path_part(name: Any) -> str:
+    """The name of a folder, as one that a file names must be: ValueError where it would lead elsewhere, or is none."""
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\"} & {*name} or not name.isprintable():
+        raise ValueError(f"a name must be one part of a path, of printable characters without / and \\, got {name!r}")
+    return name
 
 
 def _refuse_constant(name: str) -> None:

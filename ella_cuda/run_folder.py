@@ -1,6 +1,7 @@
 """The folder of a grid of runs: its files, what is in them, and how they are read and written.
 
-Everything that reads or writes such a folder does it by these names. Files are whole at any moment; a digest tells an edited one.
+Everything that reads or writes such a folder does it by these names. Files are whole at any moment; a digest tells one that was edited or
+is of something else.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.digest import DIGEST, fits_seal, sealed
-from ella_cuda.files import damaged, read_json, write_file
+from ella_cuda.digest import DIGEST, broken_seal, sealed
+from ella_cuda.files import damaged, path_part, read_json, write_file
 
 CONFIG_FILE = "config.json"  # the grid and the options it was started with
 SUMMARY_FILE = "summary.json"  # the finished rows
@@ -68,32 +69,30 @@ def read_config(
         raise ValueError(f"{out_dir} is a file; name a folder of runs.") from error
     if wrong := _missing(stored, {"runs": list, "options": dict}):
         raise damaged(path, wrong, GRID_ADVICE)
-
-    def edited(how: str) -> ValueError:
-        return ValueError(f"{path} was edited after the runs began: its digest {how}. Undo the edit, or {GRID_ADVICE}.")
-
-    if not fits_seal(stored):
-        raise edited("does not fit")
+    _require_seal(path, stored, [CONFIG_FILE], GRID_ADVICE)
     try:
-        runs = of(stored["runs"])
+        return of(stored["runs"]), stored["options"]
     except (TypeError, ValueError) as error:
         raise damaged(path, error, GRID_ADVICE) from error
-    if DIGEST not in stored and _begun_sealed(Path(out_dir)):
-        raise edited("is gone")
-    return runs, stored["options"]
 
 
 def write_config(out_dir: Path, runs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
     """Keep what a folder is started with."""
-    write_file(out_dir / CONFIG_FILE, json.dumps(sealed({"options": options, "runs": runs}), indent=1))
+    write_file(out_dir / CONFIG_FILE, json.dumps(sealed({"options": options, "runs": runs}, [CONFIG_FILE]), indent=1))
 
 
-def _begun_sealed(out_dir: Path) -> bool:
-    """Whether all rows and diaries have a digest, and there are some: the version that began the folder gave its grid one too."""
-    files = [file for file in (out_dir / SUMMARY_FILE, *out_dir.glob(f"*/{DIARY_FILE}")) if file.is_file()]
-    contents = [read_json(file, SUMMARY_ADVICE) for file in files]
-    entries = [entry for content in contents for entry in (content if isinstance(content, list) else [content])]
-    return bool(entries) and all(isinstance(entry, dict) and DIGEST in entry for entry in entries)
+def _require_seal(path: Path, found: Mapping[str, Any], of: list[Any], advice: str, which: str = "") -> None:
+    """ValueError where what a file has is not what was written as that."""
+    if why := broken_seal(found, of, UNSEALED):
+        raise ValueError(f"{path} was edited, or is of another version: {which}{why}. Undo the edit, or {advice}.")
+
+
+def _require_run(path: Path, found: Mapping[str, Any], advice: str) -> None:
+    """ValueError where a file of a run was edited, or is of another run than the folder that it is in, among those of a grid."""
+    _require_seal(path, found, [path.name], advice)
+    folder = path.parent.resolve()
+    if (folder.parent / CONFIG_FILE).exists() and found.get("run") != folder.name:
+        raise ValueError(f"{path} is of the run {found.get('run')!r}. Put it back there, or {advice}.")
 
 
 def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -108,18 +107,20 @@ def read_summary(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     rows = read_json(path, SUMMARY_ADVICE)
     if not isinstance(rows, list):
         raise damaged(path, f"a {type(rows).__name__}, not a list of rows", SUMMARY_ADVICE)
-    config = Path(out_dir) / CONFIG_FILE
-    # As of the version that began the folder.
-    has_digests = config.exists() and DIGEST in read_json(config, GRID_ADVICE)
+    grid, seen = _grid(out_dir), set()
     for i, row in enumerate(rows):
         wrong = _missing(row, ROW) or next(filter(None, (_missing(layer, LAYER) for layer in row["layers"])), None)
         if wrong:
             raise damaged(path, f"row {i + 1}: {wrong}", SUMMARY_ADVICE)
-        if not fits_seal(row, without=UNSEALED) or (has_digests and DIGEST not in row):
-            raise ValueError(
-                f"{path} was edited: the row of {row['run']} does not fit its digest. Undo the edit, or delete the row to do its run "
-                "again from its last checkpoint."
-            )
+        try:
+            name = path_part(row["run"])
+        except ValueError as error:
+            raise damaged(path, f"row {i + 1}: run: {error}", SUMMARY_ADVICE) from error
+        advice = "delete the row to do its run again from its last checkpoint"
+        _require_seal(path, row, [SUMMARY_FILE, grid], advice, f"in the row of {name} ")
+        if name in seen:
+            raise damaged(path, f"two rows of {name}", "delete one of them")
+        seen.add(name)
     return rows
 
 
@@ -128,16 +129,23 @@ def write_summary(out_dir: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_file(out_dir / SUMMARY_FILE, json.dumps(list(rows), indent=1, allow_nan=False) + "\n")
 
 
-def sealed_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A finished run's row with its digest."""
-    return sealed(row, without=UNSEALED)
+def sealed_row(row: Mapping[str, Any], out_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """A finished run's row with its digest, as one of the folder's grid."""
+    return sealed(row, [SUMMARY_FILE, _grid(out_dir)], UNSEALED)
+
+
+def _grid(out_dir: str | os.PathLike[str]) -> Any:
+    """The digest of a folder's grid; None where it has none."""
+    config = Path(out_dir) / CONFIG_FILE
+    found = read_json(config, GRID_ADVICE) if config.exists() else None
+    return found.get(DIGEST) if isinstance(found, dict) else None
 
 
 def read_diary(run_dir: Path) -> dict[str, Any]:
-    """What a run has done so far: ``seconds``, ``evaluations`` (at least one), ``layout`` and more.
+    """What a run has done so far: ``run``, ``seconds``, ``evaluations`` (at least one), ``layout`` and more.
 
     Raises:
-        ValueError: the file is damaged, or was edited.
+        ValueError: the file is damaged, or was edited, or is of another run.
     """
     path = run_dir / DIARY_FILE
     advice = f"move {run_dir} away to do that run again"
@@ -149,53 +157,56 @@ def read_diary(run_dir: Path) -> dict[str, Any]:
         wrong = next(filter(None, (_missing(entry, EVALUATION) for entry in diary["evaluations"])), None)
     if wrong:
         raise damaged(path, wrong, advice)
-    if not fits_seal(diary, without=UNSEALED):
-        raise ValueError(f"{path} was edited: its digest does not fit. Undo the edit, or {advice}.")
+    _require_run(path, diary, advice)
     return diary
 
 
 def write_diary(run_dir: Path, diary: Mapping[str, Any]) -> None:
-    """Keep what a run has done so far."""
-    write_file(run_dir / DIARY_FILE, json.dumps(sealed(diary, without=UNSEALED), allow_nan=False))
+    """Keep what a run, named in its entry ``run``, has done so far."""
+    write_file(run_dir / DIARY_FILE, json.dumps(sealed(diary, [DIARY_FILE], UNSEALED), allow_nan=False))
 
 
 def read_history(run_dir: Path) -> dict[str, Any]:
     """A run's ``evaluations`` and, once it is finished, the ``losses`` of all epochs.
 
     Raises:
-        ValueError: the file that has them is damaged.
+        ValueError: the file that has them is damaged, or was edited, or is of another run.
     """
     path = run_dir / HISTORY_FILE
-    path = path if path.exists() else run_dir / DIARY_FILE
-    try:
-        history = json.loads(path.read_text(encoding="utf-8"))
-        history["evaluations"]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error!r}); do that run again in another folder.") from error
+    if not path.exists():
+        return read_diary(run_dir)
+    advice = "do that run again in another folder"
+    history = read_json(path, advice)
+    if wrong := _missing(history, {"losses": list, "evaluations": list}):
+        raise damaged(path, wrong, advice)
+    _require_run(path, history, advice)
     return history
 
 
-def write_history(run_dir: Path, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
+def write_history(run_dir: Path, run: str, losses: Sequence[float], evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Keep what a finished run has done."""
-    write_file(run_dir / HISTORY_FILE, json.dumps({"losses": losses, "evaluations": evaluations}, allow_nan=False))
+    history = {"run": run, "losses": losses, "evaluations": evaluations}
+    write_file(run_dir / HISTORY_FILE, json.dumps(sealed(history, [HISTORY_FILE], UNSEALED), allow_nan=False))
 
 
-def write_samples(run_dir: Path, images: Sequence[Any], draws: Sequence[Any]) -> None:
+def write_samples(run_dir: Path, run: str, images: Sequence[Any], draws: Sequence[Any]) -> None:
     """Keep what a learned augmentation makes of images, rows of images of pixels in 0..255, and the draws that the run was evaluated with."""
-    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed({"images": images, "draws": draws})))
+    samples = {"run": run, "images": images, "draws": draws}
+    write_file(run_dir / SAMPLES_FILE, json.dumps(sealed(samples, [SAMPLES_FILE], UNSEALED)))
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
     """What :func:`write_samples` kept: ``images`` and ``draws``.
 
     Raises:
-        ValueError: the file is damaged, or was edited.
+        ValueError: the file is damaged, or was edited, or is of another run.
     """
     path = run_dir / SAMPLES_FILE
     advice = "delete it, and the run's row in summary.json, to have it made anew"
     found = read_json(path, advice)
-    if (wrong := _missing(found, {"images": list, "draws": list})) or not fits_seal(found):
-        raise damaged(path, wrong or "its digest does not fit", advice)
+    if wrong := _missing(found, {"images": list, "draws": list}):
+        raise damaged(path, wrong, advice)
+    _require_run(path, found, advice)
     return found
 
 

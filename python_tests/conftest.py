@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 import ella_cuda
-from ella_cuda import experiments
+from ella_cuda import experiments, run_folder
 from ella_cuda.reports.pictures import Drawn
 from python_tests.forked import Forks
 
@@ -215,8 +214,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     def record(configs, out_dir, *, options, data_dir, download, on_begin, **_):
         experiments.require_data(configs[0], data_dir, download)
         out_dir.mkdir(parents=True, exist_ok=True)  # one without a name is made already
-        stored = {"options": options, "runs": [dataclasses.asdict(c) for c in configs]}
-        (out_dir / "config.json").write_text(json.dumps(stored))
+        run_folder.write_config(out_dir, [dataclasses.asdict(c) for c in configs], options)
         on_begin(0)
         calls.append(Asked(list(configs), options, out_dir))
         return []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ella_cuda import __version__, cli, experiments
+from ella_cuda import __version__, cli, experiments, run_folder
 from ella_cuda.reports.pictures import Drawn
 from ella_cuda.testing import KernelCheck
 from python_tests.forked import Child
@@ -369,7 +369,7 @@ def test_a_network_is_drawn_where_effective_parameters_are_known(counted, tmp_pa
     monkeypatch.setattr(experiments, "read_summary", lambda folder: [one])
     monkeypatch.setattr(experiments, "read_running", lambda folder: [])
     (tmp_path / one["run"]).mkdir()
-    (tmp_path / one["run"] / "history.json").write_text(json.dumps({"evaluations": made.evaluations(one)}))
+    run_folder.write_history(tmp_path / one["run"], one["run"], [], made.evaluations(one))
     assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
     drawn = {p.name for p in (tmp_path / "drawn").glob("*.png")}
     assert drawn == ({"curves.png", "layers.png"} if counted else {"curves.png"})

@@ -7,7 +7,7 @@ import json
 import torch
 
 from ella_cuda import digest
-from ella_cuda.digest import fits_seal, sealed, tensors_digest
+from ella_cuda.digest import broken_seal, sealed, tensors_digest
 
 
 def test_tensors_are_told_apart_by_type_shape_and_every_value(monkeypatch):
@@ -26,9 +26,17 @@ def test_tensors_are_told_apart_by_type_shape_and_every_value(monkeypatch):
 
 def test_a_seal_survives_json_and_finds_edits():
     row = {"run": "a", "nll": 0.1 + 0.2, "layers": [{"paths": {"conv": None}}], "shape": (1, 2), "seconds": 3.0}
-    read = json.loads(json.dumps(sealed(row, without=["seconds"])))
-    assert fits_seal(read, without=["seconds"]) and fits_seal({**read, "seconds": 4.0}, without=["seconds"])
-    assert not fits_seal({**read, "nll": 0.3}, without=["seconds"])
-    assert not fits_seal({**read, "layers": [{"paths": {"conv": 0}}]}, without=["seconds"])
-    assert not fits_seal({key: value for key, value in read.items() if key != "nll"}, without=["seconds"])
-    assert fits_seal({"run": "of a version without digests"})
+    read = json.loads(json.dumps(sealed(row, ["row", (1, 2)], without=["seconds"])))
+
+    def broken(values, of=("row", [1, 2])):
+        return broken_seal(values, of, without=["seconds"])
+
+    assert broken(read) is None and broken({**read, "seconds": 4.0}) is None
+    for changed in (
+        {**read, "nll": 0.3},
+        {**read, "layers": [{"paths": {"conv": 0}}]},
+        {key: value for key, value in read.items() if key != "nll"},
+    ):
+        assert broken(changed) == "its digest does not fit"
+    assert broken(read, ["row", [1, 3]]) == broken(read, ["diary", [1, 2]]) == "its digest does not fit"
+    assert broken({key: value for key, value in read.items() if key != "digest"}) == "its digest is gone"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ella_cuda import experiments
+from ella_cuda import experiments, run_folder
 from ella_cuda.data import SOURCES, TASKS, TensorLoader, load
 from ella_cuda.experiments import (
     RunConfig,
@@ -443,7 +443,10 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(tmp_path, monkeypatch, o
 def test_a_folder_of_another_run_is_refused(tmp_path, change):
     config = small(objective="map", epochs=4, burn_in=1, frequency=1, cooldown=0.5, fan_in_limit=8)
     run_one(config, tmp_path, progress=False)
-    with pytest.raises(ValueError, match="use another file"):
+    with pytest.raises(ValueError, match=rf"progress\.json is of a run with {next(iter(change))}="):
+        run_one(dataclasses.replace(config, **change), tmp_path, progress=False)
+    (tmp_path / "progress.json").unlink()
+    with pytest.raises(ValueError, match="use another file"), pytest.warns(UserWarning, match=r"no progress\.json"):
         run_one(dataclasses.replace(config, **change), tmp_path, progress=False)
 
 
@@ -507,7 +510,7 @@ def test_a_processor_of_which_nobody_tells_has_a_name(tmp_path, monkeypatch):
 
 
 def test_a_grid_refuses_another_grids_folder(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [dataclasses.asdict(small())]}))
+    run_folder.write_config(tmp_path, [dataclasses.asdict(small())], {})
     with pytest.raises(ValueError, match="belongs to other runs"):
         run_grid([small(seed=1)], tmp_path, progress=False)
     with pytest.raises(ValueError, match="each of another name"):

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ella_cuda.files import read_json, remove_temporary_files, write_file
+from ella_cuda.files import path_part, read_json, remove_temporary_files, write_file
 
 WRITE_UNDER_A_SIZE_LIMIT = """
 import resource, signal, sys
@@ -140,3 +140,26 @@ def test_a_folder_in_place_of_json_is_named(tmp_path):
     (tmp_path / "a.json").mkdir()
     with pytest.raises(ValueError, match=r"a\.json is damaged or of another version \(a folder\); do this\.$"):
         read_json(tmp_path / "a.json", "do this")
+
+
+def test_a_pipe_or_a_device_in_place_of_json_is_named_at_once(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    (tmp_path / "b.json").symlink_to("/dev/zero")
+    for name in ("a.json", "b.json"):
+        with pytest.raises(
+            ValueError, match=rf"{name} is damaged or of another version \(a pipe or device\); do this\.$"
+        ):
+            read_json(tmp_path / name, "do this")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../up", "/tmp", "a/b", "a\\b", "a\0", "a\n", "\ud800", "a\x7f", 3, None]
+)
+def test_a_name_is_one_part_of_a_path(name):
+    with pytest.raises(ValueError, match="a name must be one part of a path"):
+        path_part(name)
+
+
+@pytest.mark.parametrize("name", ["a", "...", "digits-conv+f_fc-seed0", "größe 3", ".lock"])
+def test_a_name_that_is_one_part_of_a_path_stays(tmp_path, name):
+    assert (tmp_path / path_part(name)).parent == tmp_path and path_part(name) == name

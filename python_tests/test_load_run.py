@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 
+from ella_cuda.digest import sealed
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, evaluate, load_run, prepare_for, run_grid, run_one
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.models import PATHS
@@ -112,7 +113,8 @@ def test_folders_that_cannot_be_loaded(tmp_path):
         (whole[:-20], r"progress\.json is damaged or of another version"),
         ("[]", "damaged or of another version"),
         (json.dumps({"config": {}}), "damaged or of another version"),
-        (json.dumps(other), r"checkpoint\.pt has head\.2\.weight of shape"),
+        (json.dumps(other), r"progress\.json was edited"),
+        (json.dumps(sealed(other, ["progress.json"], ["seconds"])), r"checkpoint\.pt has head\.2\.weight of shape"),
     ):
         (folder / "progress.json").write_text(text)
         with pytest.raises(ValueError, match=words):

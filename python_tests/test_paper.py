@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import math
 
 import pytest
 import torch
 
+from ella_cuda import run_folder
 from ella_cuda.data import SOURCES
 from ella_cuda.experiments import configure, paper, recipe
 from ella_cuda.experiments.paper import TABLES, Plan, entries, plan_table, scaled
@@ -517,11 +517,11 @@ def test_without_a_number_of_both_there_is_no_picture(tmp_path):
     found = entries(plan_, configs, answer(configs, **{configs[0].name: {}}))  # MAP: not in the paper
     with pytest.raises(ValueError, match="both"):
         paper.draw_comparison(plan_, found)
-    stored = {"options": {"plan": plan_.to_json()}, "runs": [dataclasses.asdict(c) for c in configs]}
-    (tmp_path / "config.json").write_text(json.dumps(stored))
+    run_folder.write_config(tmp_path, [dataclasses.asdict(c) for c in configs], {"plan": plan_.to_json()})
     paper.save_comparison(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", "comparison.txt", "comparison.csv"}
-    (tmp_path / "summary.json").write_text(json.dumps(answer(configs, **{configs[1].name: {}})))
+    rows = [run_folder.sealed_row(r, tmp_path) for r in answer(configs, **{configs[1].name: {}})]
+    run_folder.write_summary(tmp_path, rows)
     paper.save_comparison(tmp_path)
     files = {p.name: p.read_bytes() for p in tmp_path.glob("comparison.*")}
     assert set(files) == {f"comparison.{suffix}" for suffix in ("txt", "csv", "png", "svg")}
@@ -531,6 +531,29 @@ def test_without_a_number_of_both_there_is_no_picture(tmp_path):
 
 def test_a_folder_of_other_runs_has_no_comparison(tmp_path):
     run = dataclasses.asdict(configure("digits", "digit", "conv", "map"))
-    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [run]}))
+    run_folder.write_config(tmp_path, [run], {})
     with pytest.raises(ValueError, match="not the folder of a table"):
         paper.save_comparison(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.update(table=5),
+        lambda p: p.update(scale=5),
+        lambda p: p.update(images=5),
+        lambda p: p.update(cells=5),
+        lambda p: p["cells"][0].update(row=5),
+        lambda p: p["cells"][0].update(objective=5),
+        lambda p: p["cells"][0].update(runs=["no run"]),
+        lambda p: p.pop("cells"),
+    ],
+)
+def test_a_plan_that_does_not_fit_its_runs_is_named(tmp_path, change):
+    configs, plan_ = plan("toy", rows=["digit-f_fc+conv"])
+    stored = plan_.to_json()
+    stored["cells"] = list(stored["cells"])
+    change(stored)
+    run_folder.write_config(tmp_path, [dataclasses.asdict(c) for c in configs], {"plan": stored})
+    with pytest.raises(ValueError, match=r"plan|scale"):
+        paper.read_comparison(tmp_path)

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from ella_cuda import cli, experiments
+from ella_cuda import cli, experiments, run_folder
 from ella_cuda.cli.grid import results_folder
 from ella_cuda.data import load
+from ella_cuda.digest import sealed
 from ella_cuda.experiments import RunConfig, configure, prepare, prepare_for, run_grid, run_one
 from ella_cuda.experiments.diary import Diary
+from ella_cuda.experiments.folder import read_running
 from ella_cuda.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("without_pictures")  # what is gone on with are numbers
@@ -189,8 +191,7 @@ def test_workers_leave_the_word_of_other_threads_to_the_grid(tmp_path, monkeypat
     config = small()
     begun(config, tmp_path, monkeypatch)
     path = tmp_path / config.name / "progress.json"
-    diary = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
-    path.write_text(json.dumps({**diary, "threads": 7}))
+    run_folder.write_diary(path.parent, {**json.loads(path.read_text()), "threads": 7})
     monkeypatch.setattr("ella_cuda.experiments.grid.run_at_once", lambda *_: iter(()))
     with (
         pytest.warns(UserWarning, match=r"1 run begun with 7 thread\(s\) go on with 1: the same run"),
@@ -243,7 +244,7 @@ def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, chang
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
     assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
     err = capsys.readouterr().err
-    assert "config.json was edited after the runs began" in err and "Undo the edit" in err and err.count("\n") == 1
+    assert "config.json was edited" in err and "its digest does not fit. Undo the edit" in err and err.count("\n") == 1
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()} == before
 
 
@@ -256,39 +257,33 @@ def test_a_configuration_without_its_digest_is_refused(tmp_path, monkeypatch, ca
         begun(config, tmp_path, monkeypatch)
     edit(tmp_path / "config.json", lambda c: (c["runs"][0].update(lr=0.5), c.pop("digest")))
     assert cli.main(["train", "--resume", str(tmp_path)]) == 2
-    assert "config.json was edited after the runs began: its digest is gone. Undo the edit" in capsys.readouterr().err
+    assert "config.json was edited, or is of another version: its digest is gone. Undo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("done", [False, True])
-def test_a_folder_of_a_version_without_digests_can_be_gone_on_with(tmp_path, monkeypatch, done):
-    configs = [small(epochs=1), small(epochs=3, seed=1)]
-    if done:
-        run_grid(configs[:1], tmp_path, progress=False)
-        edit(tmp_path / "config.json", lambda c: c["runs"].append(dataclasses.asdict(configs[1])))
-        edit(tmp_path / "summary.json", lambda rows: rows[0].pop("digest"))
-    else:
-        monkeypatch.setattr("ella_cuda.experiments.grid.run_one", lambda *_, **__: raise_(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            run_grid(configs, tmp_path, progress=False)
-        monkeypatch.undo()
-    edit(tmp_path / "config.json", lambda c: c.pop("digest"))
-    for path in tmp_path.glob("*/progress.json"):
-        edit(path, lambda diary: diary.pop("digest"))
-    for _ in range(2):
-        assert len(run_grid(configs, tmp_path, progress=False)) == 2
-        assert experiments.read_grid(tmp_path)[0] == configs
-
-
-def raise_(error: BaseException) -> None:
-    raise error
+def test_what_another_run_left_is_refused_and_a_diary_that_is_gone_warns(tmp_path, monkeypatch):
+    config, other = small(), small(lr=0.05)
+    assert config.name == other.name  # in grids of their own
+    begun(config, tmp_path / "a", monkeypatch)
+    begun(other, tmp_path / "b", monkeypatch)
+    path = tmp_path / "a" / config.name / "progress.json"
+    path.write_bytes((tmp_path / "b" / config.name / "progress.json").read_bytes())
+    for call in (lambda: run_grid([config], tmp_path / "a", progress=False), lambda: read_running(tmp_path / "a")):
+        with pytest.raises(ValueError, match=r"progress\.json is of a run with lr="):
+            call()
+    path.unlink()
+    with pytest.warns(
+        UserWarning, match=r"has a checkpoint\.pt but no progress\.json: its run goes on, and its evaluations"
+    ):
+        run_grid([config], tmp_path / "a", progress=False)
 
 
 @pytest.mark.parametrize(
     ("change", "why"), [(lambda r: r.clear(), "no run is in it"), (lambda r: r.append(r[0]), "twice")]
 )
 def test_a_configuration_without_runs_or_with_one_twice_is_named(tmp_path, capsys, change, why):
-    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [dataclasses.asdict(small())]}))
-    edit(tmp_path / "config.json", lambda c: change(c["runs"]))
+    runs = [dataclasses.asdict(small())]
+    change(runs)
+    run_folder.write_config(tmp_path, runs, {})
     for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
         assert cli.main(args) == 2
         err = capsys.readouterr().err
@@ -299,10 +294,18 @@ def test_a_run_is_asked_whether_it_is_of_the_configuration(tmp_path, monkeypatch
     """Whatever the folder says: a run of another batch size, seed, augmentation or choice of images has another checkpoint."""
     config = small()
     begun(config, tmp_path, monkeypatch)
-    for change in (
+    changes = [
         {"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}, {"train_size": 41}, {"width": 2},
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"checkpoint\.pt (was written with|has blocks)"):
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(ValueError, match=rf"progress\.json is of a run with {next(iter(change))}="):
+            run_one(dataclasses.replace(config, **change), tmp_path / config.name, progress=False)
+    (tmp_path / config.name / "progress.json").unlink()
+    for change in changes:
+        with (
+            pytest.raises(ValueError, match=r"checkpoint\.pt (was written with|has blocks)"),
+            pytest.warns(UserWarning, match=r"no progress\.json"),
+        ):
             run_one(dataclasses.replace(config, **change), tmp_path / config.name, progress=False)
 
 
@@ -314,14 +317,16 @@ def test_edited_numbers_of_finished_runs_are_refused(tmp_path, capsys):
         lambda r: r[1].update(accuracy=99.0),
         lambda r: r[1]["layers"][0]["paths"]["conv"]["prior_precision"].update(weight=1.0),
         lambda r: (r[1].update(nll=0.1), r[1].pop("digest")),
+        lambda r: r[1].pop("digest"),
     ):
         edit(summary, change)
         for args in (["train", "--resume", str(tmp_path)], ["inspect", str(tmp_path)]):
             assert cli.main(args) == 1
             err = capsys.readouterr().err
             assert (
-                f"summary.json was edited: the row of {configs[1].name} does not fit its digest. Undo the edit" in err
+                f"summary.json was edited, or is of another version: in the row of {configs[1].name} its digest" in err
             )
+            assert "Undo the edit, or delete the row to do its run again" in err
         summary.write_text(json.dumps(rows))
     edit(summary, lambda r: r.pop(1))  # what the message advises
     again = run_grid(configs, tmp_path, progress=False)
@@ -333,7 +338,7 @@ def test_an_edited_diary_is_refused(tmp_path, monkeypatch):
     begun(config, tmp_path, monkeypatch)
     edit(tmp_path / config.name / "progress.json", lambda d: d["evaluations"][0].update(loss=0.0))
     with pytest.raises(
-        ValueError, match=r"progress\.json was edited: .* Undo the edit, or move .* away to do that run again"
+        ValueError, match=r"progress\.json was edited, .* Undo the edit, or move .* away to do that run again"
     ):
         run_grid([config], tmp_path, progress=False)
 
@@ -344,7 +349,7 @@ def test_an_edited_diary_is_refused(tmp_path, monkeypatch):
         ("config.json", b"\xff\xfe"),
         ("config.json", b"[]"),
         ("config.json", b'{"runs": 1, "options": {}}'),
-        ("config.json", b'{"runs": [3], "options": {}}'),
+        ("config.json", json.dumps(sealed({"runs": [3], "options": {}}, ["config.json"])).encode()),
         ("config.json", b'{"runs": [], "options": []}'),
         ("summary.json", b"\xff\xfe"),
         ("summary.json", b"{}"),
@@ -385,7 +390,7 @@ def test_a_value_of_another_type_names_the_attribute_and_the_file(tmp_path, caps
     run = {**dataclasses.asdict(small()), key: value}
     with pytest.raises(ValueError, match=f"^{key} must be "):
         RunConfig(**run)
-    (tmp_path / "config.json").write_text(json.dumps({"options": {}, "runs": [run]}))
+    run_folder.write_config(tmp_path, [run], {})
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert f"config.json is damaged or of another version ({key} must be" in capsys.readouterr().err
 

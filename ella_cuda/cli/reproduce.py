@@ -25,7 +25,7 @@ from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig
-from ella_cuda.experiments.paper import TABLES, plan_table, save_comparison
+from ella_cuda.experiments.paper import TABLES, plan_table, read_comparison, save_comparison
 
 
 def add_reproduce(commands: Any) -> None:
@@ -73,6 +73,7 @@ def _reproduce(args: argparse.Namespace) -> int:
         raise UsageError(f"--part is of {' and '.join(f'`ella-cuda reproduce {name}`' for name in EXPERIMENTS)}.")
     if "resume" in given:
         configs, options = resumed("reproduce", Path(args.resume), given)
+        read_comparison(args.resume)  # before the runs
     else:
         configs, options = _table(given, args)
     out_dir = results_folder(args, configs, options["table"])

@@ -117,5 +117,5 @@ def _resumed(experiment: Experiment, out_dir: Path, given: dict[str, Any]) -> tu
     except ValueError as error:
         raise UsageError(str(error)) from error
     require_same(out_dir, given, options)
-    named_device(options["device"])
+    named_device(str(options.get("device")))
     return studies, options

@@ -14,6 +14,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ella_cuda.files import no_file
+
 UNSIGNED_BYTE = 0x08
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_BYTES = 1 << 30  # of a file's data; the images of EMNIST, the largest of the family, have 547 million
@@ -73,6 +75,8 @@ def parse_idx(raw: bytes | bytearray, path: Path) -> np.ndarray:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     """The file's content, uncompressed."""
+    if what := no_file(path):
+        raise ValueError(f"{path} must be a file, got {what}.")
     with path.open("rb") as plain:
         compressed = plain.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         plain.seek(0)

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ella_cuda.experiments.hyperparameters import RunConfig
+from ella_cuda.files import damaged
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import layout
-from ella_cuda.run_folder import DIARY_FILE, of_network, read_diary, write_diary
+from ella_cuda.run_folder import CHECKPOINT_FILE, DIARY_FILE, of_network, read_diary, write_diary
 from ella_cuda.training import Evaluation
 from ella_cuda.training.checkpoint import threads_of
 
 
+def diary_of(run_dir: Path, config: RunConfig) -> dict[str, Any]:
+    """A run's diary; ValueError where it is damaged, was edited, or is of another run."""
+    diary, path, advice = read_diary(run_dir), run_dir / DIARY_FILE, f"move {run_dir} away to do that run again"
+    try:
+        found = RunConfig(**diary["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"config: {error!r}", advice) from error
+    here = config.chosen
+    for name in dict.fromkeys([*found.chosen, *here]):
+        its, ours = getattr(found, name), getattr(config, name)
+        if its != ours and name != "evidence_batch_size":  # the device's, where the grid does not say
+            raise ValueError(f"{path} is of a run with {name}={its!r}, here {ours!r}. Put it back there, or {advice}.")
+    return diary
+
+
 class Diary:
     """A run's seconds and evaluations so far, in a file: what a resumed run adds to, what `inspect` shows of a running one, and
-    what `load_run` rebuilds the network from.
+    what `load_run` rebuilds the network from. Warns where a run with a checkpoint lacks it.
 
     Args:
         folder: the run's.
@@ -32,14 +50,25 @@ class Diary:
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         self.bases = {n: m for n, m in model.named_modules() if isinstance(m, SpatialBasis)}
         self.start_anchors = {n: basis.anchors.detach().clone() for n, basis in self.bases.items()}
-        self.fixed = {"config": dataclasses.asdict(config), "network": network, "layout": layout(model)}
+        self.fixed = {
+            "run": config.name,
+            "config": dataclasses.asdict(config),
+            "network": network,
+            "layout": layout(model),
+        }
         self.fixed["threads"] = threads_of(model)
         if "anchors" in config.learn.split("+"):
             self.fixed["anchors_at_start"] = {n: a.tolist() for n, a in self.start_anchors.items()}
         self.before, self.evaluations = 0.0, []
         if (folder / DIARY_FILE).exists():
-            saved = read_diary(folder)
+            saved = diary_of(folder, config)
             self.before, self.evaluations = saved["seconds"], saved["evaluations"]
+        elif (folder / CHECKPOINT_FILE).exists():
+            warnings.warn(
+                f"{folder} has a {CHECKPOINT_FILE} but no {DIARY_FILE}: its run goes on, and its evaluations and seconds before are lost. "
+                "Put the file back to keep them.",
+                stacklevel=2,
+            )
 
     def seconds(self) -> float:
         return self.before + time.monotonic() - self.start

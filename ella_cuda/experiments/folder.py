@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ella_cuda import run_folder
+from ella_cuda.experiments.diary import diary_of
 from ella_cuda.experiments.hyperparameters import RunConfig
+from ella_cuda.files import damaged, path_part
 from ella_cuda.reports import describe_layers
 from ella_cuda.training.checkpoint import read_checkpoint
 
@@ -23,7 +25,7 @@ def read_grid(out_dir: str | os.PathLike[str]) -> tuple[list[RunConfig], dict[st
 
 def _configs(runs: list[dict[str, Any]]) -> list[RunConfig]:
     configs = [RunConfig(**run) for run in runs]
-    if not configs or len({config.name for config in configs}) < len(configs):
+    if not configs or len({path_part(config.name) for config in configs}) < len(configs):
         raise ValueError("a run is in it twice" if configs else "no run is in it")
     return configs
 
@@ -45,7 +47,7 @@ def read_running(out_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if config.name in done or not (Path(out_dir) / config.name / run_folder.DIARY_FILE).exists():
             continue
         written = (Path(out_dir) / config.name / run_folder.DIARY_FILE).stat().st_mtime
-        diary = run_folder.read_diary(Path(out_dir) / config.name)
+        diary = diary_of(Path(out_dir) / config.name, config)
         last = diary["evaluations"][-1]
         found = [last[key] for key in ("prior_precision", "effective_parameters", "inverse_lengthscale", "anchors")]
         layers, others = describe_layers(diary["layout"], *found)
@@ -89,6 +91,10 @@ def read_anchors(run_dir: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     names = diary["evaluations"][-1]["inverse_lengthscale"]
     if not names or not path.exists():
         return {}
-    model, start = run_folder.of_network(read_checkpoint(path)["model"]), diary.get("anchors_at_start", {})
-    found = {name: {"now": model[f"{name}.anchors"].tolist()} for name in names}
+    start = diary.get("anchors_at_start", {})
+    try:
+        model = run_folder.of_network(read_checkpoint(path)["model"])
+        found = {name: {"now": model[f"{name}.anchors"].tolist()} for name in names}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise damaged(path, f"its model: {error!r}", "do that run again in another folder") from error
     return {name: entry | ({"start": start[name]} if name in start else {}) for name, entry in found.items()}

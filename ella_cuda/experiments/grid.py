@@ -23,6 +23,7 @@ from ella_cuda.claim import LOCK_FILE, claim
 from ella_cuda.data.checksums import NOT_AS_PUBLISHED
 from ella_cuda.distributed import Ranks
 from ella_cuda.experiments.device import device_name
+from ella_cuda.experiments.diary import diary_of
 from ella_cuda.experiments.folder import read_grid, read_running
 from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
 from ella_cuda.experiments.run import require_data, run_one
@@ -180,9 +181,6 @@ def _run_grid(
     if config_path.exists():
         if read_grid(out_dir)[0] != list(configs):
             raise ValueError(f"{out_dir} belongs to other runs (see {config_path}); choose another folder.")
-        # One of an older version is sealed from here on, as its rows are.
-        if not (out_dir / run_folder.SUMMARY_FILE).exists():
-            run_folder.write_config(out_dir, *run_folder.read_config(out_dir))
     else:
         if (out_dir / run_folder.SUMMARY_FILE).exists():
             raise ValueError(
@@ -207,7 +205,7 @@ def _run_grid(
         bar.set_postfix({"done": len(done)})
 
     def finish(row: dict[str, Any]) -> None:
-        done[row["run"]] = row
+        done[row["run"]] = run_folder.sealed_row(row, out_dir)
         save_report([done[n] for n in names if n in done], out_dir)
         show()
         if on_row is not None:
@@ -245,11 +243,11 @@ def _tidy(out_dir: Path, names: Sequence[str]) -> None:
 
 def _warn_of_other_threads(out_dir: Path, waiting: Sequence[RunConfig], threads: int) -> None:
     begun = [
-        c.name
+        c
         for c in waiting
         if all((out_dir / c.name / f).exists() for f in (run_folder.CHECKPOINT_FILE, run_folder.DIARY_FILE))
     ]
-    before = {name: run_folder.read_diary(out_dir / name).get("threads") for name in begun}
+    before = {c.name: diary_of(out_dir / c.name, c).get("threads") for c in begun}
     others = sorted({count for count in before.values() if count not in (None, threads)})
     if others:
         warnings.warn(

@@ -13,10 +13,10 @@ from ella_cuda.data import TensorLoader
 from ella_cuda.experiments.device import resolve_device
 from ella_cuda.experiments.hyperparameters import CurvatureConfig, RunConfig
 from ella_cuda.experiments.run import averaged, build_network, own_random_state, prepare_for, same_copies
-from ella_cuda.files import damaged, read_json
+from ella_cuda.files import damaged
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur
-from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE, SAMPLES_FILE, read_samples
+from ella_cuda.run_folder import CHECKPOINT_FILE, CONFIG_FILE, DIARY_FILE, SAMPLES_FILE, read_diary, read_samples
 from ella_cuda.training.checkpoint import check_entries, load_checkpoint
 
 ADVICE = "do the run again"
@@ -98,7 +98,7 @@ def _described(run_dir: Path) -> tuple[RunConfig, dict[str, Any]]:
     """The run's configuration and its network's numbers, out of its diary."""
     path = run_dir / DIARY_FILE
     try:
-        diary = read_json(path, ADVICE)
+        diary = read_diary(run_dir)
     except (FileNotFoundError, NotADirectoryError) as error:
         runs = sorted(p.parent.name for p in run_dir.glob(f"*/{CHECKPOINT_FILE}"))
         if (run_dir / CONFIG_FILE).exists() and runs:

@@ -40,7 +40,7 @@ from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import Neyshabur, neyshabur
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.reports import describe_layers, layout
-from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, sealed_row, write_history, write_samples
+from ella_cuda.run_folder import CHECKPOINT_FILE, of_network, write_history, write_samples
 from ella_cuda.training import Evaluation, marglik_training
 from ella_cuda.training.checkpoint import random_state, restore_random_state
 
@@ -161,9 +161,9 @@ def run_one(
     Returns:
         A row of ``summary.json``: ``run``, :attr:`RunConfig.described`, ``accuracy`` (percent) ``, nll``
         (nats) ``, neg_log_marginal_likelihood`` (nats per data point; None with ``..._reason`` where the curvature
-        would be too large) ``, seconds, layers, other_parameters``, counts, ``evaluated_on`` (test or holdout), and the ``digest``
-        of all but the seconds. Where they are learned, ``augmentation``: amounts by generator. A network that averages over copies is
-        evaluated on those of the last fit.
+        would be too large) ``, seconds, layers, other_parameters``, counts, and ``evaluated_on`` (test or
+        holdout). In a grid's folder it has the ``digest`` of all but the seconds too. Where they are learned, ``augmentation``: amounts by
+        generator. A network that averages over copies is evaluated on those of the last fit.
 
         Of the Laplace approximation's predictive (``link_approx="probit"``; None where the curvature would be too large)
         ``nll_predictive`` (probabilities below 1e-12 count as such) ``, ece`` (a fraction, of 15 bins) ``, brier``, of the softmax
@@ -329,7 +329,7 @@ def _described(
     """The row of a run that is trained, evaluated here; ``reason`` is why it has no evidence."""
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
-    draws = la.state_dict()["draws"] if isinstance(model, AveragedFunction) else None
+    draws = la._draws if isinstance(model, AveragedFunction) else None
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)
@@ -340,8 +340,8 @@ def _described(
     amounts = {}
     if isinstance(model, AveragedFunction):
         amounts = {"augmentation": model.augment.amounts()}
-        write_samples(run_dir, sampled(model.augment, dataset), draws.tolist())
-    write_history(run_dir, losses, diary.evaluations)
+        write_samples(run_dir, config.name, sampled(model.augment, dataset), draws.tolist())
+    write_history(run_dir, config.name, losses, diary.evaluations)
     row = {
         "run": config.name,
         **config.described,
@@ -361,4 +361,4 @@ def _described(
     }
     if log is not None:
         log.finish(row, diary.evaluations)
-    return sealed_row(row)
+    return row

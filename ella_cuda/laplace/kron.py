@@ -33,7 +33,7 @@ from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
-from ella_cuda.laplace.state import checked_tensor, read_factors, save_factors
+from ella_cuda.laplace.state import CHECKSUM, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
 from ella_cuda.laplace.together import FitSums, accumulate_together
@@ -528,10 +528,7 @@ class KronLaplace(BaseLaplace):
         log_precision, log_scale = self.prior_precision.log(), self._log_scale(None)
         return ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale).effective
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a fit produced, and the hyperparameters: tensors, numbers and strings, loadable with
-        ``weights_only=True``.
-        """
+    def _state(self) -> dict[str, Any]:
         return self._shared_state() | {
             "fisher": self.fisher,
             "resolution": self.resolution,
@@ -555,11 +552,10 @@ class KronLaplace(BaseLaplace):
         gradients = self._checked_gradients(state["statistic_gradients"])
         if not n_data and state["factors"] != {}:
             raise ValueError("load_state_dict: factors must be empty with n_data = 0.")
-        factors = read_factors(self._rules, state["factors"], n_data) if n_data else {}
-        # All of it fits: from here on nothing fails.
+        factors = read_factors(self._rules, state["factors"], n_data, exactly=CHECKSUM not in state) if n_data else {}
+        restore()  # the last that may fail
         for rule in self._rules if n_data else ():
             rule.factors = {parameter: factors[rule.full_name(parameter)] for parameter in rule.trainable}
-        restore()
         self._statistic_gradients = gradients
         self._hold(self._rules if n_data else [])
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.files import write_file
+from ella_cuda.claim import claim
+from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
-from ella_cuda.laplace.state import checked_count, checked_tensor
+from ella_cuda.laplace.state import checked_count, checked_tensor, require_checksum, with_checksum
 from ella_cuda.laplace.tangent import rounding_of
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
@@ -354,9 +356,10 @@ def solve(
 ) -> LinearMode:
     """The linearised network's mode at la's prior precisions and noise; arguments as of
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
-    with tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False) as bar, torch.no_grad():
+    file = _Checkpoint(la, form, checkpoint)
+    bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
+    with file.claimed(), bars as bar, torch.no_grad():
         loss = _Loss(la, loader, form, bar)
-        file = _Checkpoint(la, form, checkpoint)
         theta = file.read()
         theta = start if theta is None else theta
         theta = theta if theta is None else theta.to(loss.point)
@@ -604,12 +607,25 @@ class _Checkpoint:
                 f"fit_linear_mode: checkpoint: the folder {self.path.parent} does not exist; make it."
             )
 
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Work alone on the file; what killed processes left of it is removed."""
+        if self.path is None:
+            yield
+            return
+        with claim(self.path.with_name(f".{self.path.name}.lock"), f"fit_linear_mode: checkpoint {self.path}"):
+            remove_temporary_files(self.path.parent, self.path.name)
+            yield
+
     def read(self) -> Tensor | None:
         """Where the last solution was interrupted; None where none was."""
         if self.path is None or not self.path.exists():
             return None
         try:
+            if what := no_file(self.path):
+                raise ValueError(f"it is {what}")
             state = torch.load(self.path, weights_only=True, map_location="cpu")
+            state = require_checksum(state, "state", "it is damaged, or of another version")
             theta = checked_tensor("theta", state.pop("theta"), (self._count,)) if state.keys() > {"theta"} else None
         except Exception as error:
             raise ValueError(
@@ -625,7 +641,7 @@ class _Checkpoint:
         """Replace the file, if it is time to."""
         if self.path is None or not (force or time.monotonic() - self._written > EVERY):
             return
-        state = {**self._is_of, "theta": theta.cpu()}
+        state = with_checksum({**self._is_of, "theta": theta.cpu()})
         write_file(self.path, lambda name: torch.save(state, name))
         self._written = time.monotonic()
 

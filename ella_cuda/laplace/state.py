@@ -7,9 +7,28 @@ from typing import Any
 
 import torch
 
+from ella_cuda.digest import values_digest
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
+
+CHECKSUM = "checksum"  # of a state's other entries
+NEVER_POSITIVE = ("classification", "regression", "binary", "poisson")  # likelihoods whose statistic is not
+ROUNDING = 1e-6  # of a sum's trace: products of float32 rows are summed in float32
+
+
+def with_checksum(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with a digest of its entries, by which :func:`require_checksum` knows it again."""
+    return {**state, CHECKSUM: values_digest(state)}
+
+
+def require_checksum(state: Mapping[str, Any], where: str, what: str) -> dict[str, Any]:
+    """The entries without the checksum; ValueError where they are not those that :func:`with_checksum` was given, in words for ``where``
+    and ``what``."""
+    entries = {key: value for key, value in state.items() if key != CHECKSUM}
+    if state.get(CHECKSUM) != values_digest(entries):
+        raise ValueError(f"{where}: {CHECKSUM} does not fit the other entries: {what}.")
+    return entries
 
 
 def factors_of(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
@@ -38,9 +57,10 @@ def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
 
 
 def read_factors(
-    rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int
+    rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int, exactly: bool
 ) -> dict[str, KroneckerFactor]:
-    """The factors that :func:`save_factors` saved, by the names of all parameters of the rules' layers; they are copies.
+    """The factors that :func:`save_factors` saved, by the names of all parameters of the rules' layers; they are copies. ``exactly``: see
+    :func:`require_moment`.
 
     Raises:
         ValueError: an entry is missing, unknown or does not fit the rules' shapes, or its values are no sum of outer products.
@@ -63,7 +83,7 @@ def read_factors(
                 loaded[name] = loaded[owner_rule.full_name(its_name)]
                 continue
             owner = rule.full_name(shared[parameter]) if parameter in shared else ""
-            loaded[name] = _read(name, shapes[parameter], like, saved[name], loaded, owner)
+            loaded[name] = _read(name, shapes[parameter], like, saved[name], loaded, owner, exactly)
             loaded[name].n_data = n_data
     return loaded
 
@@ -78,6 +98,7 @@ def _read(
     entry: Mapping[str, Any],
     loaded: Mapping[str, KroneckerFactor],
     owner: str,
+    exactly: bool,
 ) -> KroneckerFactor:
     """One factor; ``owner`` is the parameter whose output side it may share, "" if none."""
     if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
@@ -95,7 +116,7 @@ def _read(
     inputs = None
     if not shape.constant_input:
         inputs = SecondMoment(shape.groups, shape.row_inputs, like, f"{name} (input side)", shape.input_basis)
-        _fill(inputs, entry["inputs"])
+        _fill(inputs, entry["inputs"], exactly)
     input_rows = checked_count(f"input_rows of {name!r}", entry["input_rows"])
     output_rows = checked_count(f"output_rows of {name!r}", entry["output_rows"])
     if sharing:
@@ -104,20 +125,33 @@ def _read(
         outputs = SecondMoment(
             shape.output_groups, shape.row_outputs, like, f"{name} (output side)", shape.output_basis
         )
-        _fill(outputs, entry["outputs"])
+        _fill(outputs, entry["outputs"], exactly)
         outputs.count(output_rows)
     if inputs is not None:
         inputs.count(input_rows)
     return KroneckerFactor(shape, inputs, outputs)
 
 
-def _fill(moment: SecondMoment, total: Any) -> None:
+def _fill(moment: SecondMoment, total: Any, exactly: bool) -> None:
     given = checked_tensor(moment.name, total, moment.total.shape)
-    if (given.diagonal(dim1=1, dim2=2) < 0).any():
-        raise ValueError(
-            f"load_state_dict: {moment.name}: expected a sum of outer products, got negative numbers on its diagonal."
-        )
+    require_moment(moment.name, given, exactly)
     moment.total.copy_(given)
+
+
+def require_moment(name: str, total: torch.Tensor, exactly: bool) -> None:
+    """ValueError where ``(..., d, d)`` is no sum of outer products, up to rounding of its trace. ``exactly``: by a Cholesky factorisation
+    too, for what has no checksum."""
+    diagonal = total.diagonal(dim1=-2, dim2=-1)
+    slack = ROUNDING * diagonal.sum(-1) + torch.finfo(total.dtype).tiny
+    if (diagonal < 0).any():
+        got = "negative numbers on its diagonal"
+    elif ((total - total.mT).abs().amax((-2, -1)) > slack).any():
+        got = "one that is not symmetric"
+    elif exactly and torch.linalg.cholesky_ex(total + torch.diag_embed(slack[..., None].expand_as(diagonal)))[1].any():
+        got = "negative eigenvalues"
+    else:
+        return
+    raise ValueError(f"load_state_dict: {name}: expected a sum of outer products, got {got}.")
 
 
 def checked_tensor(name: str, value: Any, shape: Sequence[int]) -> torch.Tensor:

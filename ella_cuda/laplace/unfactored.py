@@ -21,7 +21,7 @@ from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, trainable
 from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
-from ella_cuda.laplace.state import checked_tensor
+from ella_cuda.laplace.state import CHECKSUM, checked_tensor, require_moment
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -357,8 +357,7 @@ class UnfactoredLaplace(BaseLaplace):
 
     # saving ----------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a fit produced, and the hyperparameters, loadable with ``weights_only=True``."""
+    def _state(self) -> dict[str, Any]:
         return self._shared_state() | {
             "hessian_structure": self.hessian_structure,
             "subnetwork_indices": None if self.subnetwork_indices is None else self.subnetwork_indices.clone(),
@@ -374,14 +373,18 @@ class UnfactoredLaplace(BaseLaplace):
         """
         state, n_data, restore = self._checked_state(state, ("hessian_structure",))
         given, here = state["subnetwork_indices"], self.subnetwork_indices
-        if (given is None) != (here is None) or (given is not None and not torch.equal(given.cpu(), here.cpu())):
+        same = here is None if given is None else isinstance(given, Tensor) and here is not None
+        if not same or (given is not None and not torch.equal(given.cpu(), here.cpu())):
             raise ValueError("load_state_dict: subnetwork_indices of the state are others than here.")
         curvature = None
         if n_data:
             curvature = self._no_curvature()
-            curvature.total.copy_(checked_tensor("curvature", state["curvature"], curvature.total.shape))
-        # All of it fits: from here on nothing fails.
-        restore()
+            given = checked_tensor("curvature", state["curvature"], curvature.total.shape)
+            require_moment(
+                "curvature", given if given.dim() == 2 else given[:, None, None], exactly=CHECKSUM not in state
+            )
+            curvature.total.copy_(given)
+        restore()  # the last that may fail
         self._curvature, self._statistic_gradients = curvature, {}
         if curvature is not None:
             curvature.most_rank = self.n_data * self.n_outputs

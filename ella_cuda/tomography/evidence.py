@@ -386,6 +386,8 @@ class IterativeMeasured:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         low_rank = state["low_rank"]
+        if type(state["evaluations"]) is not int or any(part.dtype != torch.float64 for part in low_rank or ()):
+            raise ValueError("evaluations must be an integer, and low_rank None or two tensors torch.float64")
         self._low_rank = None if low_rank is None else tuple(part.to(self.image.device) for part in low_rank)
         self._evaluations, self._conditioned_at = state["evaluations"], None
 

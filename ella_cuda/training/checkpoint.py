@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.claim import claim
-from ella_cuda.files import remove_temporary_files, write_file
+from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.training.checks import warn
 from ella_cuda.training.learners import Learner
 
@@ -61,7 +61,7 @@ class Checkpoint:
 
     Raises:
         TypeError: the path is none.
-        OSError: it is a folder, or its folder is none, cannot be made or cannot be written to.
+        OSError: it is no file, or its folder is none, cannot be made or cannot be written to.
     """
 
     def __init__(
@@ -124,6 +124,8 @@ def _require_writable(checkpoint: str | Path, owner: str) -> None:
     path = Path(checkpoint).absolute()
     if path.is_dir():
         raise IsADirectoryError(f"{owner}: checkpoint must be a file, but {checkpoint} is a folder; name a file in it.")
+    if path.exists() and (what := no_file(path)):
+        raise OSError(f"{owner}: checkpoint must be a file, but {checkpoint} is {what}; name another.")
     folder = next(parent for parent in path.parents if parent.exists())  # below it folders are made
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -186,6 +188,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ValueError: the file is truncated, damaged in any bit of its content, of another format or no checkpoint.
     """
     try:
+        if what := no_file(path):
+            raise ValueError(f"it is {what}")
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums it stores
             if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
                 raise ValueError("a part is compressed, which torch's never are")
@@ -264,7 +268,7 @@ def _check_run(source: str, state: Mapping[str, Any], settings: Mapping[str, Any
         found, rounding = present[key], ROUNDING if key == ROUNDED else 0.0
         if key == "data":
             _check_data(source, found, expected)
-        elif not _agree(found, expected, rounding):
+        elif not agree(found, expected, rounding):
             where, found, expected = _first_difference(key, found, expected, rounding)
             raise ValueError(
                 f"{source} was written with {where}={found!r}, this run has {expected!r}; use another file, or go on as it was begun."
@@ -338,18 +342,18 @@ def restore(
     """
     _check_run(source, state, settings, model)
     _check_forms(source, state)
-    wrong = {"optimizer": _wrong_optimizer_state(state["optimizer"], optimizer, stepped=state["epoch"] > 0)}
+    wrong = {"optimizer": wrong_optimizer_state(state["optimizer"], optimizer, stepped=state["epoch"] > 0)}
     if (scheduler is None) != (state.get("scheduler") is None):
         raise _does_not_fit(source, f"has {'a' if scheduler is None else 'no'} scheduler")
     if scheduler is not None:
-        wrong["scheduler"] = _wrong_form(state["scheduler"], scheduler.state_dict())
+        wrong["scheduler"] = wrong_form(state["scheduler"], scheduler.state_dict())
     for learner in learners:
         wrong[f"learner {learner.name}"] = _wrong_learner_state(state["learners"].get(learner.name), learner, state)
     for key, what in wrong.items():
         if what:
             raise _does_not_fit(source, f"{key} {what}")
     _check_random_state(source, "random", state["random"], loaders)
-    if state["margliks"]:
+    if state["margliks"] or state.get("random_at_fit") is not None:
         _check_random_state(source, "random_at_fit", state.get("random_at_fit"), loaders)
     if state.get("best") is not None:
         _check_best(source, state["best"], state, loaders)
@@ -379,7 +383,7 @@ def restore_steps(
     epoch, history = state["epoch"], state["history"]
     if epoch < 0 or len(history) != epoch or not all(isinstance(entry, dict) for entry in history):
         raise _does_not_fit(source, f"has a history that is not one of {epoch} epochs")
-    if wrong := _wrong_optimizer_state(state["optimizer"], optimizer, stepped=epoch > 0):
+    if wrong := wrong_optimizer_state(state["optimizer"], optimizer, stepped=epoch > 0):
         raise _does_not_fit(source, f"optimizer {wrong}")
     _check_random_state(source, "random", state["random"], loaders)
     model.load_state_dict(state["model"])
@@ -401,12 +405,12 @@ def _wrong_learner_state(found: Any, learner: Learner, state: Mapping[str, Any])
     """What is wrong with a learner's saved state, None if nothing."""
     expected = learner.state_dict()
     if learner.optimizer is None or "optimizer" not in expected:
-        return _wrong_form(found, expected)
-    if wrong := _wrong_form(found, expected | {"optimizer": {}}):
+        return wrong_form(found, expected)
+    if wrong := wrong_form(found, expected | {"optimizer": {}}):
         return wrong
     # Others may have been at an evidence step without a step of their own: at the last.
     stepped = learner.name == "prior" and bool(state["margliks"])
-    wrong = _wrong_optimizer_state(found["optimizer"], learner.optimizer, stepped)
+    wrong = wrong_optimizer_state(found["optimizer"], learner.optimizer, stepped)
     return wrong and f"optimizer {wrong}"
 
 
@@ -423,7 +427,8 @@ def _does_not_fit(source: str, what: str) -> ValueError:
 
 
 def _check_data(source: str, found: Any, expected: dict[str, str | None]) -> None:
-    found = found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        raise _does_not_fit(source, f"data of its settings is a {type(found).__name__}")
     for name, digest in expected.items():
         if None not in (digest, found.get(name)) and found[name] != digest:
             raise ValueError(
@@ -432,7 +437,7 @@ def _check_data(source: str, found: Any, expected: dict[str, str | None]) -> Non
             )
 
 
-def _agree(found: Any, expected: Any, rounding: float) -> bool:
+def agree(found: Any, expected: Any, rounding: float = 0.0) -> bool:
     """Whether settings are equal, numbers in words among them to a relative error."""
     if rounding and isinstance(found, str) and isinstance(expected, str) and found != expected:
         try:
@@ -440,10 +445,10 @@ def _agree(found: Any, expected: Any, rounding: float) -> bool:
         except ValueError:  # other words
             return False
     if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_agree(found[k], expected[k], rounding) for k in expected)
+        return found.keys() == expected.keys() and all(agree(found[k], expected[k], rounding) for k in expected)
     if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(_agree, found, expected, [rounding] * len(found)))
-    return found == expected
+        return len(found) == len(expected) and all(map(agree, found, expected, [rounding] * len(found)))
+    return not isinstance(found, Tensor) and found == expected
 
 
 def _first_difference(name: str, found: Any, expected: Any, rounding: float) -> tuple[str, Any, Any]:
@@ -455,14 +460,14 @@ def _first_difference(name: str, found: Any, expected: Any, rounding: float) -> 
         pairs = [(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(zip(found, expected, strict=True))]
     else:
         return name, found, expected
-    return _first_difference(*next(pair for pair in pairs if not _agree(pair[1], pair[2], rounding)), rounding)
+    return _first_difference(*next(pair for pair in pairs if not agree(pair[1], pair[2], rounding)), rounding)
 
 
 def _check_best(source: str, best: Any, state: Mapping[str, Any], loaders: Iterable[Any]) -> None:
     """ValueError where what is kept of the evaluation with the best evidence has another form than the state's own."""
     prior = state["learners"]["prior"]
     form = {"epoch": 0, "model": state["model"], **{key: prior[key] for key in ("log_precision", "log_sigma")}}
-    if wrong := _wrong_form(best, form):
+    if wrong := wrong_form(best, form):
         raise _does_not_fit(source, f"best {wrong}")
     _check_random_state(source, "random_at_fit of the best evidence", best.get("random_at_fit"), loaders)
 
@@ -471,7 +476,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-def _wrong_form(found: Any, expected: Any) -> str | None:
+def wrong_form(found: Any, expected: Any) -> str | None:
     """What a part's saved state has of another form than its own, which stands for all values of its type; None if nothing."""
     if isinstance(expected, dict):
         if not isinstance(found, dict):
@@ -480,24 +485,28 @@ def _wrong_form(found: Any, expected: Any) -> str | None:
             if key not in found:
                 if not str(key).startswith("_"):  # torch's versions differ in those
                     return f"has no {key}"
-            elif wrong := _wrong_form(found[key], value):
+            elif wrong := wrong_form(found[key], value):
                 return f"[{key!r}] {wrong}"
     elif isinstance(expected, (list, tuple)):
         if not isinstance(found, (list, tuple)) or len(found) != len(expected):
             return f"is not a list of {len(expected)}"
-        return next((f"[{i}] {w}" for i, w in enumerate(map(_wrong_form, found, expected)) if w), None)
-    elif isinstance(expected, Tensor) and not (_is_number(expected) and _is_number(found)):
-        if not isinstance(found, Tensor) or found.shape != expected.shape:
+        return next((f"[{i}] {w}" for i, w in enumerate(map(wrong_form, found, expected)) if w), None)
+    elif isinstance(expected, Tensor):
+        numbers = _is_number(expected) and _is_number(found)
+        if not numbers and (not isinstance(found, Tensor) or found.shape != expected.shape):
             shape = tuple(found.shape) if isinstance(found, Tensor) else f"none, but a {type(found).__name__}"
             return f"has shape {shape}, here {tuple(expected.shape)}"
+        dtype = found.dtype if isinstance(found, Tensor) else expected.dtype
+        if dtype != expected.dtype and not (numbers and torch.promote_types(dtype, expected.dtype) == dtype):
+            return f"is in {dtype}, here in {expected.dtype}"
     elif isinstance(expected, (bool, int, float)) and not _is_number(found):
         return f"is a {type(found).__name__}, not a number"
     return None
 
 
-def _wrong_optimizer_state(found: Any, optimizer: torch.optim.Optimizer, stepped: bool) -> str | None:
+def wrong_optimizer_state(found: Any, optimizer: torch.optim.Optimizer, stepped: bool) -> str | None:
     """What is wrong with an optimizer's saved state, None if nothing. ``stepped``: whether it has done a step."""
-    if wrong := _wrong_form(found, {**optimizer.state_dict(), "state": {}}):
+    if wrong := wrong_form(found, {**optimizer.state_dict(), "state": {}}):
         return wrong
     groups = [[*group["params"]] for group in optimizer.state_dict()["param_groups"]]
     if [list(group["params"]) for group in found["param_groups"]] != groups:
@@ -510,14 +519,14 @@ def _wrong_optimizer_state(found: Any, optimizer: torch.optim.Optimizer, stepped
                 if stepped and form:
                     return f"has no state of parameter {number}"
                 continue
-            expected = {key: parameter if whole else torch.zeros(()) for key, whole in form.items()}
-            if wrong := _wrong_form(state, expected):
+            expected = {key: like.new_zeros(parameter.shape if like.dim() else ()) for key, like in form.items()}
+            if wrong := wrong_form(state, expected):
                 return f"['state'][{number}] {wrong}"
     return None
 
 
-def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """The tensors that the optimizer keeps for a parameter after a step: whether they have its shape (True) or are one number (False).
+def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that the optimizer keeps for a parameter after a step, of a small parameter: they have its shape or are one number.
 
     Found by a step on a small parameter. Nothing is known of optimizers that take other arguments than their groups have, and of tensors
     of other shapes.
@@ -532,8 +541,9 @@ def _form_of_state(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> d
         kept = dict(trial.state[small])
     except Exception:  # someone else's class, whose first step says what does not fit
         return {}
-    tensors = {key: value for key, value in kept.items() if isinstance(value, Tensor)}
-    return {key: value.dim() > 0 for key, value in tensors.items() if value.shape in ((2, 3), ())}
+    tensors = {key: v for key, v in kept.items() if isinstance(v, Tensor) and v.shape in ((2, 3), ())}
+    # Numbers of steps are of torch's default dtype, which may be another when they are read.
+    return {key: v if v.dim() or not v.is_floating_point() else v.float() for key, v in tensors.items()}
 
 
 def _check_random_state(source: str, name: str, state: Any, loaders: Iterable[Any]) -> None:

@@ -555,7 +555,7 @@ class MarglikTrainer:
         # Rates as they were rounded at first.
         self._settings = {**self._settings, "optimizer_groups": state["settings"]["optimizer_groups"]}
         self.margliks, self.losses, self.history = (list(state[key]) for key in ("margliks", "losses", "history"))
-        self.epochs, self._random_at_fit, self.la = state["epoch"], state["random_at_fit"], None
+        self.epochs, self._random_at_fit, self.la = state["epoch"], state.get("random_at_fit"), None
         self._best = state.get("best")
         if self._graphed is not None:
             self._graphed.forget()

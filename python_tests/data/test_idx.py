@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 
 import numpy as np
 import pytest
@@ -64,3 +65,9 @@ def test_a_compressed_file_of_more_than_is_uncompressed_is_refused(tmp_path, mon
         ValueError, match=r"compressed must hold 12 bytes .* more than the 11 that are uncompressed; uncompress it"
     ):
         read_idx(tmp_path / "compressed")
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe must be a file, got a pipe or device"):
+        read_idx(tmp_path / "pipe")

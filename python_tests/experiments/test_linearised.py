@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from ella_cuda import cli
+from ella_cuda import cli, run_folder
 from ella_cuda.experiments.linearised import (
     EXPERIMENT,
     architectures,
@@ -165,6 +166,83 @@ def test_an_edited_measurement_is_refused(tmp_path, capsys):
     result.write_text(result.read_text().replace('"at": "linear"', '"at": "network"'))
     assert cli.main(["reproduce", "--resume", str(folder)]) == 1
     assert "was edited" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_studies_of_a_folder_are_its_own(tmp_path, capsys, monkeypatch):
+    """Of a part that measures at once: what is kept is the study's by name and settings, and no name leads out of the folder."""
+
+    def run_part(done, work):
+        return {"value": work.kept("value", lambda: done.settings["seed"])}
+
+    part = dataclasses.replace(EXPERIMENT.parts["toy"], run=run_part, rows=lambda done, result: [result], text=str)
+    monkeypatch.setitem(EXPERIMENT.parts, "toy", part)
+
+    def resume(name):
+        code = cli.main(["reproduce", "--resume", str(tmp_path / name), "--jobs", "1"])
+        return code, capsys.readouterr().err
+
+    for name, seeds in (("out", "01"), ("other", "01")):
+        scale = "0.1" if name == "out" else "0.2"
+        run(
+            "linearised",
+            "--part",
+            "toy",
+            "--seed",
+            *seeds,
+            "--scale",
+            scale,
+            "--jobs",
+            "1",
+            "--out",
+            str(tmp_path / name),
+        )
+    assert resume("out") == (0, "")
+    first, second = (tmp_path / "out" / f"toy-seed{i}" for i in (0, 1))
+    whole = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+    def put_back():
+        for path, content in whole.items():
+            path.write_bytes(content)
+
+    def without_digest(path):
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "digest"}))
+
+    for file in ("result.json", "measured.json"):
+        for change in (
+            lambda path: path.write_bytes((first / path.name).read_bytes()),
+            lambda path: path.write_bytes((tmp_path / "other" / "toy-seed1" / path.name).read_bytes()),
+            without_digest,
+        ):
+            if file == "measured.json":
+                (second / "result.json").unlink()  # so that it is read
+            change(second / file)
+            code, err = resume("out")
+            assert code == 1 and f"{file} was edited, or is of another study" in err and err.count("\n") == 1
+            put_back()
+    config = tmp_path / "out" / "config.json"
+    without_digest(config)
+    code, err = resume("out")
+    assert code == 2 and "config.json was edited, or is of another version: its digest is gone" in err
+
+    runs, options = run_folder.read_config(tmp_path / "other")
+    away = {"part": "toy", "name": "x", "settings": runs[0]["settings"]}
+    for wrong, words in (
+        ([{**away, "name": "../../x"}], "one part of a path"),
+        ([{**away, "name": str(tmp_path / "away")}], "one part of a path"),
+        ([{**away, "name": ""}], "one part of a path"),
+        ([{**away, "settings": 5}], "settings of x must be a mapping"),
+        ([{**away, "part": ["toy"]}], "there is no part"),
+        ([{"part": "toy"}], "name"),
+        ([5], "must be a mapping"),
+        ([*runs, runs[0]], "a study is in it twice"),
+        ([], "no study is in it"),
+    ):
+        run_folder.write_config(tmp_path / "out", wrong, options)
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        code, err = resume("out")
+        assert code == 2 and words in err and err.count("\n") == 1
+        assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 @pytest.mark.usefixtures("few", "undrawn")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 from tqdm import tqdm
 
+from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from python_tests.laplace.checks import Reusing, randomised
@@ -791,7 +793,7 @@ def test_an_interrupted_solution_goes_on(tmp_path: Path, before: bool) -> None:
     assert la.linear_fit.passes < whole / 2 and not path.exists()
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     la, loader = of_classes()
     path = tmp_path / "mode.pt"
 
@@ -809,9 +811,11 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         la.fit_linear_mode(loader, form="simple", checkpoint=path)
     whole, state = path.read_bytes(), torch.load(path)
     wrong = [whole[: len(whole) // 2], b"", b"nothing"]
-    for theta in (drawn(3), 1.0, None, torch.full((la.n_params,), math.nan).double()):
+    for theta in (drawn(3), 1.0, None, torch.full((la.n_params,), math.nan).double(), -state["theta"]):
         torch.save({**state, "theta": theta}, path)
         wrong.append(path.read_bytes())
+    torch.save({key: value for key, value in state.items() if key != "checksum"}, path)
+    wrong.append(path.read_bytes())
     torch.save([1], path)
     wrong.append(path.read_bytes())
     for content in wrong:
@@ -819,7 +823,17 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"cannot be read|another network"):
             la.fit_linear_mode(loader, checkpoint=path)
     path.write_bytes(whole)
+    left = tmp_path / ".mode.1-0.tmp.pt"  # by a process that was killed
+    left.write_bytes(whole)
+    with claim(tmp_path / ".mode.pt.lock", "it", patience=0.0), monkeypatch.context() as patched:
+        patched.setattr(claim.__wrapped__, "__defaults__", (0.0,))
+        with pytest.raises(RuntimeError, match=r"fit_linear_mode: checkpoint .*mode\.pt is in use by process \d+"):
+            la.fit_linear_mode(loader, checkpoint=path)
     la.fit_linear_mode(loader, checkpoint=path)
+    assert not list(tmp_path.iterdir())
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"cannot be read .it is a pipe or device"):
+        la.fit_linear_mode(loader, checkpoint=path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         la.fit_linear_mode(loader, checkpoint=tmp_path / "none" / "mode.pt")
 
@@ -839,7 +853,7 @@ def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pass train_loader"):
             other.optimize_prior_precision(at="linear")
         other.optimize_prior_precision(at="linear", train_loader=loader)
-    older = {key: value for key, value in state.items() if key != "linear_mode"}
+    older = {key: value for key, value in state.items() if key not in ("linear_mode", "checksum")}
     loaded.load_state_dict(older)
     assert loaded.linear_mode is None
     for wrong in (

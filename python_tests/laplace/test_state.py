@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import KronLaplace
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace
 from ella_cuda.nn import FactoredLinear2d
 
 
@@ -183,8 +183,87 @@ def test_every_entry_is_checked_before_anything_changes(data, path, value, messa
 
 
 def test_what_is_no_mapping_is_refused(data):
-    with pytest.raises(TypeError, match="expected a mapping as state_dict gives it, got list"):
-        make().load_state_dict([1])
+    for wrong in ([1], 5, None):
+        with pytest.raises(TypeError, match="expected a mapping as state_dict gives it, got "):
+            make().load_state_dict(wrong)
+
+
+KINDS = {
+    "kron": KronLaplace,
+    "full": FullLaplace,
+    "diag": DiagLaplace,
+    "subnet": lambda *args: SubnetLaplace(*args, subnetwork_indices=torch.arange(3, 9)),
+}
+
+
+def fitted(kind, likelihood):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = torch.randn(6, 2).double()
+    y = {"classification": torch.arange(6) % 2, "binary": torch.arange(12).view(6, 2) % 2}.get(likelihood)
+    la = KINDS[kind](model, likelihood).fit([(x, torch.arange(12.0).view(6, 2).double() if y is None else y)])
+    return la, KINDS[kind](model, likelihood)
+
+
+def entries_of(state, path=()):
+    """Every number, string and tensor of a state, and the mappings that hold them, by their paths."""
+    for key, value in state.items():
+        yield (*path, key), value
+        if isinstance(value, dict):
+            yield from entries_of(value, (*path, key))
+
+
+def another(value):
+    if isinstance(value, torch.Tensor):
+        return value.roll(1) if value.numel() > 1 and not torch.equal(value, value.roll(1)) else value * 1.01 + 1e-9
+    return {bool: lambda: not value, int: lambda: value + 1, float: lambda: value * 1.01, str: lambda: value + "x"}.get(
+        type(value), lambda: 5
+    )()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("likelihood", ["classification", "poisson"])
+def test_a_state_whose_entries_were_changed_is_refused(kind, likelihood):
+    """Every entry in turn, among them those whose new values could be those of another fit."""
+    la, other = fitted(kind, likelihood)
+    state = through_a_file(la.state_dict())
+    for path, value in entries_of(state):
+        with pytest.raises(ValueError, match=f"load_state_dict: |^{path[-1]}"):
+            other.load_state_dict(changed(state, path, another(value)))
+        with pytest.raises(ValueError, match=f"load_state_dict: |^{path[-1]}"):
+            other.load_state_dict(changed(state, path, 5))
+        assert other.n_data == 0
+    with pytest.raises(ValueError, match=r"load_state_dict: checksum does not fit .* load it as it was saved\."):
+        other.load_state_dict(changed(state, ("square_norms",), state["square_norms"].flip(0)))
+    shuffled = dict(reversed(state.items()))
+    other.load_state_dict(shuffled)
+    assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("likelihood", ["classification", "binary", "poisson", "regression"])
+def test_a_state_of_a_version_without_checksums_is_read_after_checks_of_its_values(kind, likelihood):
+    la, other = fitted(kind, likelihood)
+    state = {key: value for key, value in la.state_dict().items() if key != "checksum"}
+    path = ("factors", "0.weight", "inputs") if kind == "kron" else ("curvature",)
+    total = state["factors"]["0.weight"]["inputs"] if kind == "kron" else state["curvature"]
+    wrong = {"got negative numbers on its diagonal": -total}
+    if kind != "diag":
+        askew, indefinite = total.clone(), total.clone()
+        askew[..., 0, 1] += total.diagonal(dim1=-2, dim2=-1).sum()
+        values, vectors = torch.linalg.eigh(total)
+        values[..., 0] = -1e-3 * values[..., -1]
+        indefinite = vectors @ torch.diag_embed(values) @ vectors.mT
+        wrong["got one that is not symmetric"] = askew
+        if not (indefinite.diagonal(dim1=-2, dim2=-1) < 0).any():
+            wrong["got negative eigenvalues"] = indefinite
+    for words, value in wrong.items():
+        with pytest.raises(ValueError, match=f"expected a sum of outer products, {words}"):
+            other.load_state_dict(changed(state, path, value))
+    with pytest.raises(ValueError, match="statistic must not be positive for"):
+        other.load_state_dict(changed(state, ("statistic",), -state["statistic"]))
+    other.load_state_dict(state)
+    assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
 
 
 def test_a_loaded_state_is_a_copy(data):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ella_cuda.tomography import LinearisedDIP, RayOperator, RayTransform, UNet
-from ella_cuda.training.checkpoint import save_checkpoint
+from ella_cuda.training.checkpoint import read_checkpoint, save_checkpoint
 from python_tests.tomography.small import drawn, phantom, small_unet
 
 QUIET = {"progress_bar": False}
@@ -181,6 +181,45 @@ def test_checkpoints_of_others_and_damaged_ones_are_refused_and_kept(tmp_path):
 
 def scaled(by: float) -> RayOperator:
     return RayOperator(lambda x: by * RAYS.forward(x), lambda y: by * RAYS.adjoint(y), 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda k: halve(k["state"]["network"]), r"\['network'\] .* is in torch.float16, here in torch.float64"),
+        (lambda k: halve(k["state"]["best"]["network"]), r"\['best'\] .* is in torch.float16"),
+        (lambda k: halve(k["state"]["optimizer"]["state"][0], "exp_avg"), r"optimizer .*exp_avg.* is in torch.float16"),
+        (lambda k: halve(k["state"], "projected"), r"\['projected'\] is in torch.float16"),
+        (lambda k: k["state"]["optimizer"]["state"].pop(0), "optimizer has no state of parameter 0"),
+        (lambda k: k["state"].pop("best"), "has no best"),
+        (lambda k: k.update(state=5), "has no state"),
+        (lambda k: k.update(settings=5), "has no settings"),
+        (lambda k: k["settings"].update(lr=torch.ones(3)), "is of another run: lr"),
+        (lambda k: k["settings"].update(lr=5), "is of another run: lr"),
+        (lambda k: k["values"].append(5), "values of the checkpoint .* are no floats"),
+    ],
+)
+def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
+    y, path, state = measured(), tmp_path / "dip.pt", copy.deepcopy(kept)
+    change(state)
+    save_checkpoint(path, state)
+    before, dip = path.read_bytes(), LinearisedDIP(small_unet(), RAYS)
+    weights = [p.detach().clone() for p in dip.network.parameters()]
+    with pytest.raises(ValueError, match=words):
+        dip.reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
+    assert path.read_bytes() == before and all(map(torch.equal, weights, dip.network.parameters()))
+
+
+def halve(tensors, name=None):
+    name = next(iter(tensors)) if name is None else name
+    tensors[name] = tensors[name].half()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    path = tmp_path_factory.mktemp("dip") / "dip.pt"
+    LinearisedDIP(small_unet(), RAYS).reconstruct(measured(), n_steps=2, checkpoint=path, **QUIET)
+    return read_checkpoint(path)
 
 
 def test_checkpoints_of_functions_with_the_same_shapes_are_told_apart(tmp_path):

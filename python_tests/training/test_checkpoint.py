@@ -210,6 +210,7 @@ DAMAGES = {
     r"has no learners": lambda s: s.pop("learners"),
     r"has no model": lambda s: s.pop("model"),
     r"has no settings": lambda s: s.pop("settings"),
+    r"data of its settings is a int": lambda s: s["settings"].update(data=5),
     r"has no margliks": lambda s: s.pop("margliks"),
     r"epoch is a str": lambda s: s.update(epoch="2"),
     r"has 1 losses of 2 epochs": lambda s: s["losses"].pop(),
@@ -221,7 +222,49 @@ DAMAGES = {
     ),
     r"random is no state of generators \(0 generators": lambda s: s["random"].update(loaders=[]),
     r"random_at_fit is no state of generators": lambda s: s.update(random_at_fit=None),
+    r"random_at_fit is no state of generators \(": lambda s: s.pop("random_at_fit"),
+    r"random_at_fit is no state of generators \('int'": lambda s: s.update(margliks=[], random_at_fit=5),
+    r"optimizer \['state'\]\[0\] \['exp_avg'\] is in torch.float16, here in torch.float32": lambda s: rounded(
+        s["optimizer"]["state"][0], "exp_avg"
+    ),
+    r"learner prior \['log_precision'\] is in torch.float16, here in torch.float64": lambda s: rounded(
+        s["learners"]["prior"], "log_precision"
+    ),
+    r"learner prior \['log_sigma'\] is in torch.float32, here in torch.float64": lambda s: rounded(
+        s["learners"]["prior"], "log_sigma", torch.float32
+    ),
 }
+
+
+def rounded(tensors, name, dtype=torch.float16):
+    tensors[name] = tensors[name].to(dtype)
+
+
+def test_a_state_without_an_evidence_step_may_lack_the_random_state_of_one(tmp_path):
+    model = train(tmp_path / "run.pt", objective="map")
+    state = read_checkpoint(tmp_path / "run.pt")
+    assert not state["margliks"] and state.pop("random_at_fit") is None
+    save_checkpoint(tmp_path / "run.pt", state)
+    again = train(tmp_path / "run.pt", objective="map")
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize("name", ["pipe", "device", "folder"])
+def test_no_file_is_no_checkpoint(tmp_path, name):
+    path = tmp_path / name
+    if name == "pipe":
+        os.mkfifo(path)
+    elif name == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(OSError, match=r"checkpoint must be a file, but .* is a"):
+        train(path)
+    with pytest.raises(
+        ValueError, match=f"is not a readable checkpoint .it is a {'folder' if name == 'folder' else 'pipe'}"
+    ):
+        read_checkpoint(path)
+    assert [p.name for p in tmp_path.iterdir()] == [name] and path.exists()
 
 
 @pytest.fixture(scope="module")

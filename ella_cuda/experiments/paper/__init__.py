@@ -1,6 +1,6 @@
 """The paper's tables: what they print, which of our runs answer each row, and the two side by side."""
 
-from ella_cuda.experiments.paper.comparison import comparison_csv, comparison_table, save_comparison
+from ella_cuda.experiments.paper.comparison import comparison_csv, comparison_table, read_comparison, save_comparison
 from ella_cuda.experiments.paper.entry import Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Cell, Plan, plan_table, scaled
@@ -19,6 +19,7 @@ __all__ = [
     "draw_comparison",
     "entries",
     "plan_table",
+    "read_comparison",
     "save_comparison",
     "scaled",
 ]

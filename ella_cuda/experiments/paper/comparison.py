@@ -15,10 +15,10 @@ from ella_cuda.experiments.paper.entry import Entry, entries
 from ella_cuda.experiments.paper.picture import draw_comparison
 from ella_cuda.experiments.paper.plan import Plan
 from ella_cuda.experiments.paper.tables import PAPER_EPOCHS, TABLES
-from ella_cuda.files import write_file
+from ella_cuda.files import damaged, write_file
 from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import METRICS, OBJECTIVE_TITLES, PATH_TITLES, columns, counted
-from ella_cuda.run_folder import read_summary
+from ella_cuda.run_folder import CONFIG_FILE, GRID_ADVICE, read_summary
 
 COMPARISON_TEXT, COMPARISON_CSV, COMPARISON_PICTURE = "comparison.txt", "comparison.csv", "comparison"
 
@@ -178,6 +178,22 @@ def comparison_csv(plan: Plan, found: Sequence[Entry]) -> str:
     return out.getvalue()
 
 
+def read_comparison(out_dir: str | os.PathLike[str]) -> tuple[Plan, list[Entry]]:
+    """A folder's plan, and its rows with the runs that are finished.
+
+    Raises:
+        ValueError: not the folder of a table, or its plan does not fit its runs.
+    """
+    configs, options = read_grid(out_dir)
+    if "plan" not in options:
+        raise ValueError(f"{out_dir} is not the folder of a table of the paper: its {CONFIG_FILE} has no plan.")
+    plan = Plan.from_json(options["plan"])
+    try:
+        return plan, entries(plan, configs, read_summary(out_dir))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise damaged(Path(out_dir) / CONFIG_FILE, f"its plan: {error!r}", GRID_ADVICE) from error
+
+
 def save_comparison(out_dir: str | os.PathLike[str]) -> str:
     """Bring ``comparison.txt``, ``comparison.csv`` and the picture of a folder up to date with its finished runs.
 
@@ -191,11 +207,7 @@ def save_comparison(out_dir: str | os.PathLike[str]) -> str:
         ValueError: not the folder of a table. OSError: it cannot be written; what was there is untouched.
     """
     out_dir = Path(out_dir)
-    configs, options = read_grid(out_dir)
-    if "plan" not in options:
-        raise ValueError(f"{out_dir} is not the folder of a table of the paper: its config.json has no plan.")
-    plan = Plan.from_json(options["plan"])
-    found = entries(plan, configs, read_summary(out_dir))
+    plan, found = read_comparison(out_dir)
     text = comparison_table(plan, found)
     write_file(out_dir / COMPARISON_TEXT, text + "\n")
     write_file(out_dir / COMPARISON_CSV, comparison_csv(plan, found))

@@ -62,10 +62,13 @@ class Plan:
             cells = tuple(Cell(**{**cell, "runs": tuple(cell["runs"])}) for cell in stored["cells"])
             plan = cls(**{**stored, "cells": cells})
             known = {row.key for row in TABLES[plan.table].rows}
-        except (KeyError, TypeError) as error:
+            _check_scale(plan.scale)
+            plan.images.items()
+            unknown = {cell.row for cell in cells} - known
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan of a table is damaged or of another version ({error!r}).") from error
-        if unknown := {cell.row for cell in cells} - known:
-            raise ValueError(f"the plan has rows that table {plan.table} has not: {', '.join(sorted(unknown))}.")
+        if unknown:
+            raise ValueError(f"the plan has rows that table {plan.table} has not: {', '.join(map(str, unknown))}.")
         return plan
 
 

@@ -89,12 +89,15 @@ class Experiment:
         Raises:
             ValueError: the folder has no readable ``config.json``, or one that was edited, or of something else.
         """
-        return run_folder.read_config(out_dir, lambda runs: [self._study(**run) for run in runs])
+        return run_folder.read_config(out_dir, self._studies)
 
-    def _study(self, part: str, name: str, settings: dict[str, Any]) -> Study:
-        if part not in self.parts:
-            raise ValueError(f"there is no part {part!r}")
-        return Study(part, name, settings)
+    def _studies(self, runs: list[dict[str, Any]]) -> list[Study]:
+        studies = [Study(**run) for run in runs]
+        if unknown := [study.part for study in studies if study.part not in [*self.parts]]:
+            raise ValueError(f"there is no part {unknown[0]!r}")
+        if not studies or len({study.name for study in studies}) < len(studies):
+            raise ValueError("a study is in it twice" if studies else "no study is in it")
+        return studies
 
     def save_parts(self, out_dir: str | os.PathLike[str]) -> str:
         """Bring every part's ``.txt``, ``.csv`` and picture up to date with its finished studies.
@@ -112,7 +115,7 @@ class Experiment:
         drawn, texts = Drawn(), []
         for part in self.parts.values():
             planned = [s for s in studies if s.part == part.name]
-            found = [(s, result) for s in planned if (result := read_result(out_dir / s.name)) is not None]
+            found = [(s, result) for s in planned if (result := read_result(out_dir / s.name, s)) is not None]
             if not found:
                 continue
             rows = [row for study, result in found for row in part.rows(study, result)]
@@ -178,11 +181,11 @@ class Experiment:
             elif self.read(out_dir)[0] != list(studies):
                 raise ValueError(f"{out_dir} belongs to other studies (see {config}); choose another folder.")
             remove_temporary_files(out_dir)
-            waiting = [s for s in studies if read_result(out_dir / s.name) is None]
+            waiting = [s for s in studies if read_result(out_dir / s.name, s) is None]
             note_environment(out_dir, device, jobs, threads)
             on_begin(len(studies) - len(waiting))
             calls = [
-                (self.parts[s.part], s, Work(out_dir / s.name, device, progress and jobs == 1, data_dir, download))
+                (self.parts[s.part], s, Work(out_dir / s.name, device, progress and jobs == 1, data_dir, download, s))
                 for s in waiting
             ]
             bar = tqdm(
@@ -208,9 +211,10 @@ class Experiment:
 def experiment_of(out_dir: str | os.PathLike[str]) -> str | None:
     """What the options of a folder of runs or studies call its table; None where there is no such folder, or it is of none."""
     try:
-        return run_folder.read_config(out_dir)[1].get("table")
+        name = run_folder.read_config(out_dir)[1].get("table")
     except (OSError, ValueError):
         return None
+    return name if isinstance(name, str) else None
 
 
 def require_study_data(studies: Sequence[Study], data_dir: str | None = None, download: bool = False) -> None:
@@ -226,7 +230,7 @@ def do_study(part: Part, study: Study, work: Work) -> float:
     work.folder.mkdir(parents=True, exist_ok=True)
     with claim(work.folder / LOCK_FILE, f"the folder {work.folder}"):
         remove_temporary_files(work.folder)
-        write_result(work.folder, part.run(study, work))
+        write_result(work.folder, study, part.run(study, work))
     return time.monotonic() - begin
 
 

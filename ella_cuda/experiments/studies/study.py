@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ella_cuda.digest import fits_seal, sealed
-from ella_cuda.files import damaged, read_json, write_file
+from ella_cuda.digest import DIGEST, broken_seal, sealed
+from ella_cuda.files import damaged, path_part, read_json, write_file
 
 MEASURED_FILE = "measured.json"  # of a study, in a folder of its own
 RESULT_FILE = "result.json"
@@ -24,11 +24,19 @@ class Study:
         part: a name of its experiment's parts.
         name: of the study and its folder.
         settings: of its part, numbers and strings.
+
+    Raises:
+        ValueError: the name is not one part of a path, or the settings are no mapping.
     """
 
     part: str
     name: str
     settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        path_part(self.name)
+        if not isinstance(self.settings, Mapping):
+            raise ValueError(f"settings of {self.name} must be a mapping, got {type(self.settings).__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Work:
         device: a name of torch's.
         progress: whether to show progress bars.
         data_dir, download: see :func:`ella_cuda.data.load`.
+        study: that is done, which what is kept is of.
     """
 
     folder: Path
@@ -47,12 +56,13 @@ class Work:
     progress: bool = False
     data_dir: str | None = None
     download: bool = False
+    study: Study | None = None
 
     def kept(self, name: str, measure: Callable[[], Any]) -> Any:
         """What ``measure`` returns, as JSON gives it back; from the study's file where an earlier session measured it.
 
         Raises:
-            ValueError: the file is damaged, or was edited.
+            ValueError: the file is damaged, or was edited, or is of another study.
             FloatingPointError: a number is not finite. What ``measure`` raises.
         """
         path, found = self.folder / MEASURED_FILE, self._all()
@@ -62,7 +72,7 @@ class Work:
                 found[name] = json.loads(json.dumps(measured, allow_nan=False))
             except ValueError as error:
                 raise FloatingPointError(f"{self.folder}: {name} has a number that is not finite.") from error
-            write_file(path, json.dumps(sealed(found), allow_nan=False))
+            write_file(path, json.dumps(sealed(found, _of(path, self.study)), allow_nan=False))
         return found[name]
 
     def found(self, name: str) -> Any:
@@ -78,7 +88,7 @@ class Work:
 
     def _all(self) -> dict[str, Any]:
         path = self.folder / MEASURED_FILE
-        return _read(path) if path.exists() else {}
+        return _read(path, self.study) if path.exists() else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,28 +120,34 @@ class Part:
     )
 
 
-def read_result(folder: Path) -> dict[str, Any] | None:
+def read_result(folder: Path, study: Study) -> dict[str, Any] | None:
     """A finished study's; None before.
 
     Raises:
-        ValueError: the file is damaged, or was edited.
+        ValueError: the file is damaged, or was edited, or is of another study.
     """
     path = folder / RESULT_FILE
-    return _read(path) if path.exists() else None
+    return _read(path, study) if path.exists() else None
 
 
-def write_result(folder: Path, result: Mapping[str, Any]) -> None:
+def write_result(folder: Path, study: Study, result: Mapping[str, Any]) -> None:
     """Keep what a study found."""
-    write_file(folder / RESULT_FILE, json.dumps(sealed(result), allow_nan=False))
+    path = folder / RESULT_FILE
+    write_file(path, json.dumps(sealed(result, _of(path, study)), allow_nan=False))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _of(path: Path, study: Study | None) -> list[Any]:
+    """What a study's file is of, for its digest."""
+    return [path.name, *([] if study is None else [study.part, study.name, dict(study.settings)])]
+
+
+def _read(path: Path, study: Study | None) -> dict[str, Any]:
     found = read_json(path, ADVICE)
     if not isinstance(found, dict):
         raise damaged(path, f"a {type(found).__name__}, not a mapping", ADVICE)
-    if not fits_seal(found):
-        raise ValueError(f"{path} was edited: its digest does not fit. Undo the edit, or {ADVICE}.")
-    found.pop("digest", None)
+    if why := broken_seal(found, _of(path, study)):
+        raise ValueError(f"{path} was edited, or is of another study or version: {why}. Undo the edit, or {ADVICE}.")
+    found.pop(DIGEST)
     return found
 
 

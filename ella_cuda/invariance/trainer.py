@@ -93,14 +93,13 @@ class ElboTrainer:
             raise TypeError(f"ElboTrainer: model must be a ShallowNetwork, got {type(model).__name__}.")
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
         counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
-        for name, value in counts.items():
-            positive_integer(name, value, "ElboTrainer")
+        n_epochs, checkpoint_frequency, n_samples = (positive_integer(*one, "ElboTrainer") for one in counts.items())
         if unbiased and objective == "point":
             raise ValueError("ElboTrainer: unbiased=True is of objective='bound', got 'point'.")
         if unbiased:
             model.check_unbiased()
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
-        self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
+        self.model, self.objective, self.n_epochs = model, objective, n_epochs
         self.n_data = positive_integer("n_data", _size_of(train_loader) if n_data is None else n_data, "ElboTrainer")
         self._loader, self._checkpoint, self._path = train_loader, Checkpoint(checkpoint, "ElboTrainer"), checkpoint
         self._frequency, self._bound = checkpoint_frequency, {"n_samples": n_samples, "unbiased": unbiased}

@@ -116,7 +116,7 @@ class BaseLaplace(Predictive):
             require_no_inference(parameters)
             self.parameter_names = list(parameters)
             self._describe(parameters)
-        self.memory_budget = memory_budget or (64 << 20 if self._device.type == "cpu" else 2 << 30)
+        self.memory_budget = int(memory_budget or 0) or (64 << 20 if self._device.type == "cpu" else 2 << 30)
         self.prior_precision = prior_precision
         self.sigma_noise = sigma_noise
         self.temperature = temperature

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -104,7 +105,7 @@ class Stopping(NamedTuple):
         """The same; ValueError where one is out of range."""
         if not 0 < self.tol < 1:
             raise ValueError(f"fit_linear_mode: tol must be between 0 and 1, got {self.tol!r}.")
-        if isinstance(self.passes, bool) or not isinstance(self.passes, int) or self.passes < 1:
+        if isinstance(self.passes, bool) or not isinstance(self.passes, Integral) or self.passes < 1:
             raise ValueError(f"fit_linear_mode: max_passes must be a positive integer, got {self.passes!r}.")
         return self
 

@@ -119,7 +119,8 @@ class Likelihood(ABC):
     def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
         """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
-        return _mean(-self.log_prob(full(outputs), targets).sum(), targets)
+        total = -self.log_prob(full(outputs), targets).sum()
+        return _mean(total / variance if self.has_noise else total, targets)
 
     def response(self, outputs: Tensor) -> Tensor:
         """What outputs ``(..., K)`` say of targets, of the same shape: here the outputs themselves."""
@@ -401,7 +402,7 @@ class IndependentLikelihood(Likelihood):
 
     @abstractmethod
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of ``-log p`` in every entry of the outputs, of their shape, which must not be negative."""
+        """That of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:

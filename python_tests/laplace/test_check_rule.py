@@ -101,7 +101,48 @@ class AddsToTotals(Honest):
         moment.count(len(rows))
 
 
-HONEST = [Honest, Differentiates, Jacobians, Permuted, OfMeans, Padded, AddsToTotals]
+class ByWeights(Honest):
+    """The bias' rows go another way than by add."""
+
+    def outputs(self, gradient):
+        positions = gradient[0, 0, ..., 0].numel()
+        self.factors["weight"].output_moment.add(gradient.flatten(0, -2)[:, None], 1 / positions)
+        moment = self.factors["bias"].output_moment
+        moment.add_weighted(self.of_bias(gradient).flatten(0, 1), torch.ones_like(moment.total))
+
+
+HONEST = [Honest, Differentiates, Jacobians, Permuted, OfMeans, Padded, AddsToTotals, ByWeights]
+
+
+class Pooled(nn.Module):
+    """A product with one weight, then the mean over positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x):
+        return (x @ self.weight).mean(1)
+
+
+class PooledRule(Rule):
+    def shapes(self):
+        return {"weight": FactorShape(1, 1, 1, 1)}
+
+    def inputs(self, x):
+        self.positions_of = x.shape[1]
+        self.factors["weight"].input_moment.add(x.flatten(0, 1)[:, None])
+
+    def outputs(self, gradient):
+        each = gradient[:, :, None].expand(-1, -1, self.positions_of, -1) / self.positions_of
+        self.factors["weight"].output_moment.add(each.flatten(0, 2)[:, None], 1 / self.positions_of)
+
+
+def test_positions_that_a_layer_joins_are_not_told_apart():
+    register(Pooled)(PooledRule)
+    x = torch.randn(5, 3, 1, dtype=torch.float64)
+    model = nn.Sequential(Pooled(), nn.Linear(1, 3)).double()
+    assert KronLaplace(model).fit([(x, torch.arange(5) % 3)]).log_marginal_likelihood().isfinite()
 
 
 def network(positions: bool) -> nn.Module:

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -193,9 +194,9 @@ def cyclic(order: int) -> list[list[int]]:
 
 def cyclic_shifts(parts: int) -> Group:
     """The group of shifts along the width by multiples of ``width / parts``, of ``parts`` elements."""
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
+    if not isinstance(parts, Integral) or isinstance(parts, bool) or parts < 1:
         raise ValueError(f"parts must be a positive integer, got {parts!r}.")
-    return Group(f"shifts{parts}", cyclic(parts), _Shifts(parts))
+    return Group(f"shifts{parts}", cyclic(parts), _Shifts(int(parts)))
 
 
 def _dihedral() -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -188,8 +189,8 @@ def gaussian_nll(mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
 
 
 def _reliability(function: str, p: Tensor, y: Tensor, bins: int) -> Reliability:
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise (ValueError if isinstance(bins, int) else TypeError)(
+    if isinstance(bins, bool) or not isinstance(bins, Integral) or bins < 1:
+        raise (ValueError if isinstance(bins, Integral) else TypeError)(
             f"{function}: bins must be a positive integer, got {bins!r}."
         )
     p, y = _checked(function, p, y)

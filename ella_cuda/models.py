@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -252,7 +253,7 @@ def neyshabur(
         ("width", width),
         ("image_size", image_size),
     ):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
     if image_size % 32:
         raise ValueError(f"image_size must be a multiple of 32 (the network halves it five times), got {image_size}.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -42,7 +44,7 @@ class LocalDeformation(Augment):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if not isinstance(grid_size, int) or isinstance(grid_size, bool) or grid_size < 2:
+        if not isinstance(grid_size, Integral) or isinstance(grid_size, bool) or grid_size < 2:
             raise ValueError(f"{type(self).__name__}: grid_size must be an integer of at least 2, got {grid_size!r}.")
         kind = {"samplings": ("independent", "shared"), "device": device, "dtype": dtype}
         super().__init__(n_samples, ("strength", "smoothness"), init, sampling, "softplus", **kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -57,7 +58,7 @@ class TensorLoader:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(f"generator must be a CPU generator, got one on {generator.device}.")
-        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.images, self.labels, self.batch_size = images, labels, operator.index(batch_size)
         self.shuffle, self.generator, self.augment = shuffle, generator, augment
         self.dataset_size = len(images)
         self._data_digest = data_digest

@@ -98,14 +98,13 @@ class ElboTrainer:
             raise TypeError(f"ElboTrainer: model must be a ShallowNetwork, got {type(model).__name__}.")
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
         counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
-        for name, value in counts.items():
-            positive_integer(name, value, "ElboTrainer")
+        n_epochs, checkpoint_frequency, n_samples = (positive_integer(*one, "ElboTrainer") for one in counts.items())
         if unbiased and objective == "point":
             raise ValueError("ElboTrainer: unbiased=True is of objective='bound', got 'point'.")
         if unbiased:
             model.check_unbiased()
         lr, lr_hyp = positive("lr", lr, "ElboTrainer"), positive("lr_hyp", lr_hyp, "ElboTrainer")
-        self.model, self.objective, self.n_epochs = model, objective, int(n_epochs)
+        self.model, self.objective, self.n_epochs = model, objective, n_epochs
         require_passes(train_loader, "ElboTrainer: train_loader")
         if n_data is None:
             self._points = points_of(train_loader, "train_loader", progress_bar, where="ElboTrainer")

@@ -13,13 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, dict_keys, map_tensors, pair_on, require_loader, run_model, take
+from ella_cuda.laplace.batches import (
+    Inputs,
+    data_points,
+    dict_keys,
+    map_tensors,
+    pair_on,
+    require_loader,
+    run_model,
+    take,
+    tensors_of,
+)
+from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
+from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, require_served, tried_copies, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
-from ella_cuda.laplace.likelihoods import Likelihood, likelihood_of
+from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import (
     FittedBases,
@@ -158,16 +170,23 @@ class BaseLaplace(Predictive):
         self._linear: LinearMode | None = None
         self._loaders: list[Iterable[Any]] = []  # of the fit's data
 
-    def _try_out(self, run: CurvaturePass, x: Inputs, several: bool) -> None:
+    def _try_out(self, run: CurvaturePass, x: Inputs, y: Tensor, several: bool) -> None:
         """What is looked at before the first batch.
 
         Raises:
-            ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; and as
-                :func:`ella_cuda.laplace.probe.probe`.
+            ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; a likelihood or a rule of
+                the user's contradicts autograd; and as :func:`ella_cuda.laplace.probe.probe`.
         """
         if self.subset_of_weights == "last_layer":
             _require_last(self.model, self._rules[-1], take(x, slice(1)))
         run.try_out(x, several)
+        if not is_own(type(self.likelihood_function)) and len(y) == data_points(x):
+            few = torch.arange(POINTS, device=y.device) % len(y)
+            with torch.no_grad():
+                inputs, _ = tried_copies(self.model, take(x, few.to(tensors_of(x)[0].device)))
+                outputs = checked_outputs(run_model(self.model, inputs), POINTS)
+            self.likelihood_function.check(outputs, y[few])
+            check_likelihood(self.likelihood_function, outputs, y[few])
 
     @abstractmethod
     def fit(self, loader: Iterable[Any], override: bool = True, progress_bar: bool = False) -> BaseLaplace:

@@ -152,21 +152,38 @@ def run_model(model: Callable[..., Any], x: Inputs) -> Any:
     """What the model returns for inputs: a tensor, a tuple or list of arguments, or a mapping of arguments by name.
 
     Raises:
-        TypeError: the model takes no argument of such a name, and whatever else the model raises.
+        TypeError: the model takes no argument of such a name, or fails on inputs of another dtype than its parameters have; and whatever
+            else the model raises.
     """
-    if isinstance(x, Tensor):
-        return model(x)
-    if not isinstance(x, Mapping):
-        return model(*x)
     try:
-        return model(**x)
+        if isinstance(x, Tensor):
+            return model(x)
+        return model(**x) if isinstance(x, Mapping) else model(*x)
+    except RuntimeError as error:
+        if refusal := _other_dtype(model, x, str(error)):
+            raise refusal from error
+        raise
     except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+        if not isinstance(x, Mapping) or "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(
             f"the model was called with a batch's entries by name ({', '.join(x)}), as is done where there is more than dict_key_x and "
             f"dict_key_y, and refused one ({error}). Take such names in forward, or leave them out of the batch in collate_fn."
         ) from error
+
+
+def _other_dtype(model: Any, x: Inputs, said: str) -> TypeError | None:
+    """What a model's RuntimeError means where it is about the dtype of inputs that is not that of the parameters."""
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()} if isinstance(model, nn.Module) else set()
+    given = {t.dtype for t in tensors_of(x)}
+    given = {dtype for dtype in given if dtype.is_floating_point} or given
+    if len(own) != 1 or given <= own or "type" not in said or "indices" in said:
+        return None
+    (dtype,) = own
+    return TypeError(
+        f"the model failed on a batch x of {', '.join(sorted(map(str, given)))}, its parameters being {dtype} ({said}). Convert the data: "
+        f"x.to({dtype})."
+    )
 
 
 def map_tensors(x: Any, change: Callable[[Tensor], Tensor]) -> Any:

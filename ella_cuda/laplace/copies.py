@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -47,12 +48,12 @@ def copies_of(model: nn.Module) -> int:
     if not isinstance(model, AveragedFunction):
         return 1
     count = getattr(model.augment, "n_samples", None)
-    if not isinstance(count, int):
+    if not isinstance(count, Integral):
         raise TypeError(
             f"KronLaplace: the augmentation of an AveragedFunction must say in its attribute n_samples how many copies it makes, got a "
             f"{type(model.augment).__name__}."
         )
-    return count
+    return int(count)
 
 
 def require_copies(model: nn.Module, x: Inputs) -> None:

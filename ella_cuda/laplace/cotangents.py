@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def _summed_over(
 ) -> _GradientSums:
     require_loader(loader, "evidence_gradient: loader")
     check_choice("evidence_gradient: columns", columns, COLUMNS)
-    if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, int) or n_data < 1):
+    if n_data is not None and (isinstance(n_data, bool) or not isinstance(n_data, Integral) or n_data < 1):
         raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)

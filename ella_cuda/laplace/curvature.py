@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.check_rule import check_rules
 from ella_cuda.laplace.copies import (
     Chunk,
     chunks_of,
@@ -255,6 +256,7 @@ class CurvaturePass:
                     f"fit: {layer}: torch has no gradient of it ({error}). Replace the function, or freeze with requires_grad_(False) the "
                     "parameters of the layer and of those in front of it."
                 ) from error
+            check_rules(self.model, self.rules, few, found.places)
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(few)

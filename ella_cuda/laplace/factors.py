@@ -68,7 +68,7 @@ class FactorShape(NamedTuple):
         """The inverse of :meth:`to_blocks`: ``(..., G, inputs, outputs) -> (..., *shape)``, shape that of the parameter tensor."""
         axes = blocks.dim() - 3
         split = blocks.permute(*range(axes), *(axes + "gab".index(axis) for axis in self.layout))
-        return split.reshape(*blocks.shape[:axes], *shape)
+        return split.reshape((*blocks.shape[:axes], *shape))
 
     @property
     def row_inputs(self) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, take
+from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, total
@@ -69,7 +70,7 @@ class JacobianPass(CurvaturePass):
         self.shapes = shapes
         self._names = {id(p): name for name, p in model.named_parameters() if name in shapes}
         for rule in self.rules:
-            if not rule.knows_jacobians():
+            if not rule.knows_jacobians() or not is_own(type(rule)):
                 rule.allocate(UnkeptMoment)  # what its inputs add to
         self.uses = _KeptUses(self._seen)
         self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}

@@ -318,7 +318,7 @@ class KronLaplace(BaseLaplace):
                     number += 1
                     if data_points(x) and not tried:
                         with without_autocast(self._device.type):
-                            self._try_out(run, x, several=self.fisher == "exact")
+                            self._try_out(run, x, y, several=self.fisher == "exact")
                         tried = True
                     yield x, y
 

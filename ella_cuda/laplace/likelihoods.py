@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -117,7 +119,8 @@ class Likelihood(ABC):
     def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
         """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
-        return _mean(-self.log_prob(full(outputs), targets).sum(), targets)
+        total = -self.log_prob(full(outputs), targets).sum()
+        return _mean(total / variance if self.has_noise else total, targets)
 
     def response(self, outputs: Tensor) -> Tensor:
         """What outputs ``(..., K)`` say of targets, of the same shape: here the outputs themselves."""
@@ -228,7 +231,7 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
         TypeError: an object of a class that is not registered, or a class; ``ignore_index`` is no integer.
         ValueError: no such name; an ``ignore_index`` for something else than a classification.
     """
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
         raise TypeError(f"{where}ignore_index must be an integer, got {ignore_index!r}.")
     if isinstance(given, Likelihood):
         kind = type(given)
@@ -242,7 +245,7 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
         raise TypeError(f"{where}likelihood must be a name or an object, got the class; pass {given.__name__}(...).")
     else:
         kind = LIKELIHOODS[check_choice(f"{where}likelihood", given, tuple(LIKELIHOODS))]
-        made = kind(ignore_index=ignore_index) if "ignore_index" in inspect.signature(kind).parameters else kind()
+        made = kind(ignore_index=int(ignore_index)) if "ignore_index" in inspect.signature(kind).parameters else kind()
     if ignore_index not in (IGNORED, getattr(made, "ignore_index", IGNORED)):
         raise ValueError(
             f"{where}ignore_index belongs to likelihood='classification', got {ignore_index} for {made!r}; leave it out."
@@ -259,7 +262,7 @@ class Classification(Likelihood):
     couples_outputs = True
 
     def __init__(self, ignore_index: int = IGNORED) -> None:
-        self.ignore_index = ignore_index
+        self.ignore_index = operator.index(ignore_index)  # numpy's integers print as such
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         expected, classes = outputs.shape[:-1], outputs.shape[-1]
@@ -399,7 +402,7 @@ class IndependentLikelihood(Likelihood):
 
     @abstractmethod
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of ``-log p`` in every entry of the outputs, of their shape, which must not be negative."""
+        """That of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:

@@ -228,7 +228,7 @@ class KronPosterior(Posterior):
         """Of vectors ``(..., P)`` what belongs to each parameter, ``(..., G, a, b)``."""
         axes = vectors.dim() - 1
         for (name, basis), part in zip(self.bases.items(), vectors.split(self._sizes, -1), strict=True):
-            whole = part.reshape(*part.shape[:-1], *basis.parameter_shape)
+            whole = part.reshape((*part.shape[:-1], *basis.parameter_shape))
             yield name, basis, basis.shape.to_blocks(whole, axes)
 
     def _joined(self, blocks: list[Tensor]) -> Tensor:

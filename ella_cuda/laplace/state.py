@@ -41,7 +41,8 @@ def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
     its own.
     """
     factors = factors_of(rules)
-    owners: dict[int, str] = {}
+    lent = [(r.factors[o], r.full_name(o)) for r in rules if r.factors for o in r.output_owners().values()]
+    owners = {id(factor.output_moment): name for factor, name in lent}
     saved = {}
     for name, factor in factors.items():
         owner = owners.setdefault(id(factor.output_moment), name)
@@ -76,7 +77,7 @@ def read_factors(
     loaded: dict[str, KroneckerFactor] = {}
     for rule in rules:
         shapes, shared = rule.shapes(), rule.output_owners()
-        for parameter in rule.trainable:
+        for parameter in sorted(rule.trainable, key=shared.__contains__):
             name, like = rule.full_name(parameter), rule.module.get_parameter(parameter)
             if parameter in rule.tied:
                 owner_rule, its_name = rule.tied[parameter]

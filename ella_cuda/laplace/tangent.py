@@ -65,7 +65,7 @@ class ReplacedParameters:
         """Vectors ``(..., P)`` of all these parameters, one after the other, by name: ``(..., *parameter.shape)``."""
         parts = vectors.split([p.numel() for p in self.parameters.values()], -1)
         shapes = zip(self.parameters.items(), parts, strict=True)
-        return {name: part.reshape(*part.shape[:-1], *p.shape).to(p.dtype) for (name, p), part in shapes}
+        return {name: part.reshape((*part.shape[:-1], *p.shape)).to(p.dtype) for (name, p), part in shapes}
 
 
 @functools.cache

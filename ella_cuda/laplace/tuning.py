@@ -59,7 +59,7 @@ def raise_evidence(
         log_precision = mean_log_precisions(la, group).requires_grad_()
         log_sigma = la.sigma_noise.detach().log().requires_grad_() if tune_sigma else None
         learnt = [log_precision] if log_sigma is None else [log_precision, log_sigma]
-        optimizer = torch.optim.Adam(learnt, lr=lr, maximize=True)
+        optimizer = torch.optim.Adam(learnt, lr=float(lr), maximize=True)
         for _ in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
             evidence = la.evidence_at(log_precision[group], log_sigma)
             for tensor, gradient in zip(learnt, torch.autograd.grad(evidence, learnt), strict=True):

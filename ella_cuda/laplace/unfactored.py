@@ -276,7 +276,7 @@ class UnfactoredLaplace(BaseLaplace):
                 x, y = self.batch_of(batch, "fit")
                 with without_autocast(self._device.type):
                     if data_points(x) and not seen:
-                        self._try_out(run, x, several=True)
+                        self._try_out(run, x, y, several=True)
                     statistic = statistic + self._add(run, x, y, outputs_of)
                 seen, n_targets = seen + data_points(x), n_targets + y.numel()
         if not seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ def as_scale(name: str, value: Scale) -> float:
     Raises:
         TypeError: neither a number nor a tensor. ValueError: a tensor of several elements; negative or not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+    if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number or a tensor of one element, got {type(value).__name__}.")
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise ValueError(

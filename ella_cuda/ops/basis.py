@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ def _check(op: str, points: Tensor, anchors: Tensor, inverse_lengthscale: Tensor
         )
     _check_same(op, "anchors", anchors, "points", points)
     if not isinstance(inverse_lengthscale, Tensor):
-        if isinstance(inverse_lengthscale, bool) or not isinstance(inverse_lengthscale, (int, float)):
+        if isinstance(inverse_lengthscale, bool) or not isinstance(inverse_lengthscale, Real):
             raise TypeError(
                 f"{op}: inverse_lengthscale must be a number or a tensor, got {type(inverse_lengthscale).__name__}."
             )

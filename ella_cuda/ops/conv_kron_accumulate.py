@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -89,12 +90,12 @@ def conv_kron_accumulate_torch_(
 
 
 def _pair(name: str, value: Size, least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or any(not isinstance(v, int) or v < least for v in pair):
+    pair = (value, value) if isinstance(value, Integral) else tuple(value)
+    if len(pair) != 2 or any(not isinstance(v, Integral) or v < least for v in pair):
         raise ValueError(
             f"conv_kron_accumulate_: {name} must be an integer >= {least} or a pair of them, got {value!r}."
         )
-    return pair
+    return int(pair[0]), int(pair[1])
 
 
 def _geometry(

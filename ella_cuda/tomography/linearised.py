@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,16 +114,16 @@ class LinearisedDIP:
                 f"LinearisedDIP: ray_transform must be a RayTransform or RayOperator, got {type(ray_transform).__name__}; give functions of "
                 "yours as RayOperator(forward, adjoint, image_size)."
             )
-        for name, number in (("tv_weight", tv_weight), ("tol", tol), ("memory_budget", memory_budget)):
-            _at_least_zero("LinearisedDIP", name, number)
-        for name, value in (("batch_size", batch_size), ("n_probes", n_probes), ("max_iterations", max_iterations)):
-            _positive_integer("LinearisedDIP", name, value)
+        reals = {"tv_weight": tv_weight, "tol": tol, "memory_budget": memory_budget}
+        counts = {"batch_size": batch_size, "n_probes": n_probes, "max_iterations": max_iterations}
         if rank != 0:  # no preconditioner
-            _positive_integer("LinearisedDIP", "rank", rank)
-        self.network, self.ray_transform, self.tv_weight = network, ray_transform, float(tv_weight)
+            counts["rank"] = rank
+        reals = {name: _at_least_zero("LinearisedDIP", name, value) for name, value in reals.items()}
+        counts = {name: _positive_integer("LinearisedDIP", name, value) for name, value in counts.items()}
+        self.network, self.ray_transform, self.tv_weight = network, ray_transform, reals["tv_weight"]
         self.form, self.method = check_choice("form", form, FORMS), check_choice("method", method, METHODS)
-        self.memory_budget, self.batch_size = memory_budget, batch_size
-        self._iterative = {"n_probes": n_probes, "max_iterations": max_iterations, "tol": tol, "rank": rank}
+        self.memory_budget, self.batch_size = reals["memory_budget"], counts.pop("batch_size")
+        self._iterative = {"rank": 0, **counts, "tol": reals["tol"]}
         with torch.inference_mode(False):
             self.prior = FilterPrior(network, blocks)
         weight = network.get_parameter(self.prior.parameter_names[0])
@@ -180,15 +181,15 @@ class LinearisedDIP:
         x = _own(x[None, None] if x.dim() == 2 else x, self._kind)
         if not any(p.requires_grad for p in self.network.parameters()):
             raise ValueError(f"{where}: network must have a parameter that requires a gradient, got none.")
-        _positive_integer(where, "n_steps", n_steps)
-        _positive_integer(where, "checkpoint_every", checkpoint_every)
-        _positive(where, "lr", lr)
+        n_steps = _positive_integer(where, "n_steps", n_steps)
+        checkpoint_every = _positive_integer(where, "checkpoint_every", checkpoint_every)
+        lr = _positive(where, "lr", lr)
         settings = {
             "data": tensors_digest(y),
             "network_input": tensors_digest(x),
             "ray_transform": self._geometry(),
             "tv_weight": self.tv_weight,
-            "lr": float(lr),
+            "lr": lr,
             "parameters": [[name, list(p.shape), p.requires_grad] for name, p in self.network.named_parameters()],
         }
         loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
@@ -349,26 +350,22 @@ class LinearisedDIP:
         where = "LinearisedDIP.optimize_hyperparameters"
         self._require_linear("optimize_hyperparameters")
         check_choice("at", at, PLACES)
-        for name, count in (
-            ("n_steps", n_steps),
-            ("linear_steps", linear_steps),
-            ("checkpoint_every", checkpoint_every),
-        ):
-            _positive_integer(where, name, count)
-        _positive(where, "lr", lr)
-        _positive(where, "linear_lr", linear_lr)
-        _at_least_zero(where, "tv_prior", tv_prior)
+        n_steps = _positive_integer(where, "n_steps", n_steps)
+        linear_steps = _positive_integer(where, "linear_steps", linear_steps)
+        checkpoint_every = _positive_integer(where, "checkpoint_every", checkpoint_every)
+        lr, linear_lr = _positive(where, "lr", lr), _positive(where, "linear_lr", linear_lr)
+        tv_prior = _at_least_zero(where, "tv_prior", tv_prior)
         settings: dict[str, Any] = {
             "data": tensors_digest(self._y, self._x, self._image.tangent.point),
             "ray_transform": self._geometry(),
             "tv_weight": self.tv_weight,
             "at": at,
-            "tv_prior": float(tv_prior),
-            "lr": float(lr),
+            "tv_prior": tv_prior,
+            "lr": lr,
             "form": self.form,
             "iterative": None if self.is_dense else self._iterative,
             "blocks": [[block.name, list(block.parameters)] for block in self.prior.blocks],
-            "linear": [linear_steps, float(linear_lr)] if at == "linear_tv" else None,
+            "linear": [linear_steps, linear_lr] if at == "linear_tv" else None,
             "generator": generator is not None,
         }
         loop = Loop(where, checkpoint, settings, checkpoint_every, progress_bar)
@@ -378,7 +375,7 @@ class LinearisedDIP:
             beside = Loop(
                 "LinearisedDIP: linear weights",
                 None if checkpoint is None else Path(checkpoint).with_name(Path(checkpoint).name + ".linear"),
-                {key: settings[key] for key in settings if key in own} | {"linear_lr": float(linear_lr)},
+                {key: settings[key] for key in settings if key in own} | {"linear_lr": linear_lr},
                 checkpoint_every,
                 progress_bar,
             )
@@ -518,7 +515,7 @@ class LinearisedDIP:
         """
         if self.is_dense:
             return self.covariance(image_noise).diagonal().view(self._image.image_shape)
-        _positive_integer("LinearisedDIP.variance", "n_samples", n_samples)
+        n_samples = _positive_integer("LinearisedDIP.variance", "n_samples", n_samples)
         total, left = torch.zeros(self._image.image_shape, dtype=torch.float64, device=self._kind["device"]), n_samples
         while left:
             count = min(left, self.batch_size)
@@ -540,7 +537,7 @@ class LinearisedDIP:
         Source: Wilson et al., "Efficiently sampling functions from Gaussian process posteriors", ICML 2020.
         """
         self._require_linear("sample")
-        _positive_integer("LinearisedDIP.sample", "n", n)
+        n = _positive_integer("LinearisedDIP.sample", "n", n)
         return self.reconstruction.double() + self._deviations(n, generator)
 
     @torch.no_grad()
@@ -577,7 +574,7 @@ class LinearisedDIP:
         if patch_size is None:
             return _log_normal(where, error, self.covariance(image_noise)) / len(error)
         side = _positive_integer(where, "patch_size", patch_size)
-        _positive_integer(where, "n_samples", n_samples)
+        n_samples = _positive_integer(where, "n_samples", n_samples)
         number = torch.arange(len(error), device=error.device).view(shape)
         patches = [part.flatten() for rows in number.split(side, 0) for part in rows.split(side, 1)]
         if self.is_dense:
@@ -754,10 +751,11 @@ def _positive(where: str, name: str, value: float) -> float:
     return number
 
 
-def _at_least_zero(where: str, name: str, value: float) -> None:
+def _at_least_zero(where: str, name: str, value: float) -> float:
     number = _number(where, name, value)
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"{where}: {name} must be at least 0 and finite, got {value!r}.")
+    return number
 
 
 def _number(where: str, name: str, value: float) -> float:
@@ -770,6 +768,6 @@ def _number(where: str, name: str, value: float) -> float:
 
 
 def _positive_integer(where: str, name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{where}: {name} must be a positive integer, got {value!r}.")
-    return value
+    return int(value)

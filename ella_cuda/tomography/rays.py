@@ -229,7 +229,8 @@ class RayOperator(LinearMap):
 
     Args:
         forward, adjoint: functions of a tensor that return one, such as ``physics.A`` and ``physics.A_adjoint`` of deepinv, or ``A`` and
-            ``A.T`` of tomosipo. They need not be differentiable, and may change their argument, a copy.
+            ``A.T`` of tomosipo. They need not be differentiable, may change their argument, a copy, and may return one
+            buffer each time.
         image_size: the side of a square image, or ``(H, W)``.
         image_shape: the shape in which ``forward`` takes an image and ``adjoint`` returns it, as many numbers as the image has:
             ``(1, 1, H, W)`` for deepinv, ``(1, H, W)`` for tomosipo; None is ``(H, W)``.
@@ -338,7 +339,7 @@ def _returned(name: str, found: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.dtype not in DTYPES:
         got = found.dtype if isinstance(found, Tensor) else type(found).__name__
         raise TypeError(f"RayOperator: {name} must return a float32 or float64 tensor, got {got}; wrap it.")
-    return found
+    return found.clone()  # a function may return one buffer each time
 
 
 def _joseph(image_shape: tuple[int, int], angles: Tensor, detectors: int) -> Tensor:

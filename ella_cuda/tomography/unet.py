@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ class UNet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        widths = (channels,) * scales if isinstance(channels, int) else tuple(channels)
+        widths = (channels,) * scales if isinstance(channels, Integral) else tuple(channels)
         skips = tuple(skip_channels)
         if scales < 1 or len(widths) != scales or min(widths) < 1:
             raise ValueError(f"UNet: channels must be positive, for {scales} scales, got {channels!r}.")

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ella_cuda import marglik_training
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
-from ella_cuda.laplace.batches import kept, merged, pair_of, pair_on, require_loader
+from ella_cuda.laplace import KronLaplace, TangentModel, exact_log_marginal_likelihood
+from ella_cuda.laplace.batches import kept, merged, pair_of, pair_on, require_loader, run_model
 
 X, Y = torch.randn(20, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -315,6 +315,38 @@ def test_an_entry_that_the_model_does_not_take_is_named():
     la = KronLaplace(ByName(), dict_key_x="image", dict_key_y="label")
     with pytest.raises(TypeError, match=r"by name \(image, name\).*unexpected keyword argument 'name'.*collate_fn"):
         la.fit([batch])
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.float16, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", ["fit", "predict", "train", "tangent", "named"])
+def test_data_of_another_dtype_are_refused_with_both_and_what_to_do(given, kind):
+    model, x, y = nn.Linear(5, 3), torch.ones(4, 5), torch.tensor([0, 1, 2, 0])
+    la = KronLaplace(model).fit([(x, y)])
+    uses = {
+        "fit": lambda x: KronLaplace(model).fit([(x, y)]),
+        "predict": la,
+        "train": lambda x: marglik_training(model, [(x, y)], n_epochs=1, progress_bar=False),
+        "tangent": lambda x: TangentModel(model).offset(x),
+        "named": lambda x: KronLaplace(ByName(), dict_key_x="image", dict_key_y="label").fit(
+            [{"image": x, "label": y}]
+        ),
+    }
+    with pytest.raises(
+        TypeError, match=rf"a batch x of {given}, its parameters being torch.float32 .*x.to\(torch.float32"
+    ):
+        uses[kind](x.to(given))
+    uses[kind](x.to(given).to(torch.float32))
+
+
+def test_other_errors_of_a_model_stay_as_they_are():
+    class Typed(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("no such type")
+
+    with pytest.raises(RuntimeError, match=r"^no such type$"):
+        run_model(Typed(5, 3), torch.ones(4, 5))
+    with pytest.raises(RuntimeError, match=r"^Expected tensor for argument"):
+        run_model(nn.Embedding(5, 3), torch.ones(4, 5, dtype=torch.float64))
 
 
 def pairs_of(*sizes: int, width: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:

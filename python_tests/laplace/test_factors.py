@@ -38,3 +38,8 @@ def test_every_layer_has_its_tensors_back(layer: nn.Module) -> None:
             blocks = shape.to_blocks(tensor, 1)
             assert blocks.shape == (2, shape.groups, shape.inputs, shape.outputs)
             assert torch.equal(shape.from_blocks(blocks, tensor.shape[1:]), tensor)
+
+
+def test_a_block_of_a_parameter_without_axes_is_a_number():
+    shape, number = FactorShape.bias(1), torch.tensor(3.0)
+    assert shape.from_blocks(shape.to_blocks(number), number.shape).equal(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,8 +138,63 @@ def test_parameters_that_a_rule_does_not_know_are_refused():
     layer.gain = nn.Parameter(torch.ones(3))
     with pytest.raises(TypeError, match="'gain'"):
         KronLaplace(layer)
-    with pytest.raises(TypeError, match="register"):
-        KronLaplace(nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)))
+
+
+PARAMETRIZED = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", PARAMETRIZED)
+def test_a_weight_that_is_computed_is_refused_with_advice_that_works(kind, alone, dense_ggn):
+    layer = PARAMETRIZED[kind](nn.Linear(4, 3).double())
+    model = (layer if alone else nn.Sequential(nn.Linear(4, 4).double(), nn.Tanh(), layer)).eval()
+    x, y = labelled(4)
+    outputs = model(x).detach()
+    with pytest.raises(TypeError) as refusal:
+        KronLaplace(model)
+    exec(re.search(r"call (torch\.nn\.utils\..*?\)), which", str(refusal.value))[1], {"torch": torch, "model": model})
+    assert torch.equal(model(x), outputs)
+    la = KronLaplace(model).fit([(x[:1], y[:1])])
+    prefix = "" if alone else "2."
+    blocks = dense_ggn(model, x[:1], y[:1])
+    torch.testing.assert_close(la.factors[prefix + "bias"].to_dense()[0], blocks[prefix + "bias"])
+    weight = blocks[prefix + "weight"].view(3, 4, 3, 4).permute(1, 0, 3, 2).reshape(12, 12)
+    torch.testing.assert_close(la.factors[prefix + "weight"].to_dense()[0], weight)
+
+
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_a_bias_may_come_before_its_weight(approximation):
+    def fitted(bias_first):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double()
+        for layer in (model[0], model[2]) if bias_first else ():
+            weight = layer.weight
+            del layer.weight
+            layer.weight = weight
+        x, y = torch.randn(4, 1, 4, 4, dtype=torch.float64), torch.tensor([0, 1, 1, 2])
+        la = KronLaplace(model, approximation=approximation).fit([(x, y)])
+        again = KronLaplace(model, approximation=approximation)
+        again.load_state_dict(la.state_dict())
+        again.load_state_dict(again.state_dict())
+        return la.parameter_names, la.log_marginal_likelihood(), again.log_marginal_likelihood(), la(x), again(x)
+
+    (names, *first), (others, *second) = fitted(False), fitted(True)
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"] and others == [
+        "0.bias",
+        "0.weight",
+        "2.bias",
+        "2.weight",
+    ]
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_shapes_that_contradict_the_parameter_are_refused():

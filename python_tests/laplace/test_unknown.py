@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, TangentModel, exact_log_marginal_likelihood
 from ella_cuda.laplace.curvature import _differentiable_recurrence
 from python_tests.laplace import checks
 
@@ -269,3 +269,43 @@ def test_recurrent_layers_run_without_cudnn_and_put_it_back(monkeypatch):
         assert seen == [False] * 2 and torch.backends.cudnn.enabled
     layer(torch.randn(2, 4, 3))
     assert seen == [False, False, True]
+
+
+class OfNumbers(nn.Module):
+    """ReZero, a logit scale, and numbers in a list: parameters without axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.f = nn.Parameter(torch.tensor(0.4)), nn.Linear(4, 2)
+        self.numbers = nn.ParameterList([nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.rand(2))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, :2] + self.a * self.f(x).tanh()
+        return h * self.numbers[0].exp() + self.numbers[1]
+
+
+@pytest.mark.parametrize("kind", [FullLaplace, DiagLaplace, KronLaplace])
+def test_parameters_without_axes_have_modes_tangents_and_samples(kind):
+    torch.manual_seed(0)
+    model = OfNumbers().double()
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    la = kind(model, likelihood="regression", prior_precision=2.0).fit([(x, y)])
+    parameters = {name: p.detach() for name, p in model.named_parameters() if name in la.parameter_names}
+    sizes = [parameters[name].numel() for name in la.parameter_names]
+
+    def outputs(theta: Tensor) -> Tensor:
+        parts = zip(la.parameter_names, theta.split(sizes), strict=True)
+        return torch.func.functional_call(model, {n: p.view(parameters[n].shape) for n, p in parts}, (x,)).flatten()
+
+    jacobian = torch.func.jacrev(outputs)(la.mean)
+    u = torch.randn(la.n_params, dtype=torch.float64)
+    torch.testing.assert_close(TangentModel(model, names=la.parameter_names).jvp(x, u).flatten(), jacobian @ u)
+    precision = jacobian.T @ jacobian + 2 * torch.eye(la.n_params, dtype=torch.float64)
+    residual = y.flatten() - outputs(la.mean) + jacobian @ la.mean
+    torch.testing.assert_close(la.fit_linear_mode([(x, y)]), torch.linalg.solve(precision, jacobian.T @ residual))
+    normal = torch.distributions.MultivariateNormal(la.mean, precision_matrix=la.posterior_precision.to_matrix())
+    torch.testing.assert_close(la.log_prob(la.mean + 0.1 * u), normal.log_prob(la.mean + 0.1 * u), check_dtype=False)
+    with pytest.warns(UserWarning, match="pred_type='nn'"):
+        drawn = la.functional_samples(x, "nn", 3, generator=torch.Generator().manual_seed(1))
+    expected = [outputs(theta).view(6, 2) for theta in la.sample(3, torch.Generator().manual_seed(1))]
+    torch.testing.assert_close(drawn, torch.stack(expected))

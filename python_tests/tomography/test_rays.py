@@ -164,6 +164,27 @@ def test_functions_may_change_their_argument(batched):
     assert torch.equal(x, drawn(2, 4, 4)) and torch.equal(y, drawn(2, 3, 7, seed=1))
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_functions_may_return_one_buffer_each_time(batched):
+    rays = RayTransform(4, 3, 7)
+
+    def into_a_buffer(function):
+        kept = {}
+
+        def called(x):
+            found = function(x)
+            return kept.setdefault(found.shape, torch.empty_like(found)).copy_(found)
+
+        return called
+
+    functions = [into_a_buffer(f) for f in (rays.forward, rays.adjoint)]
+    operator = RayOperator(*functions, 4, batched=batched, dtype=torch.float64, fbp=into_a_buffer(rays.fbp))
+    x, y = drawn(3, 4, 4), drawn(3, 3, 7, seed=1)
+    torch.testing.assert_close(operator.forward(x), rays.forward(x))
+    torch.testing.assert_close(operator.adjoint(y), rays.adjoint(y))
+    torch.testing.assert_close(operator.fbp(y), rays.fbp(y))
+
+
 def test_without_a_filtered_back_projection_the_best_multiple_of_the_adjoint_is_taken():
     rays = RayTransform(4, 3, 7)
     operator = RayOperator(rays.forward, rays.adjoint, 4)

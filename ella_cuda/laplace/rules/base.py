@@ -9,6 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.jacobian import Jacobian, by_autograd
@@ -123,7 +127,12 @@ class Rule(ABC):
         """The error for trainable parameters of these names."""
         return TypeError(
             f"{self.label} has the trainable parameter {', '.join(map(repr, names))}, which {type(self).__name__} does not know (it knows "
-            f"{', '.join(self.shapes())}). Write a rule for this layer with ella_cuda.laplace.register, or freeze the parameter."
+            f"{', '.join(self.shapes())}). "
+            + (
+                as_plain_weight(self.module, self.name)
+                or "Write a rule for this layer with ella_cuda.laplace.register, or "
+            )
+            + "freeze the parameter."
         )
 
     @abstractmethod
@@ -227,8 +236,8 @@ class Rule(ABC):
     def _allocate(self, moment_class: type[SecondMoment]) -> None:
         shapes, shared = self.shapes(), self.output_owners()
         moments: dict[str, SecondMoment] = {}
-        self.factors = {}
-        for parameter in sorted(self.trainable, key=lambda name: name in shared):  # owners first
+        self.factors = dict.fromkeys(self.trainable)
+        for parameter in sorted(self.trainable, key=shared.__contains__):  # a layer may have its bias first
             if parameter in self.tied:
                 owner, name = self.tied[parameter]
                 self.factors[parameter] = owner.factors[name]
@@ -271,6 +280,13 @@ class Rule(ABC):
         """The parameter's name in the model."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
+
+# What a layer's weight is computed by before a call, and what takes that off.
+_REMOVALS = {
+    WeightNorm: "remove_weight_norm",
+    SpectralNorm: "remove_spectral_norm",
+    BasePruningMethod: "prune.remove",
+}
 
 RuleType = TypeVar("RuleType", bound=type[Rule])
 _RULES: dict[type[nn.Module], type[Rule]] = {}
@@ -364,10 +380,10 @@ def rule_for(module: nn.Module, name: str, resolution: str = "shared", approxima
             "requires_grad_(False)."
         )
     else:
-        remedy = (
-            f"Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or freeze the parameters with "
-            "requires_grad_(False)."
+        remedy = as_plain_weight(module, name) or (
+            f"Write one and register it with @ella_cuda.laplace.register({kind.__name__}), or "
         )
+        remedy += "freeze the parameters with requires_grad_(False)."
     raise TypeError(
         f"layer {name or '(the model itself)'!r} ({kind.__name__}) has trainable parameters ({parameters}) but no curvature rule. {remedy}"
         f"{served()}"
@@ -383,6 +399,23 @@ def _approximated(rule: Rule, approximation: str) -> Rule:
         )
     rule.approximation = approximation
     return rule
+
+
+def as_plain_weight(module: nn.Module, name: str) -> str:
+    """Words on how to have a weight that torch computes from other parameters, as for weight or spectral normalisation and pruning, as a
+    parameter with the values it has; "" where there is none."""
+    if isinstance(module, ParametrizationList):
+        (layer, _, tensor), how = name.rpartition("parametrizations."), "parametrize.remove_parametrizations"
+    else:
+        for hook in module._forward_pre_hooks.values():
+            how = next((how for kind, how in _REMOVALS.items() if isinstance(hook, kind)), "")
+            if how:
+                layer, tensor = name, getattr(hook, "_tensor_name", "") or hook.name
+                break
+        else:
+            return ""
+    call = f"torch.nn.utils.{how}(model.get_submodule({layer.rstrip('.')!r}), {tensor!r})"
+    return f"The layer's {tensor!r} is computed from that; call {call}, which keeps its values, or "
 
 
 def served() -> str:

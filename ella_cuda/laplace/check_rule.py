@@ -1,0 +1,298 @@
+"""Rules of a user's own against autograd of their layers alone, on a few data points before a fit's first batch.
+
+Every honest rule passes. Blocks without an input side are exact, :meth:`Rule.jacobians` and the gradient of :meth:`Rule.vjp` too. The rows
+of some data points are those of each alone. Of a gradient that is zero but at one output, one position's rows make the parameter's
+gradient: where rows are parallel to it, their size must be its. What is no such product, as an approximation of a user's own, is believed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.jacobian import by_autograd
+from ella_cuda.laplace.passages import Before
+from ella_cuda.laplace.probe import Place
+from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
+from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.second_moment import UnkeptMoment
+from ella_cuda.laplace.uses import batch_first
+from ella_cuda.nn._autocast import full
+
+POINTS, PROBES = 5, 3  # data points, and outputs whose gradients are tried one by one
+TOLERANCE = 1e-3  # relative
+PARALLEL = 1 - 1e-6
+
+
+class _Recorded(UnkeptMoment):
+    """Rows that a rule adds, ``(blocks, rows, alpha)`` each; whether it adds by other means than rows."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pieces: list[tuple[range, Tensor, float]] = []
+        self.opaque = False
+
+    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
+        self.add_to(range(self.total.shape[0]), rows, alpha)
+
+    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
+        self.pieces.append((blocks, rows.detach().double().expand(-1, len(blocks), -1), alpha))
+
+    def _note(self, *_: Any, **__: Any) -> None:
+        self.opaque = True
+
+    add_weighted = add_counts = add_diagonal = add_windows = add_patches = count = _note
+
+    def clone(self, name: str) -> _Recorded:
+        other = copy.copy(self)
+        other.pieces = list(self.pieces)
+        return other
+
+    def times(self, vectors: Tensor) -> Tensor:
+        """The sum of outer products, times vectors ``(G, d)``."""
+        total = torch.zeros_like(vectors)
+        for blocks, rows, alpha in self.pieces:
+            some = slice(blocks.start, blocks.stop)
+            total[some] += alpha * torch.einsum("rgd,rg->gd", rows, torch.einsum("rgd,gd->rg", rows, vectors[some]))
+        return total
+
+    def whole(self) -> Tensor | None:
+        """All rows ``(R, G, d)``, times the roots of their weights; None where they are not of all blocks."""
+        if self.opaque or any(len(blocks) != self.total.shape[0] for blocks, _, _ in self.pieces) or not self.pieces:
+            return None
+        return torch.cat([rows * alpha**0.5 for _, rows, alpha in self.pieces])
+
+
+def is_own(kind: type) -> bool:
+    """Whether a class is the package's."""
+    return kind.__module__.partition(".")[0] == "ella_cuda"
+
+
+def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapping[Rule, Sequence[Place]]) -> None:
+    """Compare the rules that are not the package's with autograd, at their layers' first calls.
+
+    Args:
+        model: in evaluation mode, without hooks of a fit.
+        rules: of its layers.
+        x: a batch of at least one data point.
+        places: of the images in the layers' calls.
+
+    Raises:
+        ValueError: a rule contradicts autograd, or changes what it gets; names the class and the method.
+    """
+    foreign = {r.module: r for r in rules if r in places and not is_own(type(r)) and r.trainable}
+    foreign = {module: rule for module, rule in foreign.items() if not isinstance(rule, MultiheadAttentionRule)}
+    if not foreign:
+        return
+    calls: dict[Rule, tuple[list[Any], Tensor]] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        rule = foreign[module]
+        if rule not in calls and isinstance(out, Tensor):
+            given = (*arguments_in_order(module, args, kwargs), out)
+            place = places[rule][0]
+            *arguments, out = [
+                batch_first(full(plain_tensor(a).detach()), place)[:POINTS].clone() if isinstance(a, Tensor) else a
+                for a in given
+            ]
+            calls[rule] = arguments, out
+
+    count = data_points(x)
+    few = take(x, torch.arange(POINTS, device=tensors_of(x)[0].device) % count)
+    handles = [module.register_forward_hook(keep, prepend=True, with_kwargs=True) for module in foreign]
+    try:
+        with torch.no_grad():
+            run_model(model, few)
+    finally:
+        for handle in handles:
+            handle.remove()
+    with torch.no_grad():
+        for rule, (arguments, out) in calls.items():
+            if out.is_floating_point() and out.isfinite().all():
+                _Check(rule, arguments, out).run()
+
+
+class _Check:
+    def __init__(self, rule: Rule, arguments: list[Any], out: Tensor) -> None:
+        self.rule, self.arguments, self.out = rule, arguments, out
+        self.names, self.shapes = list(rule.trainable), rule.shapes()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def run(self) -> None:
+        count = len(self.out)
+        gradient = self._drawn(2, *self.out.shape)
+        exact = self._exact(self.arguments, gradient)
+        together = self._shown(self.arguments, gradient)
+        if exact is None or together is None:
+            return
+        singles = [self._shown(self._only(n), gradient[:, n : n + 1]) for n in range(count)]
+        for name, factor in together.factors.items():
+            shape, outputs = self.shapes[name], factor.output_moment
+            for side in ("input", "output"):
+                moment = getattr(factor, f"{side}_moment")
+                alone = [getattr(s.factors[name], f"{side}_moment") for s in singles if s is not None]
+                if moment is not None and len(alone) == count and not any(m.opaque for m in (moment, *alone)):
+                    vectors = self._drawn(*moment.total.shape[:2]).double()
+                    self._compare(
+                        side + "s",
+                        moment.times(vectors),
+                        sum(m.times(vectors) for m in alone),
+                        f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone",
+                    )
+            if shape.constant_input and not outputs.opaque and shape.output_basis is None:
+                vectors = self._drawn(*outputs.total.shape[:2]).double()
+                rows = exact[name].flatten(0, 1).flatten(1).double()  # (K N, b)
+                self._compare(
+                    "outputs",
+                    outputs.times(vectors),
+                    ((rows @ vectors[0]) @ rows)[None],
+                    f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact",
+                )
+        for i in range(PROBES):
+            self._probe(i % count)
+
+    def _probe(self, n: int) -> None:
+        """The gradient at one output of a data point."""
+        unit = torch.zeros_like(self.out[n : n + 1])[None]
+        place = int(torch.randint(unit.numel(), (), generator=self.generator))
+        unit.view(-1)[place] = 1
+        only = self._only(n)
+        found, exact = self._shown(only, unit), self._exact(only, unit)
+        if found is None or exact is None:
+            return
+        for name, factor in found.factors.items():
+            shape = self.shapes[name]
+            on_bases = shape.input_basis is not None or shape.output_basis is not None
+            if shape.constant_input or shape.groups != shape.output_groups or on_bases:
+                continue
+            inputs, outputs = factor.input_moment.whole(), factor.output_moment.whole()
+            if inputs is None or outputs is None:
+                continue
+            there = outputs.flatten(1).any(1)
+            m = exact[name][0, 0].double()  # (G, a, b)
+            if int(there.sum()) != 1 or not m.any():
+                continue
+            row = outputs[there][0] * len(outputs) ** 0.5  # B is the mean over positions
+            inner = torch.einsum("rga,gab,gb->r", inputs, m, row).abs()
+            sizes = torch.einsum("rg,g->r", inputs.square().sum(2), row.square().sum(1)).sqrt()
+            norm = m.square().sum().sqrt()
+            near = (inner >= PARALLEL * sizes * norm) & (sizes > 0)
+            ratios = (sizes / norm)[near]
+            words = f"for {name!r}, the product of a position's input row and output row"
+            if len(ratios):
+                ratio = ratios[(ratios - 1).abs().argmin()].item()
+                if abs(ratio - 1) > TOLERANCE:
+                    raise self._error(
+                        "inputs and outputs",
+                        f"{words} is {ratio:.4g} times the parameter's gradient, expected 1: a weight of the rows is wrong. A is the sum of "
+                        "the outer products over positions, B their mean",
+                    )
+            elif len(inputs) == len(outputs) == 1 and self._has_one_position(name, only):
+                gap = 1 - (inner / (sizes * norm)).nan_to_num().item()
+                raise self._error(
+                    "inputs and outputs", f"{words} is not the parameter's gradient: relative difference {gap:.2g}"
+                )
+
+    def _has_one_position(self, name: str, only: list[Any]) -> bool:
+        """Whether gradients of a data point in a parameter are outer products."""
+        exact = self._exact(only, self._drawn(1, 1, *self.out.shape[1:]))
+        if exact is None:
+            return False
+        m = exact[name][0, 0].double()
+        one, other = (m @ self._drawn(m.shape[2], 1).double() for _ in range(2))
+        inner, sizes = (one * other).sum((1, 2)).abs(), one.flatten(1).norm(dim=1) * other.flatten(1).norm(dim=1)
+        return bool((inner >= PARALLEL * sizes).all())
+
+    def _shown(self, arguments: list[Any], gradient: Tensor) -> Rule | None:
+        """A copy of the rule that recorded what it adds of a call; None where it cannot do so."""
+        rule = copy.copy(self.rule)
+        rule.tied, rule.lent, rule.copies, rule.before, rule.samples = {}, set(), 1, Before(), None
+        method = "vjp" if rule.differentiates else "outputs"
+        x, pulled = arguments[0], None
+        try:
+            rule.allocate(_Recorded)
+            self._unchanged("inputs", rule.inputs, arguments)
+            if rule.differentiates:
+                pulled = self._unchanged(method, rule.vjp, [gradient, x.shape])
+            else:
+                self._unchanged(method, rule.outputs, [gradient])
+        except _Contradiction:
+            raise
+        except Exception:  # it may do in the fit what it cannot do here, as adding to a factor by itself
+            return None
+        if pulled is not None and x.is_floating_point():
+            self._compare(
+                "vjp", pulled, self._pulled(arguments, gradient), "it does not return the gradient at the input"
+            )
+        if rule.knows_jacobians() and not is_own(owner_of(type(rule), "jacobians")):
+            found = self._unchanged("jacobians", rule.jacobians, [arguments, gradient])
+            exact = self._exact(arguments, gradient)
+            for name, jacobian in found.items() if exact is not None else ():
+                self._compare(
+                    "jacobians",
+                    jacobian.dense(self.shapes[name].groups),
+                    exact[name],
+                    f"they are not the gradients of single data points in {name!r}",
+                )
+        return rule
+
+    def _exact(self, arguments: list[Any], gradient: Tensor) -> dict[str, Tensor] | None:
+        """Autograd's gradients of single data points, ``(K, N, G, a, b)``; None where the layer alone has none."""
+        try:
+            found = by_autograd(self.rule.module, self.names, arguments, gradient)
+        except Exception:  # whatever a layer raises that is run outside of its network
+            return None
+        return {name: self.shapes[name].to_blocks(found[name], 2) for name in self.names}
+
+    def _pulled(self, arguments: list[Any], gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = arguments[0].clone().requires_grad_()
+            out = self.rule.module.forward(x, *arguments[1:])
+            return torch.stack([torch.autograd.grad(out, x, column, retain_graph=True)[0] for column in gradient])
+
+    def _unchanged(self, method: str, call: Callable[..., Any], arguments: list[Any]) -> Any:
+        """What the method returns; it gets copies, and may not change them."""
+        given = [copy.deepcopy(a) for a in arguments]
+        found = call(*given)
+        for one, other in zip(_tensors(given), _tensors(arguments), strict=True):
+            if not torch.equal(one, other):
+                raise self._error(method, "it changes its arguments in place, which others get too; change a copy")
+        return found
+
+    def _only(self, n: int) -> list[Any]:
+        return [a[n : n + 1] if isinstance(a, Tensor) else a for a in self.arguments]
+
+    def _drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.out)
+
+    def _compare(self, method: str, found: Tensor, expected: Tensor, words: str) -> None:
+        if found.shape != expected.shape:
+            raise self._error(method, f"{words}: expected shape {tuple(expected.shape)}, got {tuple(found.shape)}")
+        size, gap = torch.maximum(found.norm(), expected.norm()).item(), (found - expected).norm().item()
+        if gap > TOLERANCE * size:
+            raise self._error(method, f"{words}: relative difference {gap / size:.2g}, expected at most {TOLERANCE:g}")
+
+    def _error(self, method: str, words: str) -> ValueError:
+        return _Contradiction(
+            f"fit: {self.rule.label}: {type(self.rule).__name__}.{method} contradicts autograd of the layer, on data of the first batch: "
+            f"{words}."
+        )
+
+
+class _Contradiction(ValueError):
+    """Of this module."""
+
+
+def owner_of(kind: type, method: str) -> type:
+    """The class that defines the method."""
+    return next(c for c in kind.__mro__ if method in vars(c))
+
+
+def _tensors(parts: Sequence[Any]) -> list[Tensor]:
+    flat = [b for a in parts for b in (a if isinstance(a, (list, tuple)) and not isinstance(a, torch.Size) else [a])]
+    return [a for a in flat if isinstance(a, Tensor)]

@@ -127,7 +127,8 @@ class Predictive:
         x = self._inputs(x)
         tangent = TangentModel(self.model, self.linear_fit.form, self.parameter_names)
         if self.linear_fit.form == "simple":
-            return tangent.jvp(x, self.linear_fit.theta) - tangent.outputs(x)
+            outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
+            return (tangent.jvp(x, self.linear_fit.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
         return tangent.jvp(x, self.linear_fit.theta - tangent.point)
 
     def functional_variance(self, x: Any) -> Tensor:

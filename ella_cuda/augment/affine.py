@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ella_cuda.augment.base import Augment, Init
 from ella_cuda.ops import affine_copies
@@ -137,6 +138,17 @@ def _integral(mean: Tensor, squared: Tensor) -> tuple[Tensor, Tensor]:
     return p, q / 2**HALVINGS
 
 
+def with_room(op: Callable[[Tensor, Tensor], Tensor], x: Tensor, maps: Tensor) -> Tensor:
+    """``op(x, maps)``, a copy or its adjoint, of maps of :meth:`AffineAugment.maps`. A side of one pixel gets a zero before and after it for
+    that: all its normalised coordinates are 0, so that no map would lead out of it.
+    """
+    down, right = (int(side == 1) for side in x.shape[-2:])
+    if not (down or right):
+        return op(x, maps)
+    found = op(F.pad(x, (right, right, down, down)), maps)
+    return found[..., down : found.shape[-2] - down, right : found.shape[-1] - right].contiguous()
+
+
 class AffineAugment(Augment):
     r"""S affine copies of each image: ``(N, C, H, W) -> (N, S, C, H, W)``, with learned amounts of translation, rotation, scale and shear.
 
@@ -191,9 +203,16 @@ class AffineAugment(Augment):
             raise ValueError(f"{self._name}: x must have shape (N, C, H, W), got {tuple(x.shape)}.")
 
     def maps(self, eps: Tensor, eta: Tensor, size: Sequence[int]) -> Tensor:
-        """The first two rows of the matrices of images of a size ``(H, W)``: ``(..., k), (k,) -> (..., 2, 3)``."""
-        height, width = (max(side - 1, 1) for side in size)  # corners are aligned: pixel centres are side - 1 apart
+        """The first two rows of the matrices of images of a size ``(H, W)``: ``(..., k), (k,) -> (..., 2, 3)``. Those of images with a side
+        of one pixel are for :func:`with_room`; half of such an image is 0 pixels, and so is a translation along that side."""
+        height, width = (
+            2 if side == 1 else max(side - 1, 1) for side in size
+        )  # corners are aligned: pixel centres are side - 1 apart
+        if 1 in size:
+            flat = {name for name, side in (("ty", size[0]), ("tx", size[1])) if side == 1}
+            parts = zip(self.names, eta.unbind(-1), strict=True)
+            eta = torch.stack([amount * (name not in flat) for name, amount in parts], -1)
         return affine_matrix(eps, eta, self.names, width / height)[..., :2, :]
 
     def transform(self, x: Tensor, eps: Tensor, eta: Tensor) -> Tensor:
-        return affine_copies(x, self.maps(eps, eta, x.shape[2:]))
+        return with_room(affine_copies, x, self.maps(eps, eta, x.shape[2:]))

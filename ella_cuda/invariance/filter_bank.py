@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment
+from ella_cuda.augment.affine import with_room
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.affine_copies import affine_adjoint, affine_copies
@@ -117,11 +118,11 @@ class InvariantFilterBank(nn.Module):
         size, eta, flat = self.in_shape[1:], self.augment.eta, self.weight.flatten(0, 1)
         if self.resampling == "adjoint":
             maps = self.augment.maps(eps, eta, size).transpose(0, 1)  # (S, 1, 2, 3): the copies are a batch
-            found = affine_adjoint(flat.expand(len(maps), 1, -1, -1, -1), maps)
+            found = with_room(affine_adjoint, flat.expand(len(maps), 1, -1, -1, -1), maps)
         else:
             maps = self.augment.maps(-eps, eta, size)
             scale = maps[..., 0, 0] * maps[..., 1, 1] - maps[..., 0, 1] * maps[..., 1, 0]
-            found = affine_copies(flat[None], maps)[0] * scale[0, :, None, None, None]
+            found = with_room(affine_copies, flat[None], maps)[0] * scale[0, :, None, None, None]
         return found.unflatten(1, self.weight.shape[:2])
 
     def forward(self, x: Tensor, eps: Tensor | None = None) -> Tensor:

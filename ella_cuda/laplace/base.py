@@ -462,7 +462,9 @@ class BaseLaplace(Predictive):
         r"""The Laplace evidence ``log q(D | delta)`` of all data, 0-dim float64, differentiable twice in both
         arguments, and in the buffers that required a gradient at the fit.
 
-        Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object.
+        Divide by ``-n_data`` for the paper's ``-log q/N``. The arguments do not change the object. As laplace-torch's, it leaves a Gaussian's
+        normaliser undivided by the temperature; :meth:`optimize_prior_precision` divides the normaliser too where it tunes the noise, or
+        the temperature would only rescale that.
 
         With ``at="linear"`` it is that of the linearised network at its mode :math:`\theta_\star`, which is held:
         :math:`\log p(D | h(\theta_\star)) - \frac12 (\|\theta_\star\|^2_\Lambda + \log|H \Lambda^{-1} + I|)`. Where :math:`\theta_\star` is

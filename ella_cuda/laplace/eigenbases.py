@@ -108,20 +108,15 @@ def eigenbases(
     sides = {m: None for f in factors.values() for m in (f.input_moment, f.output_moment) if m is not None}
     with torch.no_grad():
         SecondMoment.decompose_all(sides)  # has words for what is wrong with a factor
-        moments = list(sides)
-        found = dict(zip(moments, eigenbases_of_all([m.projected() for m in moments]), strict=True))
+        vectors = eigenbases_of_all([m.projected() for m in sides], [m.rank for m in sides])
+        found = {m: (m.eigenvalues(), v.to(m.dtype)) for m, (_, v) in zip(sides, vectors, strict=True)}
     result = {}
     for name, factor in factors.items():
-        values_out, vectors_out = _taken(found[factor.output_moment], factor.output_moment)
+        values_out, vectors_out = found[factor.output_moment]
         values_in, vectors_in = values_out.new_ones(factor.shape.groups, 1), None
         if factor.input_moment is not None:
-            values_in, vectors_in = _taken(found[factor.input_moment], factor.input_moment)
+            values_in, vectors_in = found[factor.input_moment]
             values_in = values_in / factor.n_data
         vectors_in = None if factor.shape.inputs == 1 else vectors_in
         result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values_in, values_out, vectors_in, vectors_out)
     return result
-
-
-def _taken(found: tuple[Tensor, Tensor], moment: SecondMoment) -> tuple[Tensor, Tensor]:
-    values, vectors = found
-    return values.clamp(min=0), vectors.to(moment.dtype)

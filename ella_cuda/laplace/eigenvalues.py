@@ -78,13 +78,7 @@ def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]]
         torch.linalg.LinAlgError: where a block's do not converge, torch's.
     """
     sets = [blocks.detach() for blocks in sets]
-    found: dict[int, Tensor] = {}
-    for place, (rank, error) in enumerate(rows):
-        if (
-            sets[place].shape[1] >= max(LOW_RANK * rank, LARGE)
-            and (few := eigenvalues_of_rank(sets[place], rank, error)) is not None
-        ):
-            found[place] = few
+    found = _of_low_rank(sets, rows, eigenvalues_of_rank)
     own: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, blocks in enumerate(sets):
         if place not in found and _is_own(blocks):
@@ -96,6 +90,22 @@ def eigenvalues_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]]
     on_cpu = [place for place, blocks in enumerate(sets) if blocks.is_cpu and place not in found]
     found |= zip(on_cpu, _by_threads([sets[p] for p in on_cpu], _decompose), strict=True)
     return [found[place] for place in range(len(sets))]
+
+
+def _of_low_rank(
+    sets: Sequence[Tensor],
+    rows: Sequence[tuple[int, float]],
+    decompose: Callable[[Tensor, int, float], Found | None],
+) -> dict[int, Found]:
+    """What ``decompose`` finds of those sets whose blocks are large compared with their rank, by place."""
+    found = {}
+    for place, (rank, error) in enumerate(rows):
+        if (
+            sets[place].shape[1] >= max(LOW_RANK * rank, LARGE)
+            and (few := decompose(sets[place], rank, error)) is not None
+        ):
+            found[place] = few
+    return found
 
 
 def eigenvalues_of_rank(blocks: Tensor, rank: int, error: float) -> Tensor | None:
@@ -113,9 +123,34 @@ def eigenvalues_of_rank(blocks: Tensor, rank: int, error: float) -> Tensor | Non
     Returns:
         None where more is left out of a block.
     """
-    found, size = [], blocks.shape[1]
+    inside = _inside(blocks, rank, error)
+    if inside is None:
+        return None
+    values = [torch.linalg.eigvalsh(small) for _, small in inside]
+    return torch.stack([torch.cat([v.new_zeros(blocks.shape[1] - len(v)), v]).sort().values for v in values])
+
+
+def eigenbases_of_rank(blocks: Tensor, rank: int, error: float) -> tuple[Tensor, Tensor] | None:
+    """As :func:`eigenvalues_of_rank`, with eigenvectors ``(G, d, d)``, columns; those of the zeros complete the others."""
+    inside = _inside(blocks, rank, error)
+    if inside is None:
+        return None
+    found = []
+    for basis, small in inside:
+        values, vectors = torch.linalg.eigh(small)
+        whole = torch.linalg.qr(
+            basis @ vectors, mode="complete"
+        ).Q  # the first columns but for signs, and what completes them
+        values, order = torch.cat([values, values.new_zeros(len(whole) - len(values))]).sort()
+        found.append((values[None], whole[None, :, order]))
+    return _joined(found)
+
+
+def _inside(blocks: Tensor, rank: int, error: float) -> list[tuple[Tensor, Tensor]] | None:
+    """Of each block Q and ``Q^T A Q``, see :func:`eigenvalues_of_rank`."""
+    found = []
     generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(size, rank + SPARE, dtype=torch.float64, generator=generator).to(blocks.device)
+    vectors = torch.randn(blocks.shape[1], rank + SPARE, dtype=torch.float64, generator=generator).to(blocks.device)
     for block in blocks:
         block = block.double()
         basis = torch.linalg.qr(block @ vectors).Q
@@ -123,22 +158,25 @@ def eigenvalues_of_rank(blocks: Tensor, rank: int, error: float) -> Tensor | Non
         trace = block.trace()
         if not trace - inside.trace() <= TRACE * error * trace:
             return None
-        values = torch.linalg.eigvalsh(inside)
-        found.append(torch.cat([values.new_zeros(size - len(values)), values]).sort().values)
-    return torch.stack(found)
+        found.append((basis, inside))
+    return found
 
 
-def eigenbases_of_all(sets: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] = ()) -> list[tuple[Tensor, Tensor]]:
     """Eigenvalues ``(G, d)`` as :func:`eigenvalues` and eigenvectors ``(G, d, d)``, columns, float64, of each set of blocks, as constants.
-    On the CPU threads share the blocks.
+    On the CPU threads share the blocks. Rows as for :func:`eigenvalues_of_all`.
 
     Raises:
         torch.linalg.LinAlgError: where a block's do not converge.
     """
     sets = [blocks.detach() for blocks in sets]
+    found = _of_low_rank(sets, rows, eigenbases_of_rank)
+    dense = [place for place in range(len(sets)) if place not in found]
     if all(blocks.is_cpu for blocks in sets):
-        return _by_threads(sets, _decompose_whole)
-    return [_joined([_decompose_whole(part) for part in _split(blocks)]) for blocks in sets]
+        found |= zip(dense, _by_threads([sets[place] for place in dense], _decompose_whole), strict=True)
+    else:
+        found |= {place: _joined([_decompose_whole(part) for part in _split(sets[place])]) for place in dense}
+    return [found[place] for place in range(len(sets))]
 
 
 def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:

@@ -37,7 +37,7 @@ class _GraphMoment(SecondMoment):
     def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
         rows = rows.to(self.total.dtype)
         self.total = self.total + rows.t() @ rows * weights
-        self.count(rows.shape[0])
+        self.count(rows.shape[0] * weights.shape[-1])
 
     def add_patches(
         self,

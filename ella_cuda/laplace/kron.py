@@ -195,9 +195,10 @@ class KronLaplace(BaseLaplace):
         """One streaming pass over the data at the model's present parameters.
 
         The result does not depend on the batch size, but for what sequences are padded to, for the columns that ``column_tolerance``
-        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: eigenvalues of a factor
-        below 1e-7 of its largest are noise, which the evidence sees where they compare with the prior's precision. Use
-        ``model.double()`` for inputs of such range, or centre and scale them. A model that was compiled runs as it is written, and under
+        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: in sums of more than 2^27
+        multiply-adds whose rows differ in many directions, eigenvalues of a factor below 1e-7 of its largest are noise, but for those that
+        the number of rows says are zero (:meth:`SecondMoment.eigenvalues`). The evidence sees them where they compare with the prior's
+        precision; ``model.double()`` has them right. A model that was compiled runs as it is written, and under
         autocast as without it. An error or an interruption leaves the approximation unfitted. What is asked of it afterwards is about the
         parameters as they were here: after they changed, fit again.
 

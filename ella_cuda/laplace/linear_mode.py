@@ -149,8 +149,8 @@ class _Loss:
         return theta if self.tangent.form == "simple" else theta - self.point
 
     def outputs(self, f: Tensor, along: Tensor) -> Tensor:
-        """The linearised network's."""
-        return along if self.tangent.form == "simple" else f + along
+        """The linearised network's; masked classes, at minus infinity, stay masked in the simple form too."""
+        return torch.where(f.isinf(), f, along) if self.tangent.form == "simple" else f + along
 
     def gradient(self, theta: Tensor) -> tuple[float, Tensor, Tensor]:
         """The statistic, the data term's gradient and the prior's, ``(P,)`` each: a pass."""

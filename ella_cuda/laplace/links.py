@@ -23,7 +23,8 @@ def softmax_probabilities(link: str, mean: Tensor, covariance: Tensor) -> Tensor
             so that nothing depends on what is added to all of them; "bridge" is a Dirichlet's mean, "bridge_norm" with its correction of
             large variances. A Dirichlet needs a variance of every logit, given that logits sum to zero; where one is none beyond rounding,
             a data point gets "probit_full", of which a warning tells.
-        mean: ``(..., K)``. covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
+        mean: ``(..., K)``. Classes at minus infinity are masked: they have probability 0, and the link is that of the others.
+        covariance: ``(..., K, K)``, or variances ``(..., K)`` for "probit".
 
     Returns:
         ``(..., K)``, sums of one.
@@ -56,38 +57,43 @@ def _pairwise(mean: Tensor, covariance: Tensor) -> Tensor:
     variances = covariance.diagonal(dim1=-2, dim2=-1)
     of_differences = (variances[..., :, None] + variances[..., None, :] - 2 * covariance).clamp(min=0)
     differences = mean[..., None, :] - mean[..., :, None]  # of the others to each
+    differences = differences.masked_fill((mean == -math.inf)[..., :, None], math.inf)  # of two masked ones it is nan
     return torch.softmax(-torch.logsumexp(differences * _shrink(of_differences), -1), -1)
 
 
 def _bridge(mean: Tensor, covariance: Tensor, normalised: bool) -> Tensor:
-    given = mean
-    rows = covariance.sum(-1)
+    given, there = mean, mean > -math.inf
+    classes = there.sum(-1, keepdim=True)
+    mean = mean.masked_fill(~there, 0.0)
+    among = covariance * there[..., :, None] * there[..., None, :]
+    rows = among.sum(-1)
     whole = rows.sum(-1, keepdim=True)
     # Condition on logits that sum to zero.
     mean = mean - rows * mean.sum(-1, keepdim=True) / whole
-    variances = covariance.diagonal(dim1=-2, dim2=-1) - rows.square() / whole
-    largest = covariance.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    none = ~(variances > NOTHING * torch.finfo(mean.dtype).eps * largest).all(-1)
-    if none.any():
+    variances = among.diagonal(dim1=-2, dim2=-1)
+    largest = variances.amax(-1, keepdim=True)
+    variances = variances - rows.square() / whole
+    none = ~((variances > NOTHING * torch.finfo(mean.dtype).eps * largest) | ~there).all(-1)
+    told = int((none & (classes[..., 0] > 1)).sum())  # one class alone is certain
+    if told:
         warnings.warn(
-            f"link_approx: {int(none.sum())} of {none.numel()} predictions have logits without a variance of their own, which a Dirichlet "
+            f"link_approx: {told} of {none.numel()} predictions have logits without a variance of their own, which a Dirichlet "
             "needs; these are probit_full's.",
             UserWarning,
             stacklevel=2,
         )
-        variances = variances.masked_fill(none[..., None], 1.0)
-        mean = torch.where(none[..., None], torch.zeros_like(mean), mean)
-        return torch.where(none[..., None], _pairwise(given, covariance), _dirichlet(mean, variances, normalised))
-    return _dirichlet(mean, variances, normalised)
+    variances = variances.masked_fill(none[..., None], 1.0)
+    mean = mean.masked_fill(none[..., None], 0.0)
+    found = _dirichlet(mean, variances, there, classes.clamp(min=2).to(mean.dtype), normalised)
+    return torch.where(none[..., None], _pairwise(given, covariance), found) if none.any() else found
 
 
-def _dirichlet(mean: Tensor, variances: Tensor, normalised: bool) -> Tensor:
-    """Its mean, of logits that sum to zero."""
-    classes = mean.shape[-1]
+def _dirichlet(mean: Tensor, variances: Tensor, there: Tensor, classes: Tensor, normalised: bool) -> Tensor:
+    """Its mean, of logits that sum to zero over the ``classes`` (..., 1) that are ``there``."""
     if normalised:
-        size = variances.mean(-1, keepdim=True) / math.sqrt(classes / 2)
+        size = (variances * there).sum(-1, keepdim=True) / classes / (classes / 2).sqrt()
         mean, variances = mean / size.sqrt(), variances / size
     # The Dirichlet's parameters are (1 - 2 / K + e^z / K^2) / variance; as logarithms, large logits do not overflow.
-    z = mean + torch.logsumexp(-mean, -1, keepdim=True)
-    constant = mean.new_tensor(1 - 2 / classes).log()
-    return torch.softmax(torch.logaddexp(constant, z - 2 * math.log(classes)) - variances.log(), -1)
+    z = mean + torch.logsumexp((-mean).masked_fill(~there, -math.inf), -1, keepdim=True)
+    logits = torch.logaddexp((1 - 2 / classes).log(), z - 2 * classes.log()) - variances.log()
+    return torch.softmax(logits.masked_fill(~there, -math.inf), -1)

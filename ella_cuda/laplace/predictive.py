@@ -90,6 +90,7 @@ class Predictive:
         Raises:
             RuntimeError: not fitted, the model's parameters or buffers are not those of the fit, or the linear mode was not found.
             ValueError: an argument is none of its choices, or x does not fit.
+            FloatingPointError: a variance is beyond the range of the model's dtype, as with inputs of 1e30 in float32.
 
         Source: Immer, Korzepa and Bauer, "Improving predictions of Bayesian neural nets via local linearization", AISTATS 2021; Daxberger
         et al., "Laplace redux", NeurIPS 2021.
@@ -129,7 +130,8 @@ class Predictive:
         x = self._inputs(x)
         tangent = self._tangent(self.linear_fit.form)
         if self.linear_fit.form == "simple":
-            return tangent.jvp(x, self.linear_fit.theta) - tangent.outputs(x)
+            outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
+            return (tangent.jvp(x, self.linear_fit.theta) - outputs).masked_fill(outputs.isinf(), 0.0)
         return tangent.jvp(x, self.linear_fit.theta - tangent.point)
 
     def functional_variance(self, x: Any) -> Tensor:
@@ -309,7 +311,9 @@ class Predictive:
             if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
             mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
-        return mean, [v.to(mean.dtype) for v in moments.covariances]
+        found = [v.to(mean.dtype) for v in moments.covariances]
+        _require_range(mean, found)
+        return mean, found
 
     def _pass(self) -> JacobianPass:
         """One for all predictions of a fit, whose network is tried out once."""
@@ -443,6 +447,19 @@ class _Moments(Consumer):
             add.finish()
             if part is not place:
                 place += part
+
+
+def _require_range(mean: Tensor, covariances: Sequence[Tensor]) -> None:
+    """FloatingPointError where a covariance is not finite though no output of the data point is nan."""
+    if not mean.numel():
+        return
+    known = ~mean.isnan().flatten(1).any(1)
+    lost = torch.stack([~v.isfinite().view(len(mean), -1).all(1) for v in covariances]).any(0) & known
+    if lost.any():
+        raise FloatingPointError(
+            f"the variance of the outputs of data point {int(lost.nonzero()[0])} is beyond {mean.dtype}; scale the inputs as those of "
+            "the fit, or fit and predict in float64: model.double()."
+        )
 
 
 def _by_position(mean: Tensor, covariance: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,13 @@ from ella_cuda.nn import SpatialBasis
 # Hessian has, whose noise the evidence multiplies with the input side's largest eigenvalue. For blocks so small that takes little time.
 WHOLE = 128
 WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
+# Sums of up to so many products of two numbers are float64's too: they take little time, and with more rows rounding averages out.
+SMALL = 1 << 27
+# Of rows that hardly differ in direction but for a few, such as those far from zero, products are float64's: rounding is relative to the
+# largest eigenvalue. They are those of which so many, of so many numbers, spread over the first that are added and normalised, have half
+# of their eigenvalues below this share of the largest; or of which twice as many numbers side by side have, as of smooth images.
+SAMPLE, NUMBERS, ALIKE = 32, 2048, 1e-5
+DOUBLED = 1 << 22  # numbers that are copied to float64 at a time
 
 
 class SecondMoment:
@@ -28,7 +35,8 @@ class SecondMoment:
 
     ``total`` is float64 whatever the rows' dtype: products of float32, bfloat16 or float16 rows are summed in float32 over short runs of
     them, and these sums in float64. A float32 total would lose the small eigenvalues of rows that are not centred, the more the more
-    batches there are.
+    batches there are. Where float32 products would lose eigenvalues too, and where they cost little, they are float64's: in narrow blocks,
+    in small sums, and of rows that differ in few directions.
 
     Args:
         groups: G.
@@ -44,30 +52,31 @@ class SecondMoment:
         self.rows = 0
         self.name = name
         self.basis = basis
+        self._products = 0  # that were taken
+        self._are_alike: bool | None = None  # rows, but for a few directions
         self._eigenvalues: Tensor | None = None
         self._decomposed_on: Tensor | None = None  # the basis' matrix that they belong to
 
     def add(self, rows: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the outer products of ``rows``, ``(R, G, d)``, any strides."""
-        _accumulate(self.total, rows, alpha)
+        self._accumulate(self.total, rows, alpha)
         self.count(rows.shape[0])
 
     def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
         """As :meth:`add`, to these of the blocks; rows ``(R, 1, d)`` are those of every block."""
         total = self.total[blocks.start : blocks.stop]
         if rows.shape[1] == 1 and total.shape[0] > 1:
-            total += _accumulate(torch.zeros_like(total[:1]), rows, alpha)
+            total += self._accumulate(torch.zeros_like(total[:1]), rows, alpha)
         else:
-            _accumulate(total, rows, alpha)
+            self._accumulate(total, rows, alpha)
         self.count(rows.shape[0])
 
     def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
         """Add ``weights`` ``(G, d, d)``, symmetric, times the sum of the outer products of ``rows``, ``(R, d)``, entry by entry. Where
         the weights are sums of outer products too, so is what is added (Schur).
         """
-        total = ops.kron_accumulate_(torch.zeros_like(self.total[:1]), rows[:, None], 1.0)
-        self.total += total * weights
-        self.count(rows.shape[0])
+        self.total += self._accumulate(torch.zeros_like(self.total[:1]), rows[:, None], 1.0) * weights
+        self.count(rows.shape[0] * weights.shape[2])  # the rank of what is added is at most that of both
 
     def add_counts(self, counts: Tensor) -> None:
         """Add one-hot rows of size G, ``counts`` ``(G,)`` of each, to G blocks of size 1: the diagonal of their sum of outer products. Or
@@ -105,13 +114,46 @@ class SecondMoment:
         """Add the outer products of the patches of x, ``(N, G*C, H, W)``, block g those of its g-th C channels; see
         :func:`ella_cuda.ops.conv_kron_accumulate_`. :meth:`count` them.
         """
-        for block, part in zip(self.total, x.chunk(self.total.shape[0], 1), strict=True):
-            ops.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
+        for some in self._in_its_dtype(x, x.numel() * self.total.numel() // x.shape[1]):
+            for block, part in zip(self.total, some.chunk(self.total.shape[0], 1), strict=True):
+                ops.conv_kron_accumulate_(block, part, kernel_size, padding_mode, alpha, **geometry)
+
+    def _accumulate(self, total: Tensor, rows: Tensor, alpha: float) -> Tensor:
+        for some in self._in_its_dtype(
+            rows, rows.numel() * rows.shape[2], rows.shape[1] == 1 and rows.shape[2] <= WHOLE
+        ):
+            ops.kron_accumulate_(total, some, alpha)
+        return total
+
+    def _in_its_dtype(self, rows: Tensor, products: int, narrow: bool = False) -> Iterator[Tensor]:
+        """Rows, or images, in the dtype in which so many products of theirs are to be taken: all of them, or in float64 some at a time."""
+        small = self._products + products <= SMALL
+        self._products += products
+        if rows.dtype == torch.float64 or not (narrow or small or self._alike(rows)):
+            yield rows
+        else:
+            each = max(rows.numel() // max(rows.shape[0], 1), 1)
+            yield from (part.double() for part in rows.split(max(DOUBLED // each, 1)))
+
+    def _alike(self, rows: Tensor) -> bool:
+        """Whether rows differ in few directions, by the first that are several."""
+        if self._are_alike is None and rows.shape[0] > 1:
+            sample = rows[:: max(rows.shape[0] // SAMPLE, 1)][:SAMPLE].flatten(1)
+            self._are_alike = _of_few_directions(sample[:, :: max(sample.shape[1] // NUMBERS, 1)])
+            if not self._are_alike and rows.dim() == 3 and min(rows.shape[0], rows[0].numel()) >= 4 * SAMPLE:
+                beside = rows[:: rows.shape[0] // (4 * SAMPLE)][: 4 * SAMPLE].flatten(1)
+                self._are_alike = _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T)
+        return bool(self._are_alike)
 
     def count(self, rows: int) -> None:
-        """Say that this many rows were added to ``total`` by other means."""
+        """Say that this many rows were added to ``total`` by other means; no fewer, for a sum has no larger rank."""
         self.rows += rows
         self._eigenvalues = None
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """What bounds the rank, and the relative rounding error of the products."""
+        return self.rows, torch.finfo(self.dtype).eps
 
     def clone(self, name: str) -> SecondMoment:
         """An independent copy under another name."""
@@ -144,6 +186,9 @@ class SecondMoment:
         different scales (a nearly dead channel beside a live one) give sums whose small eigenvalues a float32 solver
         replaces by noise of either sign.
 
+        A sum of R outer products has rank R at most: of the ``d - R`` smallest eigenvalues, those up to
+        :math:`\\epsilon (d + \\sqrt R) \\lambda_{max}` are zero, :math:`\\epsilon` the products' rounding.
+
         Raises:
             FloatingPointError: the sum is not finite.
             ArithmeticError: an eigenvalue is negative beyond rounding; the sum is then no sum of outer products.
@@ -167,8 +212,7 @@ class SecondMoment:
         lacking = [m for m in moments if m._eigenvalues is None or m._matrix() is not m._decomposed_on]
         for numbers in _at_once(dict(enumerate(lacking))):
             together = [lacking[number] for number in numbers]
-            rows = [(m.rows, torch.finfo(m.dtype).eps) for m in together]
-            found = _checked(together, eigenvalues_of_all(_blocks(together), rows))
+            found = _checked(together, eigenvalues_of_all(_blocks(together), [m.rank for m in together]))
             for moment, values in zip(together, found, strict=True):
                 moment._keep(values)
 
@@ -199,8 +243,7 @@ class SecondMoment:
                     whole if len(mine[number]) == len(whole) else whole[mine[number]]
                     for whole, number in zip(wholes, some, strict=True)
                 ]
-                rows = [(moments[number].rows, torch.finfo(moments[number].dtype).eps) for number in some]
-                found |= zip(some, eigenvalues_of_all(own, rows), strict=True)
+                found |= zip(some, eigenvalues_of_all(own, [moments[number].rank for number in some]), strict=True)
             return torch.cat([found[number].flatten() for number in mine]) if mine else nothing
 
         found = ranks.together(decompose)
@@ -278,11 +321,6 @@ class UnkeptMoment(SecondMoment):
         return self
 
 
-def _accumulate(total: Tensor, rows: Tensor, alpha: float) -> Tensor:
-    narrow = rows.shape[1] == 1 and rows.shape[2] <= WHOLE
-    return ops.kron_accumulate_(total, rows.double() if narrow else rows, alpha)
-
-
 def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:
     """:meth:`SecondMoment.projected` of each, once all sums are found to be finite, for which the device is waited for once."""
     finite = [moment.total.sum().isfinite() for moment in moments]  # without a copy, as isfinite makes
@@ -296,13 +334,39 @@ def _blocks(moments: Sequence[SecondMoment]) -> list[Tensor]:
 
 
 def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[Tensor]:
-    """Eigenvalues without what rounding took below zero, once none is nan or further below, for which the device is waited for once."""
+    """Eigenvalues without what rounding took below zero, or makes of zeros that are known, once none is nan or further below, for which the
+    device is waited for once."""
     with torch.no_grad():
-        fine = [(v.amin(-1) >= -m._tolerance(v)).all() for m, v in zip(moments, found, strict=True)]
+        tolerances = [m._tolerance(v) for m, v in zip(moments, found, strict=True)]
+        fine = [(v.amin(-1) >= -tolerance).all() for v, tolerance in zip(found, tolerances, strict=True)]
         for moment, values, is_fine in zip(moments, found, _each(fine), strict=True):
             if not is_fine:
                 moment._refuse(values)
-    return [values.clamp(min=0) for values in found]
+    return [
+        _within_rank(values.clamp(min=0), moment.rows, tolerance)
+        for moment, values, tolerance in zip(moments, found, tolerances, strict=True)
+    ]
+
+
+def _of_few_directions(vectors: Tensor) -> bool:
+    """Whether half of the eigenvalues of the normalised vectors' products are next to nothing; without those that are zero."""
+    norms = vectors.double().norm(dim=1, keepdim=True)
+    vectors = (vectors.double() / norms)[
+        (norms > 0)[:, 0] & norms.isfinite()[:, 0]
+    ]  # what is not finite whoever reads the sum refuses
+    if len(vectors) < 2:
+        return False
+    values = torch.linalg.eigvalsh((vectors @ vectors.T).cpu())
+    return bool(values[len(values) // 2 - 1] < ALIKE * values[-1])
+
+
+def _within_rank(values: Tensor, rows: int, tolerance: Tensor) -> Tensor:
+    """Ascending eigenvalues ``(G, d)`` of sums of so many outer products: zeros beyond that rank, where rounding can make them."""
+    beyond = values.shape[1] - rows
+    if beyond <= 0:
+        return values
+    first = values[:, :beyond]
+    return torch.cat([first.masked_fill(first <= tolerance[:, None], 0.0), values[:, beyond:]], 1)
 
 
 def _at_once(moments: Mapping[int, SecondMoment]) -> list[list[int]]:

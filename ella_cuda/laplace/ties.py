@@ -70,9 +70,12 @@ def merged(name: str, one: KroneckerFactor, other: KroneckerFactor) -> Kronecker
         (tr_inputs * outputs + tr_its_outputs * its_inputs) / scale.clamp(min=scale.new_tensor(2.0**-1000)),
     )
     moments = []
-    for side, total, like in (("input", sides[0], one.input_moment), ("output", sides[1], one.output_moment)):
+    for side, total, like, joined in (
+        ("input", sides[0], one.input_moment, other.output_moment),
+        ("output", sides[1], one.output_moment, other.input_moment),
+    ):
         moment = like.clone(f"{name} ({side} side)")
-        moment.total, moment.rows = total[None], one.output_moment.rows + other.output_moment.rows
+        moment.total, moment.rows = total[None], like.rows + joined.rows
         moments.append(moment)
     factor = KroneckerFactor(_whole_shape(one.shape), *moments)
     factor.n_data = one.n_data

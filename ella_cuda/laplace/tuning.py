@@ -51,6 +51,18 @@ def mean_log_precisions(la: KronLaplace, group: Tensor) -> Tensor:
     return sums_by_group(logs, group) / sums_by_group(torch.ones_like(logs), group)
 
 
+def tempered_evidence(
+    la: KronLaplace, log_precision: Tensor, log_sigma: Tensor | None, at_mode: str = "network"
+) -> Tensor:
+    """The objective of a noise that is tuned, None if it is not: the evidence of the likelihood divided by the temperature, with its
+    normaliser, which :meth:`~ella_cuda.laplace.KronLaplace.log_marginal_likelihood` leaves whole. A whole one would only rescale the noise
+    by the temperature's root."""
+    evidence = la.evidence_at(log_precision, log_sigma, at_mode)
+    if log_sigma is None or la.temperature == 1:
+        return evidence
+    return evidence + (1 - 1 / la.temperature) * la.n_targets * (log_sigma + 0.5 * math.log(2 * math.pi))
+
+
 def raise_evidence(
     la: KronLaplace, n_steps: int, lr: float, group: Tensor, tune_sigma: bool, progress_bar: bool
 ) -> None:
@@ -61,7 +73,7 @@ def raise_evidence(
         learnt = [log_precision] if log_sigma is None else [log_precision, log_sigma]
         optimizer = torch.optim.Adam(learnt, lr=float(lr), maximize=True)
         for _ in tqdm(range(n_steps), desc="evidence", disable=not progress_bar, leave=False):
-            evidence = la.evidence_at(log_precision[group], log_sigma)
+            evidence = tempered_evidence(la, log_precision[group], log_sigma)
             for tensor, gradient in zip(learnt, torch.autograd.grad(evidence, learnt), strict=True):
                 tensor.grad = gradient
             optimizer.step()
@@ -81,8 +93,8 @@ def fixed_points(
     at_mode: str = "network",
 ) -> tuple[Tensor, Tensor, bool]:
     r"""MacKay's updates :math:`\delta_g \leftarrow \gamma_g / \|\theta_g - \mu_g\|^2` of the groups of tensors until they rest, la's values
-    included; of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (T (N K - \gamma))`, T the temperature. Where the data determine more than
-    half of their own number, sigma takes the slower step :math:`\sigma^2 \leftarrow (\|y - f\|^2 / T + \gamma \sigma^2) / (N K)` to the same
+    included; of the noise :math:`\sigma^2 \leftarrow \|y - f\|^2 / (N K - T \gamma)`, T the temperature. Where the data determine more than
+    half of their own number, sigma takes the slower step :math:`\sigma^2 \leftarrow (\|y - f\|^2 + T \gamma \sigma^2) / (N K)` to the same
     point: the diagonal's :math:`\gamma` may be above N K.
 
     An update goes :data:`SHARE` of the way in the logarithm: there the right side's slope,
@@ -146,20 +158,20 @@ def _noise_aim(
     """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
     if not tune_sigma:
         return log_noise
-    error = square_error / la.temperature
+    determined = determined * la.temperature
     if 2 * determined < la.n_targets:
-        return -(error / (la.n_targets - determined)).log()[None]
-    return -((error + determined * (-log_noise).exp()) / la.n_targets).log()
+        return -(square_error / (la.n_targets - determined)).log()[None]
+    return -((square_error + determined * (-log_noise).exp()) / la.n_targets).log()
 
 
 def put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str) -> float:
-    """Give la these logarithms, of the groups' precisions and last the noise's; returns the evidence there."""
+    """Give la these logarithms, of the groups' precisions and last the noise's; returns :func:`tempered_evidence` there."""
     precision = at[:-1].exp()
     held = precision.clamp(SMALLEST, LARGEST)  # at a bound without what the exponential of its logarithm is off
     la.prior_precision = torch.where((precision - held).abs() < 1e-13 * held, held, precision)[group]
     if tune_sigma:
         la.sigma_noise = (-at[-1] / 2).exp()
-    return la.evidence_at(at[:-1][group], -at[-1] / 2 if tune_sigma else None, at_mode).item()
+    return tempered_evidence(la, at[:-1][group], -at[-1] / 2 if tune_sigma else None, at_mode).item()
 
 
 def warn_of_motion(n_steps: int, instead: str = "") -> None:

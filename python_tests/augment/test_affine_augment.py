@@ -65,6 +65,21 @@ def test_rotation_of_a_rectangle_is_that_of_its_square():
     assert_same(augment(x.mT, eps=eps), wide)
 
 
+@pytest.mark.parametrize(("down", "right"), [(2, 0), (0, 2), (2, 2)])
+def test_sides_of_one_pixel_turn_as_inside_of_zeros(down, right):
+    """A row inside a square of zeros turns as the square does. Half of its height is 0 pixels, and so are translations along it."""
+    x = torch.randn(2, 1, 1 if down else 5, 1 if right else 5, dtype=torch.float64)
+    names = ("ty", "tx", "rotation", "sx", "sy", "shear")
+    augment, eps = raw(30, names, 0.9), torch.rand(30, 6, **DOUBLE) * 2 - 1
+    still = eps * torch.tensor([not down, not right, True, True, True, True])
+    square = augment(F.pad(x, (right, right, down, down)), eps=still)
+    inside = square[..., down : 5 - down, right : 5 - right]
+    found = augment(x, eps=eps)
+    assert found.is_contiguous()
+    assert_same(found, inside)
+    assert down == right or (found == 0).any()
+
+
 def test_images_of_one_row():
     x = torch.randn(2, 1, 1, 9, dtype=torch.float64)
     assert torch.isfinite(AffineAugment(3, **DOUBLE)(x)).all()

@@ -31,12 +31,13 @@ def by_both_paths(bank: InvariantFilterBank, x: torch.Tensor, eps: torch.Tensor)
     return found
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (2, 1, 6)])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS])
-def test_by_the_adjoint_both_paths_are_the_same(activation, device):
+def test_by_the_adjoint_both_paths_are_the_same(activation, shape, device):
     """All generators at once, images and filters with anything at their borders, in values and gradients."""
     augment = AffineAugment(6, init=0.4, **DOUBLE).to(device)
-    bank = bank_of(augment, activation=activation)
-    x = torch.randn(3, *SHAPE, device=device, **DOUBLE).requires_grad_()
+    bank = bank_of(augment, shape=shape, activation=activation)
+    x = torch.randn(3, *shape, device=device, **DOUBLE).requires_grad_()
     eps, leaves = augment.draw(1, "shared"), [augment.raw.requires_grad_(), *bank.parameters(), x]
     values = by_both_paths(bank, x, eps)
     torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call, jvp
 
 from ella_cuda.laplace import FullLaplace, KronLaplace
+from ella_cuda.laplace.links import LINKS
 
 
 def problem(likelihood):
@@ -54,6 +55,34 @@ def test_class_probabilities_are_those_of_the_linear_networks_logits(link):
     expected = outputs_at(model, theta, x, "full").softmax(1).detach()
     assert (expected - model(x).softmax(1)).abs().max() > 0.1
     torch.testing.assert_close(la(x, link_approx=link, mean="linear"), expected, atol=1e-3, rtol=0)
+
+
+class Masked(nn.Module):
+    """A network with a class at minus infinity behind those of another."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return nn.functional.pad(self.net(x), (0, 1), value=-torch.inf)
+
+
+@pytest.mark.parametrize("form", ["full", "simple"])
+def test_a_masked_class_leaves_mode_evidence_and_predictions(form):
+    """They are those of the network without the class, by every link."""
+    model, x, y = problem("classification")
+    without, masked = KronLaplace(model).fit([(x, y)]), KronLaplace(Masked(model)).fit([(x, y)])
+    torch.testing.assert_close(
+        masked.fit_linear_mode([(x, y)], 1e-10, form=form), without.fit_linear_mode([(x, y)], 1e-10, form=form)
+    )
+    for at in ("network", "linear"):
+        torch.testing.assert_close(masked.log_marginal_likelihood(at=at), without.log_marginal_likelihood(at=at))
+        for link in LINKS:
+            how = {"link_approx": link, "mean": at, "n_samples": 3}
+            found, expected = (la(x, **how, generator=torch.Generator().manual_seed(0)) for la in (masked, without))
+            torch.testing.assert_close(found[:, :3], expected)
+            assert (found[:, 3] == 0).all()
 
 
 def test_what_has_no_linear_mean_is_refused():

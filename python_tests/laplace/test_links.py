@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,3 +81,23 @@ def test_positions_are_apart_and_large_logits_finite(link: str) -> None:
     both = probabilities(link, mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
     torch.testing.assert_close(both.flatten(0, 1), probabilities(link, mean, covariance))
     assert probabilities(link, 1e5 * mean, covariance).isfinite().all()
+
+
+@pytest.mark.parametrize("link", CLOSED)
+@pytest.mark.parametrize("of_masked", ["nothing", "everything"])
+def test_masked_classes_leave_the_links_of_the_others(link: str, of_masked: str) -> None:
+    """A class at minus infinity has probability 0, whatever its covariance; one class alone is certain, without a warning."""
+    mean, covariance = gaussian(5)
+    masked = torch.zeros(6, 5, dtype=torch.bool)
+    masked[0, 2] = masked[1, :2] = masked[2, 1:] = masked[3, [0, 2, 4]] = True
+    given = covariance.masked_fill(masked[:, :, None] | masked[:, None], 0.0) if of_masked == "nothing" else covariance
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = probabilities(link, mean.masked_fill(masked, -math.inf), given)
+        for p, m, c, gone in zip(found, mean, covariance, masked, strict=True):
+            left = (~gone).nonzero()[:, 0]
+            expected = (
+                p.new_ones(1) if len(left) == 1 else probabilities(link, m[left][None], c[left][:, left][None])[0]
+            )
+            torch.testing.assert_close(p[left], expected, rtol=1e-12, atol=0)
+            assert (p[gone] == 0).all()

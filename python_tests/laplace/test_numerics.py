@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment, second_moment
 from ella_cuda.laplace.second_moment import WHOLE
 
 
@@ -29,7 +30,7 @@ def test_float32_eigenvalues_would_break_the_log_determinant():
         total = (scales[:, None] * correlation * scales).float()
         dense = torch.kron(total.double(), total.double()) + delta * torch.eye(size**2, dtype=torch.float64)
         truth = 2 * torch.linalg.cholesky(dense).diagonal().log().sum()
-        factor = KroneckerFactor(FactorShape(1, size, size, 1), moment(total[None]), moment(total[None]))
+        factor = KroneckerFactor(FactorShape(1, size, size, 1), *(moment(total[None], size) for _ in range(2)))
         factor.n_data = 1
         torch.testing.assert_close(factor.logdet(torch.tensor(delta, dtype=torch.float64)), truth, rtol=1e-6, atol=0)
         single = torch.linalg.eigvalsh(total).double().clamp(min=0)
@@ -51,8 +52,9 @@ def test_the_rounding_of_a_long_sum_is_tolerated_and_that_of_a_short_one_is_not(
         moment(total, rows=10).eigenvalues()
 
 
-def test_a_layer_that_was_switched_off_is_no_error():
+def test_a_layer_that_was_switched_off_is_no_error(monkeypatch):
     """Rows of 1e-22 in float32: their products are subnormal, and the rounded sum is indefinite."""
+    monkeypatch.setattr(second_moment, "SMALL", 0)
     dead = SecondMoment(2, 12, torch.zeros((), dtype=torch.float32), "dead (input side)")
     dead.add(1e-22 * torch.randn(3, 2, 12))
     spectrum = torch.linalg.eigvalsh(dead.total.double())
@@ -75,7 +77,9 @@ def test_a_sum_that_is_not_finite_is_reported(bad):
         moment(total).eigenvalues()
 
 
-def test_overflow_in_a_fit_names_the_layer():
+def test_overflow_in_a_fit_names_the_layer(monkeypatch):
+    monkeypatch.setattr(second_moment, "SMALL", 0)
+    monkeypatch.setattr(SecondMoment, "_alike", lambda *_: False)
     model = nn.Sequential(nn.Linear(2, WHOLE + 1), nn.Linear(WHOLE + 1, 2))
     with torch.no_grad():
         model[0].bias[0] = 1e30
@@ -130,3 +134,91 @@ def test_the_evidence_does_not_depend_on_the_batch_size():
     for row in x:
         single.addr_(row, row)
     assert (log_det_ratio(single) - exact).abs() > 5, "these inputs do not tell float32 totals from others"
+
+
+def images_of(kind: str, n: int) -> torch.Tensor:
+    """Float32 images ``(n, 2, 10, 10)``: numbers of 0 to 255, far from zero, large, or of few dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(n, 2, 10, 10, generator=generator)
+    coarse = nn.functional.interpolate(x[..., ::4, ::4], size=(10, 10), mode="bilinear")
+    return {"pixels": 255 * x, "offset": x + 1e4, "scale": 1e3 * x, "coarse": 255 * coarse}[kind]
+
+
+def layers_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    convolution = [nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3, stride=2), nn.Flatten()]
+    perceptron = [nn.Flatten(), nn.Linear(200, 140), nn.ReLU(), nn.Linear(140, 64)]
+    layers = convolution if kind == "convolution" else perceptron
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("network", ["convolution", "perceptron"])
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("kind", "n", "lowest", "settings"),
+    [
+        ("pixels", 6, 1e-4, {"SMALL": 0, "ALIKE": 0.0}),  # by the rank alone
+        ("scale", 6, 1e-4, {"SMALL": 0, "ALIKE": 0.0}),
+        ("offset", 40, 1e-2, {"SMALL": 0}),  # by rows that are alike
+        ("coarse", 40, 1e-4, {}),  # by sums that are small
+        ("offset", 6, 1e-4, {}),
+        ("coarse", 300, 1e-2, {"SMALL": 0}),  # by numbers side by side that are alike
+    ],
+)
+def test_float32_evidences_are_float64s(network, likelihood, kind, n, lowest, settings, monkeypatch):
+    """Rounding in directions that no data point has is no curvature. Classes have moderate logits."""
+    for name, value in settings.items():
+        monkeypatch.setattr(second_moment, name, value)
+    x, model = images_of(kind, n), layers_of(network)
+    y = torch.arange(n) % 3 if likelihood == "classification" else torch.sin(torch.arange(3.0 * n)).view(n, 3)
+    if likelihood == "classification":
+        model[-1].weight.data /= x.abs().max()
+    single, double = KronLaplace(model, likelihood), KronLaplace(copy.deepcopy(model).double(), likelihood)
+    single.fit([(x, y)])
+    double.fit([(x.double(), y if likelihood == "classification" else y.double())])
+    for precision in (lowest, 1.0):
+        single.prior_precision = double.prior_precision = precision
+        for of in (lambda la: la.log_det_ratio / 2, lambda la: la.posterior_precision.logdet() / 2):
+            assert (of(single) - of(double)).abs() < 0.3
+        found, expected = (sum(la.effective_parameters().values()) for la in (single, double))
+        assert abs(found - expected) < 0.3
+    variance = double.functional_variance(x[:3].double())
+    torch.testing.assert_close(
+        single.functional_variance(x[:3]).double(), variance, rtol=1e-2, atol=1e-3 * variance.max()
+    )
+
+
+def test_eigenvectors_of_few_rows_are_completed(monkeypatch):
+    """Rank 5 of 300: a basis of all, without decomposing a large matrix; its values are those that the evidence reads."""
+    sizes, eigh = [], torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a: sizes.append(a.shape[-1]) or eigh(a))
+    torch.manual_seed(0)
+    model = nn.Linear(300, 2).double()
+    la = KronLaplace(model, "regression", prior_precision=0.1).fit(
+        [(x := torch.randn(5, 300).double(), torch.ones(5, 2).double())]
+    )
+    basis = la.eigenbases()["weight"]
+    assert max(sizes) < 20
+    vectors, values = basis.vectors_in[0], basis.values_in[0]
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(300).double())
+    torch.testing.assert_close(vectors * values @ vectors.mT, x.mT @ x / 5)
+    assert (values > 0).sum() == 5
+    dense = torch.linalg.inv(
+        x.mT @ x + 0.1 * torch.eye(300).double()
+    )  # the output side is the number of data times the identity
+    found = la.functional_variance(x)[:, 0, 0] - la.functional_variance(0 * x)[:, 0, 0]
+    torch.testing.assert_close(found, (x @ dense * x).sum(1))
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e30])
+def test_a_variance_beyond_the_dtype_names_the_data_point(scale):
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    la = KronLaplace(model, "regression").fit([(x, torch.zeros(4, 2))])
+    x[2] *= scale
+    for predict in (la, la.functional_variance, la.functional_covariance):
+        with pytest.raises(
+            FloatingPointError, match=r"outputs of data point 2 is beyond torch.float32.*model.double\(\)"
+        ):
+            predict(x)
+    wide = KronLaplace(copy.deepcopy(model).double(), "regression").fit([(x[:2].double(), torch.zeros(2, 2).double())])
+    assert wide.functional_variance(x.double()).isfinite().all()

@@ -36,10 +36,10 @@ def classifier() -> KronLaplace:
 
 
 def slopes(la: KronLaplace) -> tuple[Tensor, Tensor]:
-    """Of the evidence in the logarithms of the precisions and of sigma."""
+    """Of the evidence in the logarithms of the precisions and of sigma, with the temperature dividing the normaliser too."""
     precision, sigma = la.prior_precision.log().requires_grad_(), la.sigma_noise.log().requires_grad_()
     evidence = la.log_marginal_likelihood(precision.exp(), sigma.exp())
-    return torch.autograd.grad(evidence, (precision, sigma))
+    return torch.autograd.grad(evidence + (1 - 1 / la.temperature) * la.n_targets * sigma, (precision, sigma))
 
 
 @pytest.mark.parametrize("method", ["marglik", "mackay"])
@@ -63,6 +63,30 @@ def test_fixed_points_are_the_tempered_evidences(kind: Any, temperature: float) 
         warnings.simplefilter("error")
         la.optimize_prior_precision(method="mackay", n_steps=3000)
     assert max(*(slope.abs().max() for slope in slopes(la))) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["marglik", "mackay"])
+@pytest.mark.parametrize("temperature", [0.2, 5.0])
+def test_the_temperature_of_a_tuned_noise_is_that_of_the_whole_likelihood(method: str, temperature: float) -> None:
+    """Bayesian linear regression: the maximum of the log integral of likelihood^(1/T) times prior, over a grid, by dense algebra."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, generator=generator, dtype=torch.float64)
+    y = x @ x.new_tensor([[1.0], [-2.0]]) + 0.5 * torch.randn(60, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(2, 1, bias=False).double()
+    model.weight.data = torch.linalg.lstsq(x, y).solution.T
+    la = FullLaplace(model, "regression", temperature=temperature).fit([(x, y)])
+    la.optimize_prior_precision(method=method, n_steps=2000, lr=0.05)
+    error, curvature = (y - model(x)).square().sum().detach(), x.T @ x
+    delta, square_norm = la.prior_precision.item(), model.weight.square().sum().item()
+
+    def tempered(sigma: Tensor) -> Tensor:
+        fit = -60 * (sigma.log() + 0.5 * math.log(2 * math.pi)) - error / (2 * sigma**2)
+        posterior = curvature / (sigma**2 * temperature) + delta * torch.eye(2, dtype=torch.float64)
+        return fit / temperature - 0.5 * (torch.logdet(posterior) - 2 * math.log(delta) + delta * square_norm)
+
+    sigmas = torch.logspace(-1, 1, 4001, dtype=torch.float64)
+    best = sigmas[torch.stack([tempered(sigma) for sigma in sigmas]).argmax()]
+    assert abs(la.sigma_noise.log() - best.log()) < 2e-3
 
 
 def test_fixed_points_where_the_diagonal_counts_more_than_there_is() -> None:

@@ -698,7 +698,9 @@ class BaseLaplace(Predictive):
         group = groups_of(self, prior_structure)
         try:
             if method == "gridsearch":
-                grid = torch.logspace(log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64)
+                grid = torch.logspace(
+                    log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64, device="cpu"
+                )
                 self.prior_precision = grid_search(
                     self, grid, val_loader, loss, pred_type, link_approx, n_samples, progress_bar
                 )
@@ -876,7 +878,7 @@ class BaseLaplace(Predictive):
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
         own = self.state_dict().keys()
-        none = torch.zeros((), dtype=torch.float64)
+        none = torch.zeros((), dtype=torch.float64, device="cpu")
         old = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, "draws": None}
         state = {**old, **(defaults or {}), **state}
         if missing := sorted(own - state.keys()):

@@ -171,7 +171,11 @@ def _summed_over(
         seen = passed = 0
         part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
         # Every batch has its share on average: what is due of all so far is rounded after a random start.
-        start = 0.0 if part_of_data is None else torch.rand((), generator=generator, dtype=torch.float64).item()
+        start = (
+            0.0
+            if part_of_data is None
+            else torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
+        )
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),

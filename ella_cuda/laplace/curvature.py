@@ -221,7 +221,7 @@ class CurvaturePass:
         self.calls = {rule: 0 for rule in self.rules}
         self._by_module = {rule.module: rule for rule in self.rules}
         self.uses = Uses()
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         # Who is told what stands before its input, and the input's node.
         self._with_input: list[tuple[Callable[[Before], None], Any]] = []
         self._hooked: set[Any] = set()  # nodes of tensors with hooks
@@ -643,7 +643,7 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
 def _widen_heap() -> None:
     """With glibc, have blocks up to 32 MiB reused, as after any use of one of this size. It adapts to the largest block that was given back:
     before, gradients of a few MiB go back to the system when they are free, and their next pages are cleared one by one."""
-    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
+    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
 
 
 class _ProcessWide:

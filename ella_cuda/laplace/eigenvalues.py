@@ -114,8 +114,8 @@ def eigenvalues_of_rank(blocks: Tensor, rank: int, error: float) -> Tensor | Non
         None where more is left out of a block.
     """
     found, size = [], blocks.shape[1]
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(size, rank + SPARE, dtype=torch.float64, generator=generator).to(blocks.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    vectors = torch.randn(size, rank + SPARE, dtype=torch.float64, generator=generator, device="cpu").to(blocks.device)
     for block in blocks:
         block = block.double()
         basis = torch.linalg.qr(block @ vectors).Q

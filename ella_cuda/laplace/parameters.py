@@ -88,7 +88,7 @@ def fingerprint_of(model: nn.Module) -> Tensor:
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
         if parts
-        else torch.zeros((), dtype=torch.float64)
+        else torch.zeros((), dtype=torch.float64, device="cpu")
     )
 
 

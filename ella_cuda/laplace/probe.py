@@ -114,8 +114,8 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
     image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
     if not outputs.requires_grad:  # the fit has words for that
         return Findings(places, by_function, True, image_bytes)
-    generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
-    directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+    generator = torch.Generator("cpu").manual_seed(0)  # the global one is not ours to move
+    directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
     found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
     for image in (0, 1):  # the second alone stays where it is when images are put in reverse
         _require_independence(known, found, outputs, directions[0], image)
@@ -462,14 +462,16 @@ def _culprit(model: nn.Module, x: Inputs) -> str:
     names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     with torch.enable_grad():
         calls, _ = _run(model, names, _images(x, 2))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # In the order in which calls end: a module comes after those in its forward.
     for at, call in enumerate(calls):
         if not isinstance(call.out, Tensor) or not call.out.requires_grad:
             continue
         behind = [c.out for c in calls[:at] if call.module in c.inside]
         tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
-        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64).to(call.out)
+        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            call.out
+        )
         if tensors and any(_differ(call.out, list(tensors.values()), directions)):
             module = call.module
             break

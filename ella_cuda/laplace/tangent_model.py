@@ -220,14 +220,16 @@ class TangentModel:
         Raises:
             NotImplementedError: neither they nor those by two gradients are.
         """
-        generator = torch.Generator().manual_seed(0)
-        u = self._split(torch.randn(self.n_params, generator=generator, dtype=torch.float64).to(self.device))
+        generator = torch.Generator("cpu").manual_seed(0)
+        u = self._split(
+            torch.randn(self.n_params, generator=generator, dtype=torch.float64, device="cpu").to(self.device)
+        )
         c: Tensor | None = None
         along: Tensor | None = None
 
         def drawn(f: Tensor, t: Tensor) -> Tensor:
             nonlocal c, along
-            c, along = torch.randn(f.shape, generator=generator, dtype=torch.float64).to(f), t
+            c, along = torch.randn(f.shape, generator=generator, dtype=torch.float64, device="cpu").to(f), t
             return c
 
         flat = torch.cat([value.flatten() for value in u.values()]).double()

@@ -196,7 +196,7 @@ def grid_search(
         raise ValueError(
             "optimize_prior_precision: val_loader gave no data; pass a re-iterable loader such as a DataLoader."
         )
-    values = torch.tensor([total.value() for total in losses], dtype=torch.float64)
+    values = torch.tensor([total.value() for total in losses], dtype=torch.float64, device="cpu")
     if values.isnan().all():
         raise ValueError("optimize_prior_precision: the loss is not a number at every precision of the grid.")
     if values.isnan().any():

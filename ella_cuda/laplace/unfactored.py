@@ -211,8 +211,12 @@ class UnfactoredLaplace(BaseLaplace):
             return None
         parameters = trainable(self.model)
         checked_indices(indices, sum(p.numel() for p in parameters.values()))
-        served = torch.cat([torch.full((p.numel(),), n in set(self.parameter_names)) for n, p in parameters.items()])
-        owners = torch.arange(len(parameters)).repeat_interleave(torch.tensor([p.numel() for p in parameters.values()]))
+        served = torch.cat(
+            [torch.full((p.numel(),), n in set(self.parameter_names), device="cpu") for n, p in parameters.items()]
+        )
+        owners = torch.arange(len(parameters), device="cpu").repeat_interleave(
+            torch.tensor([p.numel() for p in parameters.values()], device="cpu")
+        )
         here = indices.cpu()
         if not served[here].all():
             wrong = owners[here[~served[here]]].unique().tolist()

@@ -47,7 +47,7 @@ from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Place, drawing_module, probe
+from ella_cuda.laplace.probe import Place, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -439,12 +439,6 @@ class _Passes:
                 raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
             self._places[rule] = places[0]
         self._image_bytes = max(found.image_bytes * copies_of(self.la.model) // copies, 1)
-        if drawing := drawing_module(self.la.model, x):
-            raise ValueError(
-                f"evidence_gradient: {drawing} draws random numbers in evaluation mode, so that the evidence and its gradient are of "
-                "different functions. Draw in training alone (if self.training), keep the draws in a buffer, or hold them: an Augment's by "
-                "its context held()."
-            )
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""

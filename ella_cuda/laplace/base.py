@@ -817,10 +817,10 @@ class BaseLaplace(Predictive):
             )
         self._verified = seen, torch.stack(sums)
 
-    def _require_same(self, fingerprint: Tensor) -> None:
-        """ValueError where the model is not that of the fit, with this fingerprint of its numbers."""
-        same = torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0)
-        change = "" if same else "its parameters or buffers"
+    def _require_same(self, fingerprint: Tensor, layers: bool = True) -> None:
+        """ValueError where the model is not that of the fit: with this fingerprint of its numbers, and the same ``layers`` or not."""
+        same = layers and torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0)
+        change = "" if same else "its parameters, buffers or layers"
         if change := self._function.change(self.model) or change:
             raise ValueError(
                 f"fit(override=False): the model's layers or parameters changed since the fit it would add to ({change}); use override=True."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -9,12 +10,13 @@ from torch import nn
 from ella_cuda.modes import exclusively
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-PLAIN = (bool, int, float, str, tuple, list, type(None))
+PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
 class FunctionDescription:
-    """A model's modules and, of each, its class, forward, hooks, constants (what TorchScript calls so: padding, stride, eps) and its
-    parameters' names and dtypes. Other attributes of modules are the user's, and may change in a forward; they are not described."""
+    """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
+    own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
+    change in a forward, and are not described."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_modules()]
@@ -36,12 +38,22 @@ class FunctionDescription:
 
 def _part(module: nn.Module) -> tuple[Any, ...]:
     own, kind = module.__dict__, type(module)
+    torchs = kind.__module__.startswith(
+        "torch.nn.modules."
+    )  # another one with the same attributes and numbers is the same function
+    names = [n for n in own if n != "training" and n[0] != "_"] if torchs else getattr(kind, "__constants__", ())
     return (
-        id(module),
+        None if torchs else id(module),
         kind,
         own.get("forward"),
         getattr(kind, "forward", None),
         [*(tuple(own[hooks].values()) for hooks in HOOKS if own.get(hooks))],
         [(name, p.dtype) for name, p in module._parameters.items() if p is not None],
-        [repr(own.get(name)) for name in getattr(kind, "__constants__", ()) if isinstance(own.get(name), PLAIN)],
+        [(name, own[name]) for name in names if _is_plain(own.get(name))],
     )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(type(one) in PLAIN for one in value)
+    return type(value) in PLAIN

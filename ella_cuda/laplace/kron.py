@@ -276,7 +276,7 @@ class KronLaplace(BaseLaplace):
             for rule in self._rules:
                 rule.allocate()
         else:
-            self._require_same(fingerprint)
+            self._require_same(fingerprint, [rule.module for rule in rules] == [rule.module for rule in self._rules])
         if not anew and norms.device != self._device:
             raise ValueError(
                 f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "

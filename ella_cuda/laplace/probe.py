@@ -23,7 +23,7 @@ from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import rounding_of
 
 LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
-APART = 64  # images of a first batch whose outputs are compared
+APART = 32  # images of a first batch whose outputs are compared
 
 
 class Place(NamedTuple):

@@ -89,9 +89,23 @@ def test_dropout_that_evaluation_ends_is_exact():
     torch.testing.assert_close(got, expected)
 
 
-def test_numbers_that_are_drawn_to_no_effect_are_told():
+def test_a_network_that_draws_between_its_layers_is_named_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(F.dropout(self.first(x)))
+
+    with pytest.raises(ValueError, match="fit: Net draws random numbers"):
+        KronLaplace(Net()).fit([data()])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_numbers_that_are_drawn_to_no_effect_are_told(draw):
     def layer_drop(h):  # as networks draw that look at self.training afterwards
-        random.random()
+        draw()
         return h
 
     model, batch = network(layer_drop), data()

@@ -151,9 +151,7 @@ def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: 
         again = checked_outputs(
             run_model(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device))), len(outputs)
         )
-    if _alike(
-        again.flip(0), outputs
-    ):  # functions with steps, such as a rounding, where the other batches' size is behind a difference
+    if _alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
         return
     require_one_function(model, take(x, rows[:2]), drew=False)
     raise ValueError(

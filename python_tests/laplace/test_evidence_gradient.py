@@ -122,14 +122,16 @@ def test_chunks_of_copies_are_all_copies(name, columns, approximation):
     x, y = data(2 if columns == "all" else 1)  # signs are drawn for what goes together
     model, seen = many(name), []
     generators = (torch.Generator().manual_seed(1) for _ in range(2))
+    model.augment.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[1])
+    )  # a hook is part of the fit's function
     with model.augment.held():
         la = fitted(model, [(x, y)], approximation=approximation)
         whole = evidence_gradient(la, [(x, y)], columns=columns, generator=next(generators))["augment.raw"]
         la.memory_budget = 1
-        handle = model.augment.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+        seen.clear()
         batches = [(x, y)] if columns == "one" else [(x[:1], y[:1]), (x[1:], y[1:])]
         parts = evidence_gradient(la, batches, columns=columns, generator=next(generators))["augment.raw"]
-        handle.remove()
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
     assert max(seen) <= FEW and whole.abs().min() > 0
     assert all(rule.copies == MANY for rule in la.present_rules())

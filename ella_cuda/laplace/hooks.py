@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,17 +12,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 Hook = Callable[..., Any]
+OUTPUT = -1  # among a forward hook's arguments
 
 
 class _Watched:
-    """Hooks that note, for as long as this is on, whether they change what they get: their argument number ``at``."""
+    """Hooks that note, for as long as this is on, whether they change what they get: their argument number ``at``; those that get an output,
+    of these layers."""
 
-    def __init__(self) -> None:
-        self.on, self.found = True, ""
+    def __init__(self, layers: Collection[nn.Module]) -> None:
+        self.on, self.found, self._layers = True, "", layers
 
     def __call__(self, hook: Hook, at: int, words: str) -> Hook:
         def called(*args: Any, **kwargs: Any) -> Any:
-            if not self.on:
+            if not self.on or (at == OUTPUT and args[0] not in self._layers):
                 return hook(*args, **kwargs)
             before = [v.clone() if isinstance(v, Tensor) else v for v in tree_leaves(args[at])]
             out = hook(*args, **kwargs)
@@ -61,18 +63,19 @@ class _TensorHooks(TorchFunctionMode):
 
 
 @contextmanager
-def refusing_changes_of_gradients(model: nn.Module) -> Iterator[None]:
+def refusing_changes_of_gradients(model: nn.Module, layers: Collection[nn.Module]) -> Iterator[None]:
     """Watch hooks during a forward pass and plain backward passes of it inside the context: backward hooks of modules, of all modules, and
-    of tensors, and forward hooks of all modules, which stand before a layer's own. Hooks of the graph's nodes cannot be watched.
+    of tensors, and forward hooks of all modules, which stand before those of a fit on these layers. Hooks of the graph's nodes cannot be
+    watched.
 
     Raises:
         ValueError: at the end of the context, one changed what it got; names it.
     """
-    watched = _Watched()
+    watched = _Watched(layers)
     tables: list[tuple[dict[Any, Hook], int, str]] = [
         (of_all_modules._global_backward_hooks, 1, "a backward hook of all modules"),
         (of_all_modules._global_backward_pre_hooks, 1, "a backward hook of all modules"),
-        (of_all_modules._global_forward_hooks, -1, "a forward hook of all modules"),
+        (of_all_modules._global_forward_hooks, OUTPUT, "a forward hook of all modules"),
     ]
     for name, module in model.named_modules():
         words = f"a backward hook of {name or 'the model'!r} ({type(module).__name__})"

@@ -102,7 +102,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
     known = {rule.module: rule for rule in rules}
     parameters = {rule: rule.parameters() for rule in rules}
     device = tensors_of(x)[0].device
-    with refusing_changes_of_gradients(model):
+    with refusing_changes_of_gradients(model, known):
         before = generator_states(device)
         two, of_two, calls, outputs = _two_and_three(model, known, x)
         if generator_states(device) != before:

@@ -53,6 +53,17 @@ def running_the_model(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def differentiating(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that trains, run so that autograd records, whatever the modes of whoever calls it, which are theirs again after it."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the duration of the context, :func:`exclusively`. Modes are put back by ``train``, which a module may have

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda import augment, data, experiments, marglik_training, models, reports
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood
+from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
+from ella_cuda.laplace import FullLaplace, KronLaplace, exact_log_marginal_likelihood
 from ella_cuda.testing import check_kernels
+from ella_cuda.tomography import RayTransform
 
 TINY = {"width": 1, "epochs": 2, "burn_in": 0, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
 # Whose work is random draws, from torch's generator of the CPU, as torch's own functions' is.
@@ -181,3 +183,50 @@ def test_fits_that_overlap_in_two_threads_leave_everything_as_it_was():
         together.append(other.result())
     assert together == alone
     assert changed(before) == set()
+
+
+# ---- what the surrounding program is in ----
+
+
+def trained() -> list[Tensor]:
+    """What two epochs of either trainer make of a network."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
+    with torch.inference_mode(False), torch.enable_grad():
+        network = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+        bank = InvariantFilterBank((1, 4, 4), 2, augment.AffineAugment(2, ("rotation",)))
+        shallow = ShallowNetwork(bank, BayesianLinear(2, 3))
+    la, *_ = marglik_training(network, [(x, y)], n_epochs=2, progress_bar=False)
+    ElboTrainer(shallow, [(x, y)], n_epochs=2, n_data=6, progress_bar=False).run()
+    return [*(p.detach() for p in (*network.parameters(), *shallow.parameters())), la(x).detach()]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_inside_of_modes_that_record_nothing(mode):
+    expected = trained()
+    with mode():
+        got = trained()
+        assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def everything_of(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    found = []
+    for kind in (KronLaplace, FullLaplace):
+        la = kind(model).fit([(x, y)])
+        la.optimize_prior_precision(method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=3)
+        found += [la.log_marginal_likelihood(), la(x), la.fit_linear_mode([(x, y)]), la.prior_precision]
+        again = kind(model)
+        again.load_state_dict(la.state_dict())
+        found.append(again.functional_variance(x))
+    rays = RayTransform(4, 3)
+    return [value.detach() for value in (*found, rays.fbp(rays.forward(x[0].view(4, 4))))]
+
+
+def test_another_default_device_is_not_the_models():
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(16, 3)), torch.randn(6, 16), torch.randint(3, (6,))
+    expected = everything_of(model, x, y)
+    with torch.device("meta"):
+        got = everything_of(model, x, y)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

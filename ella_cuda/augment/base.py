@@ -230,7 +230,9 @@ class Augment(nn.Module):
             points = (2 * torch.arange(side, **like) + 1 - side) / side
             return torch.cartesian_prod(*[points] * self.dims).view(1, self.n_samples, self.dims)
         if sampling == "sobol":
-            seed = int(torch.randint(2**31 - 1, (), generator=generator))
+            seed = int(
+                torch.randint(2**31 - 1, (), generator=generator, device=generator.device if generator else "cpu")
+            )
             points = torch.quasirandom.SobolEngine(self.dims, scramble=True, seed=seed).draw(
                 self.n_samples, dtype=torch.float64
             )
@@ -363,8 +365,8 @@ class _Stream:
     """Draws from a seed, which can be had again."""
 
     def __init__(self) -> None:
-        self.seed = int(torch.randint(2**31 - 1, ()))
-        self.generator = torch.Generator().manual_seed(self.seed)
+        self.seed = int(torch.randint(2**31 - 1, (), device="cpu"))
+        self.generator = torch.Generator("cpu").manual_seed(self.seed)
 
     def rewind(self) -> None:
         self.generator.manual_seed(self.seed)

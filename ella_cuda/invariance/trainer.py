@@ -16,6 +16,7 @@ from ella_cuda.invariance.bound import check_targets, log_normal
 from ella_cuda.invariance.shallow import ShallowNetwork
 from ella_cuda.laplace.batches import pair_on
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.modes import differentiating
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
@@ -75,6 +76,7 @@ class ElboTrainer:
     Source: van der Ouderaa and van der Wilk, "Learning invariant weights in neural networks", UAI 2022; rates are of this package.
     """
 
+    @differentiating
     def __init__(
         self,
         model: ShallowNetwork,
@@ -142,6 +144,7 @@ class ElboTrainer:
         self.epochs = 0
         self.history: list[dict[str, float]] = []
 
+    @differentiating
     def run(self) -> ShallowNetwork:
         """Epochs and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the model."""
         with self._checkpoint.claimed():
@@ -157,6 +160,7 @@ class ElboTrainer:
                     bar.update()
         return self.model
 
+    @differentiating
     def epoch(self) -> float:
         """One pass of steps; returns the mean of the objective per data point."""
         device, total, seen = self.model.layer.mean.device, 0.0, 0
@@ -204,6 +208,7 @@ class ElboTrainer:
             "threads": threads_of(self.model),
         }
 
+    @differentiating
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of a training with the same settings and data.
 

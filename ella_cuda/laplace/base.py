@@ -7,6 +7,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -29,12 +30,14 @@ from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, require_served, tried_copies, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.function import FunctionDescription
 from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import (
     FittedBases,
+    filled_since,
     fingerprint_of,
     require_local,
     require_no_inference,
@@ -163,6 +166,8 @@ class BaseLaplace(Predictive):
         self._bases = FittedBases(self.model)
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
+        self._filled: frozenset[str] = frozenset()  # buffers that the function fills itself
+        self._function = FunctionDescription(self.model)
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
         self._ways: list[tuple[int, bool | Exception]] = []  # to derivatives along directions, see TangentModel
@@ -813,8 +818,14 @@ class BaseLaplace(Predictive):
         return self.posterior_at(self.prior_precision)
 
     def require_unchanged(self) -> None:
-        """RuntimeError where this is not fitted, or the model's parameters or buffers are not what they were at the fit."""
+        """RuntimeError where this is not fitted, or the model's function, parameters or buffers are not what they were at the fit, but for
+        buffers that its forward fills."""
         self._fitted()
+        if change := self._function.change(self.model):
+            raise RuntimeError(
+                f"{type(self).__name__}: the model changed since the fit, whose curvature is not its own: {change}. Put it back, or call fit "
+                "again."
+            )
         # Sums see what is written through ``.data``, of which versions know nothing; both take less time than the fingerprint.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         seen = [(id(t), t._version, t.data_ptr()) for t in tensors]
@@ -825,13 +836,45 @@ class BaseLaplace(Predictive):
             and torch.equal(self._verified[1], torch.stack(sums))
         ):
             return
-        present = fingerprint_of(self.model).to(self._device)
+        present = fingerprint_of(self.model, self._filled).to(self._device)
         if not torch.allclose(present, self._fingerprint, rtol=1e-12, atol=0):
             raise RuntimeError(
                 f"{type(self).__name__}: the model's parameters or buffers changed since the fit, whose curvature is not theirs; "
                 "call fit again."
             )
         self._verified = seen, torch.stack(sums)
+
+    def _require_same(self, fingerprint: Tensor, layers: bool = True) -> None:
+        """ValueError where the model is not that of the fit: with this fingerprint of its numbers, and the same ``layers`` or not."""
+        same = layers and torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0)
+        change = "" if same else "its parameters, buffers or layers"
+        if change := self._function.change(self.model) or change:
+            raise ValueError(
+                f"fit(override=False): the model's layers or parameters changed since the fit it would add to ({change}); use override=True."
+            )
+
+    def _settle(self, fingerprint: Tensor, buffers: Mapping[str, Tensor | None]) -> None:
+        """Be of the model as it is after a pass, before which it had this fingerprint and these sums of its buffers."""
+        filled = filled_since(self.model, buffers)
+        self._filled = self._filled | filled
+        self._fingerprint = fingerprint_of(self.model, self._filled).to(self._device) if filled else fingerprint
+        self._function, self._verified, self._linear = FunctionDescription(self.model), None, None
+
+    @contextmanager
+    def _filling(self) -> Iterator[None]:
+        """For the duration of the context, in which a model that is that of the fit runs, buffers that it changes are its own to fill."""
+
+        def marks() -> dict[str, tuple[int, ...]]:
+            named = self.model.named_buffers(remove_duplicate=False)
+            return {name: (id(b), b._version, b.data_ptr()) for name, b in named}
+
+        before = marks()
+        try:
+            yield
+        finally:
+            if filled := {name for name, mark in marks().items() if before.get(name) != mark} - self._filled:
+                self._filled = self._filled | filled
+                self._fingerprint = fingerprint_of(self.model, self._filled).to(self._device)
 
     def relative_effective_parameters(self) -> dict[str, dict[str, float]]:
         """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` -> path -> its share of the layer's effective
@@ -885,6 +928,7 @@ class BaseLaplace(Predictive):
             "statistic": self._statistic.clone(),
             "square_norms": self._square_norms.clone(),
             "fingerprint": self._fingerprint.clone(),
+            "filled_buffers": sorted(self._filled),
             "linear_mode": self._saved_linear_mode(),
             "draws": None if self._draws is None else self._draws.clone(),
         }
@@ -910,8 +954,8 @@ class BaseLaplace(Predictive):
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict: expected a mapping as state_dict gives it, got {type(state).__name__}.")
         own, given = self._state().keys(), state
-        none = torch.zeros((), dtype=torch.float64)
-        old = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, "draws": None}
+        none = torch.zeros((), dtype=torch.float64, device="cpu")
+        old = {"prior_mean": none, "temperature": 1.0, "linear_mode": None, "draws": None, "filled_buffers": []}
         state = {**old, **(defaults or {}), **state}
         if missing := sorted(own - state.keys()):
             raise ValueError(
@@ -942,7 +986,9 @@ class BaseLaplace(Predictive):
                 raise ValueError(
                     f"load_state_dict: {name} must not be positive for {self.likelihood!r}, got {value.item()}."
                 )
-        draws = checked_draws(self.model, state["draws"])
+        draws, filled = checked_draws(self.model, state["draws"]), state["filled_buffers"]
+        if not isinstance(filled, list) or not all(isinstance(name, str) for name in filled):
+            raise ValueError(f"load_state_dict: filled_buffers must be a list of names, got {filled!r}.")
 
         def restore() -> None:
             if CHECKSUM in given:
@@ -957,6 +1003,7 @@ class BaseLaplace(Predictive):
             )
             self._linear = None if linear is None else linear.on(self._device)
             self._draws, self._loaders = draws, []
+            self._filled, self._function = frozenset(filled), FunctionDescription(self.model)
 
         return state, n_data, restore
 
@@ -964,7 +1011,13 @@ class BaseLaplace(Predictive):
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
         values = {name: value if value.is_leaf else value.detach() for name, value in given.items()}
-        return self.__dict__ | values | {"_predicting": None, "_loaders": [], "_ways": []}
+        unchanged = not self._function.change(self.model)
+        return self.__dict__ | values | {"_predicting": None, "_loaders": [], "_ways": [], "_function": unchanged}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is of the modules that it has, where the original is of its own."""
+        self.__dict__.update(state)
+        self._function = FunctionDescription(self.model if state["_function"] else nn.Module())
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:

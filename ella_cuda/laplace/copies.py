@@ -213,7 +213,7 @@ def checked_draws(model: nn.Module, draws: Any) -> Tensor | None:
     if draws is None:
         return None
     # By a generator of its own: the global one is not to move.
-    like = None if augment is None else augment.draw(2, "shared", torch.Generator())
+    like = None if augment is None else augment.draw(2, "shared", torch.Generator("cpu"))
     if like is None or not isinstance(draws, Tensor) or draws.shape != like.shape or draws.dtype != like.dtype:
         own = "" if like is None else f" or the model's augmentation's, {tuple(like.shape)} of {like.dtype}"
         got = f"{tuple(draws.shape)} of {draws.dtype}" if isinstance(draws, Tensor) else type(draws).__name__

@@ -48,7 +48,7 @@ from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Place, drawing_module, probe
+from ella_cuda.laplace.probe import Place, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -177,7 +177,11 @@ def _summed_over(
         seen = passed = 0
         part_of_data = None if n_data is None or n_data >= la.n_data else n_data / la.n_data
         # Every batch has its share on average: what is due of all so far is rounded after a random start.
-        start = 0.0 if part_of_data is None else torch.rand((), generator=generator, dtype=torch.float64).item()
+        start = (
+            0.0
+            if part_of_data is None
+            else torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()
+        )
         with (
             at_test_time(la.model),
             requiring_grad(parameters, False),
@@ -455,12 +459,6 @@ class _Passes:
                 raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
             self._places[rule] = places[0]
         self._image_bytes = max(found.image_bytes * copies_of(self.la.model) // copies, 1)
-        if drawing := drawing_module(self.la.model, x):
-            raise ValueError(
-                f"evidence_gradient: {drawing} draws random numbers in evaluation mode, so that the evidence and its gradient are of "
-                "different functions. Draw in training alone (if self.training), keep the draws in a buffer, or hold them: an Augment's by "
-                "its context held()."
-            )
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""

@@ -38,7 +38,14 @@ from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Findings, LinearFunctions, Place, probe
+from ella_cuda.laplace.probe import (
+    Findings,
+    LinearFunctions,
+    Place,
+    outputs_apart,
+    probe,
+    require_rows_of_their_own,
+)
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
@@ -223,7 +230,7 @@ class CurvaturePass:
         self.calls = {rule: 0 for rule in self.rules}
         self._by_module = {rule.module: rule for rule in self.rules}
         self.uses = Uses()
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
         # Who is told what stands before its input, and the input's node.
         self._with_input: list[tuple[Callable[[Before], None], Any]] = []
         self._hooked: set[Any] = set()  # nodes of tensors with hooks
@@ -237,6 +244,7 @@ class CurvaturePass:
         self.hyperparameters = list(hyperparameters(model).values())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.findings = Findings({}, frozenset(), True)
+        self._compared = True  # whether the outputs of a batch were compared with those of its parts
 
     def try_out(self, x: Inputs, several: bool) -> None:
         """:func:`ella_cuda.laplace.probe.probe` on a batch."""
@@ -261,6 +269,7 @@ class CurvaturePass:
                 with in_plain_products():
                     self.per_example.try_out(few)
         self.findings = dataclasses.replace(found, image_bytes=found.image_bytes * self.copies // copies)
+        self._compared = False
 
     def images_at_once(self, count: int) -> int:
         """Of ``count``, how many images go through the network together, after :meth:`try_out`: as many as have layers' outputs, of which
@@ -318,6 +327,12 @@ class CurvaturePass:
             self._aside = False
 
     @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """:meth:`aside`, with the graph of training."""
+        with self.aside(), self._attention(), requiring_grad(self.parameters, True):
+            yield
+
+    @contextmanager
     def nodes(self) -> Iterator[None]:
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
         inside = {
@@ -345,8 +360,16 @@ class CurvaturePass:
         self.uses.clear()
         self._with_input.clear()
         self._hooked.clear()
+        compare = not self._compared and self._batch_size > 3  # of which the probe had all
+        if compare:
+            with self._apart():
+                apart = outputs_apart(self.model, x)  # first: a forward may leave its outputs in buffers
         with torch.enable_grad(), self._attention():
             outputs = checked_outputs(run_model(self.model, x), self._batch_size)
+        if compare:
+            with self._apart():
+                require_rows_of_their_own(self.model, x, *apart, outputs.detach())
+            self._compared = True
         with torch.no_grad():
             self.uses.close()
         if outputs.grad_fn is not None:
@@ -653,7 +676,7 @@ def curvature_pass(model: nn.Module, rules: Sequence[Rule], memory_budget: int) 
 def _widen_heap() -> None:
     """With glibc, have blocks up to 32 MiB reused, as after any use of one of this size. It adapts to the largest block that was given back:
     before, gradients of a few MiB go back to the system when they are free, and their next pages are cleared one by one."""
-    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
+    torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
 
 
 class _ProcessWide:

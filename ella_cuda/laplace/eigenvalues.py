@@ -149,8 +149,10 @@ def eigenbases_of_rank(blocks: Tensor, rank: int, error: float) -> tuple[Tensor,
 def _inside(blocks: Tensor, rank: int, error: float) -> list[tuple[Tensor, Tensor]] | None:
     """Of each block Q and ``Q^T A Q``, see :func:`eigenvalues_of_rank`."""
     found = []
-    generator = torch.Generator().manual_seed(0)
-    vectors = torch.randn(blocks.shape[1], rank + SPARE, dtype=torch.float64, generator=generator).to(blocks.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    vectors = torch.randn(blocks.shape[1], rank + SPARE, dtype=torch.float64, generator=generator, device="cpu").to(
+        blocks.device
+    )
     for block in blocks:
         block = block.double()
         basis = torch.linalg.qr(block @ vectors).Q

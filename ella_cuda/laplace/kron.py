@@ -28,7 +28,7 @@ from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of
+from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of
 from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
@@ -266,7 +266,7 @@ class KronLaplace(BaseLaplace):
         if anew:
             require_memory(self.model, rules)
         data_fit = DataFitGradient(self.model)
-        fingerprint = fingerprint_of(self.model)
+        fingerprint, buffers = fingerprint_of(self.model, () if anew else self._filled), buffer_sums(self.model)
         norms = self.norms(parameters)
         if anew:
             self._describe(parameters)
@@ -276,13 +276,9 @@ class KronLaplace(BaseLaplace):
                 self._draws = fixed_draws(self.model)
             for rule in self._rules:
                 rule.allocate()
-        elif [rule.module for rule in rules] != [rule.module for rule in self._rules] or not torch.allclose(
-            fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0
-        ):
-            raise ValueError(
-                "fit(override=False): the model's layers or parameters changed since the fit it would add to; use override=True."
-            )
-        elif norms.device != self._device:
+        else:
+            self._require_same(fingerprint, [rule.module for rule in rules] == [rule.module for rule in self._rules])
+        if not anew and norms.device != self._device:
             raise ValueError(
                 f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "
                 "use override=True."
@@ -293,7 +289,7 @@ class KronLaplace(BaseLaplace):
             raise ValueError(
                 "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
             )
-        sums = FitSums(data_fit, fingerprint, norms, anew, self.n_data, self._n_targets, self._statistic)
+        sums = FitSums(data_fit, fingerprint, buffers, norms, anew, self.n_data, self._n_targets, self._statistic)
         self.n_data = 0  # until the pass is complete
         return sums
 
@@ -359,7 +355,7 @@ class KronLaplace(BaseLaplace):
         self._bases = FittedBases(self.model)
         before = self._statistic_gradients
         self._statistic_gradients = {name: g + before.get(name, 0) for name, g in sums.gradients.items()}
-        self._fingerprint, self._verified, self._linear = sums.fingerprint, None, None
+        self._settle(sums.fingerprint, sums.buffers)
 
     def _add(
         self,

@@ -144,8 +144,10 @@ class Likelihood(ABC):
             predictions: mean and variance of the outputs, ``(N, ..., K)`` each; probabilities of a likelihood with classes.
         """
         mean, variance = (part.double() for part in predictions)
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(n_samples, *mean.shape, generator=generator, dtype=torch.float64).to(mean.device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randn(n_samples, *mean.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            mean.device
+        )
         outputs = (self.at_normal(mean, variance, one) for one in drawn)
         each = [self.log_prob(f, targets).reshape(len(targets), -1).sum(1) for f in outputs]
         return torch.logsumexp(torch.stack(each), 0) - math.log(n_samples)

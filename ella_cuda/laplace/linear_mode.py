@@ -34,7 +34,8 @@ HESSIANS = ("network", "linear")
 FEW_OUTPUTS = 1000  # of all data, whose kernel is factorised where the solver is chosen
 SUFFICIENT = 1e-4  # the share of a step's promised descent that it must give
 OVERSHOOT = 0.3  # of the tolerance that products with the curvature aim at
-ROUNDED = 64.0  # rounding errors of terms, in a sum of them that is negative, or that two passes differ by
+ROUNDED = 64.0  # rounding errors of terms, in a sum of them that is negative
+APART = 16.0  # rounding errors of terms that a fit and a pass differ by, which have batches of other sizes
 SHORTEST = 1e-8  # part of a Newton step that is tried
 GOLDEN = 20  # sections of a step whose best part is looked for
 EVERY = 30.0  # seconds between checkpoints
@@ -143,6 +144,8 @@ class _Loss:
         self._targets: dict[int, Tensor] = {}
         self._times: dict[int, int] = {}  # that a pass has the batch
         self._theta: Tensor | None = None
+        self._batch = 0  # the digest of the present one
+        self._points: tuple[Any, int] | None = None  # of the first pass: the shape of a data point, a digest of all
 
     def push(self, theta: Tensor) -> Tensor:
         """The direction that the linearised network's outputs at theta are derivatives along."""
@@ -156,10 +159,10 @@ class _Loss:
         """The statistic, the data term's gradient and the prior's, ``(P,)`` each: a pass."""
         likelihood, self._theta = self.la.likelihood_function, theta
         self._outputs, self._walked, self._targets, self._times = {}, {}, {}, {}
-        direction, sums = self.push(theta), torch.zeros(3, dtype=torch.float64, device=theta.device)
+        direction, sums = self.push(theta), torch.zeros(5, dtype=torch.float64, device=theta.device)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            outputs = []
+            parts, unfit = [], sum(_not_finite(t) for t in tensors_of(x) if t.is_floating_point())
 
             def cotangent(f: Tensor, along: Tensor, which: slice) -> Tensor:
                 h = self.outputs(f, along)
@@ -167,18 +170,23 @@ class _Loss:
                 slope = self._slope(h, y[which])
                 with torch.no_grad():
                     size = ((1 + slope.abs()) * f.abs()).sum(dtype=torch.float64)
-                    sums.add_(torch.stack([self._statistic(h, y[which]), self._statistic(f, y[which]), size]))
-                outputs.append(h)
+                    here = self._statistic(h, y[which]), self._statistic(f, y[which]), size, _not_finite(f)
+                    sums.add_(torch.stack([*here, torch.zeros_like(size) + unfit]))
+                parts.append(h)
                 return slope
 
             found = self.tangent.push_pull(x, direction, cotangent)
-            batch = _digest(x, y)
-            self._outputs[batch], self._targets[batch] = torch.cat(outputs), kept(y)
+            batch = self._batch
+            self._outputs[batch], self._targets[batch] = torch.cat(parts), kept(y)
             self._times[batch] = self._times.get(batch, 0) + 1
             return found
 
         slope = self.weight * self._sum(of)
-        statistic, network, size = sums.tolist()
+        statistic, network, size, outputs, inputs = sums.tolist()
+        if outputs:
+            what = "the loader's inputs are" if inputs else "the network's outputs are, at inputs that are finite,"
+            how = "Check the data" if inputs else "Check the network and its parameters, or use model.double()"
+            raise FloatingPointError(f"fit_linear_mode: {what} not finite in pass {self.passes} over the data. {how}.")
         self._check_network(network, size)
         return statistic, slope, self._of_prior(theta)
 
@@ -186,8 +194,8 @@ class _Loss:
         """ValueError where what the network's log likelihood is a function of is another than at the fit, by more than rounding."""
         fitted = self.la.mean_at("network").statistic.item()
         point = self.tangent.point
-        rounding = rounding_of(point) * abs(fitted) + ROUNDED * torch.finfo(point.dtype).eps * size
-        if abs(statistic - fitted) > rounding:
+        rounding = rounding_of(point) if point.is_cuda else APART * torch.finfo(point.dtype).eps
+        if abs(statistic - fitted) > rounding * (abs(fitted) + size):
             raise ValueError(
                 f"fit_linear_mode: the loader's data must be those of the fit in every pass, got a log likelihood of the network of "
                 f"{self.weight * statistic:.6g} where the fit has {self.weight * fitted:.6g}, up to a normaliser; pass the fit's loader, and "
@@ -200,7 +208,7 @@ class _Loss:
         bend = direction.new_zeros(2)
 
         def of(x: Inputs, y: Tensor) -> Tensor:
-            batch, parts = _digest(x, y), []
+            batch, parts = self._batch, []
             h = self._outputs.get(batch)
             if h is None:  # another batch than in the gradient's pass
                 h = self.outputs(self.tangent.outputs(x), self.tangent.jvp(x, there))
@@ -273,11 +281,14 @@ class _Loss:
 
     def batches(self) -> Iterable[tuple[Inputs, Tensor]]:
         """Those of a pass, on the model's device."""
-        count = 0
+        count, shapes, points = 0, set(), 0
         for batch in self.loader:
             x, y = self.la.batch_of(batch, "fit_linear_mode")
             count += data_points(x)
             if data_points(x):
+                shape, self._batch, of_points = _digests(x, y) if len(y) == data_points(x) else (None, 0, 0)
+                shapes.add(shape)
+                points = (points + of_points) % 2**64
                 yield x, y
         if count != self.la.n_data:
             what = (
@@ -288,6 +299,14 @@ class _Loss:
             )
         self.passes += 1
         self.bar.update()
+        if len(shapes) == 1:  # what sequences are padded to may depend on their batch
+            found = shapes.pop(), points
+            self._points = self._points or found
+            if found != self._points:
+                raise ValueError(
+                    f"fit_linear_mode: the loader's data must be those of the fit in every pass, got others in pass "
+                    f"{self.passes} than in the first; pass the fit's loader, and neither augment data nor leave some out while it is read."
+                )
 
     def _sum(self, of: Callable[[Inputs, Tensor], Tensor]) -> Tensor:
         total = torch.zeros_like(self.point)
@@ -331,16 +350,26 @@ class _Loss:
         return curved
 
 
-def _digest(x: Inputs, y: Tensor) -> int:
-    """A number of the batch's bits, by which the same batch is known again; in whole numbers, so that no rounding depends on its memory."""
-    total = 0
+def _not_finite(tensor: Tensor) -> Tensor:
+    """How many numbers are not, 0-dim float64."""
+    return (~tensor.isfinite()).sum(dtype=torch.float64)
+
+
+def _digests(x: Inputs, y: Tensor) -> tuple[Any, int, int]:
+    """The shapes of a data point, a number of the batch's bits, by which the same batch is known again, and one of its data points in any
+    order, whose sum over batches knows the same data again; in whole numbers, so that no rounding depends on its memory."""
+    shapes, each = [], torch.zeros(len(y), dtype=torch.int64, device=y.device)
     for tensor in (*tensors_of(x), y):
-        flat = tensor.detach().contiguous().flatten()
-        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[flat.element_size()]
-        flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().flatten().view(kind).long()
-        weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
-        total = hash((total, tuple(tensor.shape), int((flat * weights).sum())))
-    return total
+        flat = tensor.detach().contiguous().reshape(len(tensor), -1)
+        flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+        kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+        weights = torch.arange(1, flat.shape[1] + 1, device=flat.device) * 0x9E3779B97F4A7C1 | 1
+        each = (each * 0x5851F42D4C957F2D) ^ (flat.view(kind).long() * weights).sum(1)
+        shapes.append(tuple(tensor.shape[1:]))
+    each = (each ^ (each >> 31)) * 0x2545F4914F6CDD1D  # a sum of these knows which numbers stand together
+    weights = torch.arange(1, len(each) + 1, device=each.device) * 0x9E3779B97F4A7C1 | 1
+    points, batch = torch.stack([each.sum(), (each * weights).sum()]).tolist()
+    return tuple(shapes), hash((*shapes, len(y), batch)), points
 
 
 def solve(

@@ -99,7 +99,8 @@ class RandomSubnetMask(ScoreBasedSubnetMask):
         self._generator = generator
 
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
-        return torch.rand(sum(p.numel() for p in self.parameters.values()), generator=self._generator)
+        count, on = sum(p.numel() for p in self.parameters.values()), self._generator
+        return torch.rand(count, generator=on, device=on.device if on else "cpu")
 
 
 class LargestMagnitudeSubnetMask(ScoreBasedSubnetMask):

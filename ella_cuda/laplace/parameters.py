@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -83,15 +83,16 @@ def require_no_inference(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def fingerprint_of(model: nn.Module) -> Tensor:
-    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights."""
+def fingerprint_of(model: nn.Module, without: Collection[str] = ()) -> Tensor:
+    """A number that moves with every parameter and buffer, frozen ones too, 0-dim float64: a sum with uneven weights. ``without``: names of
+    buffers that do not move it."""
     parts, kept = [], model.state_dict()
     for name, module in model.named_modules():
         key = f"{name}.weight".removeprefix(".")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and key in kept:
             kept[key] = _as_looked_up(module)
     others = {name: buffer for name, buffer in model.named_buffers() if name not in kept}  # that are not persistent
-    numbered = enumerate([*kept.values(), *others.values()], start=1)
+    numbered = enumerate([tensor for name, tensor in {**kept, **others}.items() if name not in without], start=1)
     floating = [(index, tensor.detach().flatten()) for index, tensor in numbered if tensor.is_floating_point()]
     most: dict[torch.device, int] = {}  # elements of a device's largest tensor
     for _, flat in floating:
@@ -104,7 +105,7 @@ def fingerprint_of(model: nn.Module) -> Tensor:
     return (
         torch.stack([part.to(parts[0].device) for part in parts]).sum()
         if parts
-        else torch.zeros((), dtype=torch.float64)
+        else torch.zeros((), dtype=torch.float64, device="cpu")
     )
 
 
@@ -115,6 +116,24 @@ def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
     for _ in range(3):
         torch.embedding_renorm_(weight, rows, embedding.max_norm, embedding.norm_type)
     return weight
+
+
+def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
+    """Of every buffer a number that moves with it; None of those that are in no fingerprint."""
+    named = model.named_buffers(remove_duplicate=False)
+    return {name: uneven_sum(b.detach()) if b.is_floating_point() else None for name, b in named}
+
+
+def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> frozenset[str]:
+    """The buffers that are others than they were when their sums were these: tables and masks that a forward makes."""
+    found = set()
+    for name, total in buffer_sums(model).items():
+        was = before.get(name)
+        if name not in before or (
+            total is not None and not (was is not None and torch.equal(total, was.to(total.device)))
+        ):
+            found.add(name)
+    return frozenset(found)
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:

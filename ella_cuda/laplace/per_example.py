@@ -46,9 +46,9 @@ class PerExampleGradients:
         self._require_read_from_modules(take(x, slice(1)))
         with torch.no_grad():
             outputs = checked_outputs(run_model(self.model, few), data_points(few))
-        columns = torch.randn(2, *outputs.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-            outputs
-        )
+        columns = torch.randn(
+            2, *outputs.shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu"
+        ).to(outputs)
         apart = self._one_by_one(few, columns)
         try:
             together = self._by_vmap(few, columns)

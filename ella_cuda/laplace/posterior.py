@@ -275,10 +275,10 @@ class Layout:
         if self.indices is None:
             self.counts = sizes
         else:
-            ends = torch.tensor(sizes).cumsum(0)
+            ends = torch.tensor(sizes, device="cpu").cumsum(0)
             cuts = torch.searchsorted(self.indices.cpu(), ends).tolist()
             self.counts = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
-            starts = (ends - torch.tensor(sizes)).tolist()
+            starts = (ends - torch.tensor(sizes, device="cpu")).tolist()
             parts = self.indices.split(self.counts)
             self._local = {n: part - start for n, part, start in zip(self.shapes, parts, starts, strict=True)}
         self.count = sum(self.counts)

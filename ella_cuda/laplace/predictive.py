@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Predictive:
     _checked_parameters: Callable[[Sequence[Rule]], dict[str, nn.Parameter]]
     require_unchanged: Callable[[], None]
     _ways: list[tuple[int, bool | Exception]]
+    _filling: Callable[[], AbstractContextManager[None]]
     _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
     posterior_precision: Posterior
     linear_fit: LinearMode | None
@@ -307,7 +308,7 @@ class Predictive:
     ) -> tuple[Tensor, list[Tensor]]:
         """Under several posteriors of one mean, for one pass through the network."""
         moments = _Moments(posteriors, data_points(x), joint, diagonal)
-        with running(self._pass()) as run, without_autocast(self._device.type):
+        with self._filling(), running(self._pass()) as run, without_autocast(self._device.type):
             if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
             mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
@@ -346,7 +347,8 @@ class Predictive:
         each = 4 * mean.numel() + ACTIVATIONS * sum(t.numel() for t in tensors_of(x))
         at_once = max(SAMPLED // (each * mean.element_size()), 1)
         found = []
-        with at_test_time(self.model), in_plain_products(), without_autocast(self._device.type), torch.no_grad():
+        plain = without_autocast(self._device.type)
+        with self._filling(), at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
             outputs = checked_outputs(run_model(self.model, x), data_points(x))
             check_samples(n_samples, outputs.numel(), outputs)
 

@@ -16,9 +16,14 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.hooks import refusing_changes_of_gradients
 from ella_cuda.laplace.likelihoods import checked_outputs
+from ella_cuda.laplace.randomness import generator_states, require_one_function
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import rounding_of
+
+LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
+APART = 32  # images of a first batch whose outputs are compared
 
 
 class Place(NamedTuple):
@@ -87,14 +92,92 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
         TypeError: the model returns no tensor.
         RuntimeError: torch's, of a checkpoint with ``use_reentrant=True``, and what others the model raises.
         ValueError: the images are not along the first axis of a layer's output, nor along the second of a layer whose rule allows for
-            that; a parameter is used outside of its layer's call too; an image's outputs depend on other images of the batch; or the
-            model takes no batch of another size. The message names the layer.
+            that; a parameter is used outside of its layer's call too; an image's outputs depend on other images of the batch; the model
+            takes no batch of another size; its outputs for the same images differ; or a hook changes gradients. The message names the layer.
 
     Warns:
-        UserWarning: gradients of several columns at once are wrong or impossible; names the module.
+        UserWarning: gradients of several columns at once are wrong or impossible; names the module. The model draws random numbers to no
+            effect that is seen.
     """
     known = {rule.module: rule for rule in rules}
     parameters = {rule: rule.parameters() for rule in rules}
+    device = tensors_of(x)[0].device
+    with refusing_changes_of_gradients(model, known):
+        before = generator_states(device)
+        two, of_two, calls, outputs = _two_and_three(model, known, x)
+        if generator_states(device) != before:
+            require_one_function(model, _images(x, 2), drew=True)
+        places = _places(known, two, calls, copies)
+        by_function = frozenset(known[call.module] for call in calls if call.by_function)
+        _require_own_parameters(known, parameters, calls, outputs)
+        if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
+            require_no_reentrant_checkpoint(model, x)
+        image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
+        if not outputs.requires_grad:
+            if calls:
+                raise ValueError(
+                    "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
+                )
+            return Findings(places, by_function, True, image_bytes)
+        generator = torch.Generator("cpu").manual_seed(0)  # the global one is not ours to move
+        directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
+        found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
+        for image in (0, 1):  # the second alone stays where it is when images are put in reverse
+            # Larger than those of a fit, so that hooks that clip gradients do.
+            _require_independence(known, found, outputs, LARGE * directions[0], image)
+        if _differ_by_images(of_two, outputs):
+            require_one_function(model, _images(x, 2), drew=False)
+            raise ValueError(
+                "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. "
+                "Take the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis "
+                "or of its size, mix them."
+            )
+    reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
+    if reason is None:
+        return Findings(places, by_function, True, image_bytes)
+    warnings.warn(
+        f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
+        UserWarning,
+        stacklevel=5,
+    )
+    return Findings(places, by_function, False, image_bytes)
+
+
+def require_rows_of_their_own(model: nn.Module, x: Inputs, alone: Tensor, rows: Tensor, outputs: Tensor) -> None:
+    """ValueError where the outputs of some images are not what they are in other batches, here and with the batch in reverse.
+
+    Args:
+        x: a batch. alone: the outputs of some of its images in other batches. rows: which these are. outputs: of all.
+    """
+    if _alike(outputs[rows], alone):
+        return
+    with torch.enable_grad():
+        again = checked_outputs(
+            run_model(model, take(x, torch.arange(len(outputs) - 1, -1, -1, device=rows.device))), len(outputs)
+        )
+    if _alike(again.flip(0), outputs):  # a function with steps, which rounding in batches of other sizes passes
+        return
+    require_one_function(model, take(x, rows[:2]), drew=False)
+    raise ValueError(
+        f"fit: outputs of the first batch's {len(outputs)} images are others when these are in another order or in other batches, so that "
+        "rows are not those of their images. Return outputs in the order of the inputs, and have no image's depend on others: sorting, "
+        "capacities and statistics of a batch do that."
+    )
+
+
+def outputs_apart(model: nn.Module, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Outputs of up to ``APART`` images of a batch, in an order of their own and in two batches, and which images these are."""
+    count, device = data_points(x), tensors_of(x)[0].device
+    rows = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(0), device="cpu")[:APART].to(device)
+    with torch.enable_grad():  # a forward may put hooks on its tensors
+        parts = [checked_outputs(run_model(model, take(x, r)), len(r)).detach() for r in rows.chunk(2)]
+    return torch.cat(parts), rows
+
+
+def _two_and_three(
+    model: nn.Module, known: dict[nn.Module, Rule], x: Inputs
+) -> tuple[list[_Call], Tensor, list[_Call], Tensor]:
+    """The layers' calls on two and on three images, and the outputs."""
     with torch.enable_grad():  # for both: a forward may put hooks on its tensors
         try:
             two, of_two = _run(model, known, _images(x, 2))
@@ -105,39 +188,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
                 f"fit: the model takes a batch of {data_points(x)} but not of two or three images ({type(error).__name__}: {error}). Images "
                 "must be independent of each other, and their number free: take it from the input's shape."
             ) from error
-    of_two, outputs = checked_outputs(of_two, 2), checked_outputs(outputs, 3)
-    places = _places(known, two, calls, copies)
-    by_function = frozenset(known[call.module] for call in calls if call.by_function)
-    _require_own_parameters(known, parameters, calls, outputs)
-    if any(isinstance(call.out, Tensor) and not call.out.requires_grad for call in calls):
-        require_no_reentrant_checkpoint(model, x)
-    image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
-    if not outputs.requires_grad:
-        if calls:
-            raise ValueError(
-                "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
-            )
-        return Findings(places, by_function, True, image_bytes)
-    generator = torch.Generator().manual_seed(0)  # the global one is not ours to move
-    directions = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
-    found = [call for call in calls if isinstance(call.out, Tensor) and call.out.requires_grad]
-    for image in (0, 1):  # the second alone stays where it is when images are put in reverse
-        _require_independence(known, found, outputs, directions[0], image)
-    if _differ_by_images(of_two, outputs) and not _differ_by_images(_run(model, known, _images(x, 2))[1], of_two):
-        raise ValueError(
-            "fit: the model's outputs for two images are others when a third is in the batch, so the curvature is no sum over images. Take "
-            "the images apart: batch statistics (a normalisation without running statistics), and functions along the batch's axis or of "
-            "its size, mix them."
-        )
-    reason = _unbatched(outputs, [call.out for call in found], directions) if several and found else None
-    if reason is None:
-        return Findings(places, by_function, True, image_bytes)
-    warnings.warn(
-        f"fit: {reason or _culprit(model, x)}; columns go back one at a time, which takes longer.",
-        UserWarning,
-        stacklevel=5,
-    )
-    return Findings(places, by_function, False, image_bytes)
+    return two, checked_outputs(of_two, 2), calls, checked_outputs(outputs, 3)
 
 
 class LinearFunctions(TorchFunctionMode):
@@ -230,46 +281,16 @@ def _run(model: nn.Module, modules: Iterable[nn.Module], few: Inputs) -> tuple[l
         return calls, run_model(model, few)
 
 
-def drawing_module(model: nn.Module, x: Inputs) -> str | None:
-    """The innermost module that draws from torch's global generators on two of these images, in words; None where nothing does. Draws from
-    other generators are not seen."""
-    few, device = _images(x, 2), tensors_of(x)[0].device
-    before = _drawn(device)
-    with torch.no_grad():
-        run_model(model, few)
-    if torch.equal(_drawn(device), before):
-        return None
-    found: list[str] = []
-    states: list[Tensor] = []
-
-    def end(name: str, module: nn.Module) -> None:
-        if not torch.equal(_drawn(device), states.pop()):
-            found.append(f"{name!r} ({type(module).__name__})" if name else type(module).__name__)
-
-    handles = []
-    try:
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(lambda *_: states.append(_drawn(device))))
-            handles.append(module.register_forward_hook(lambda m, *_, name=name: end(name, m)))
-        with torch.no_grad():
-            run_model(model, few)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else type(model).__name__
-
-
-def _drawn(device: torch.device) -> Tensor:
-    """The states of the generators that a forward on the device may draw from."""
-    state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
-
-
 def _differ_by_images(one: Tensor, other: Tensor) -> bool:
     """Whether outputs of the first two images differ beyond rounding."""
-    one, other = one.detach()[:2], other.detach()[:2]
+    return not _alike(one[:2], other[:2])
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether outputs are the same up to rounding."""
+    one, other = one.detach(), other.detach()
     bound = rounding_of(other) * other.abs().amax() if other.numel() else 0
-    return bool(((one - other).abs() > bound).any())  # what is not finite is found in the factors
+    return not ((one - other).abs() > bound).any()  # what is not finite is found in the factors
 
 
 def _places(
@@ -466,14 +487,16 @@ def _culprit(model: nn.Module, x: Inputs) -> str:
     names = {m: name for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
     with torch.enable_grad():
         calls, _ = _run(model, names, _images(x, 2))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     # In the order in which calls end: a module comes after those in its forward.
     for at, call in enumerate(calls):
         if not isinstance(call.out, Tensor) or not call.out.requires_grad:
             continue
         behind = [c.out for c in calls[:at] if call.module in c.inside]
         tensors = {id(t): t for t in (*call.inputs, *behind) if isinstance(t, Tensor) and t.requires_grad}
-        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64).to(call.out)
+        directions = torch.randn(2, *call.out.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            call.out
+        )
         if tensors and any(_differ(call.out, list(tensors.values()), directions)):
             module = call.module
             break

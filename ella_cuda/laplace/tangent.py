@@ -75,7 +75,7 @@ def load_forward_mode() -> None:
         return
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
-        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        forward_ad.make_dual(torch.zeros((), device="cpu"), torch.zeros((), device="cpu"))
 
 
 def push(function: Callable[[Values], Tensor], values: Values, direction: Values) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class FitSums:
 
     data_fit: DataFitGradient
     fingerprint: Tensor
+    buffers: dict[str, Tensor | None]
     norms: Tensor
     anew: bool
     n_data: int

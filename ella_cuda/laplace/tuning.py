@@ -210,7 +210,7 @@ def grid_search(
         raise ValueError(
             "optimize_prior_precision: val_loader gave no data; pass a re-iterable loader such as a DataLoader."
         )
-    values = torch.tensor([total.value() for total in losses], dtype=torch.float64)
+    values = torch.tensor([total.value() for total in losses], dtype=torch.float64, device="cpu")
     finite = values.isfinite()
     if not finite.any():
         raise ValueError(
@@ -286,4 +286,4 @@ def check_arguments(
             "log_prior_prec_min and log_prior_prec_max must be powers of ten, the first no larger, from "
             f"{-FURTHEST} to {FURTHEST}, got {low!r} and {high!r}."
         )
-    return torch.logspace(*ends, as_count("grid_size", size), dtype=torch.float64)
+    return torch.logspace(*ends, as_count("grid_size", size), dtype=torch.float64, device="cpu")

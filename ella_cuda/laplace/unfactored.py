@@ -19,7 +19,7 @@ from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
-from ella_cuda.laplace.parameters import FittedBases, fingerprint_of, trainable
+from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of, trainable
 from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
 from ella_cuda.laplace.state import CHECKSUM, checked_tensor, require_moment
 from ella_cuda.laplace.values import Value, check_choice
@@ -211,8 +211,12 @@ class UnfactoredLaplace(BaseLaplace):
             return None
         parameters = trainable(self.model)
         checked_indices(indices, sum(p.numel() for p in parameters.values()))
-        served = torch.cat([torch.full((p.numel(),), n in set(self.parameter_names)) for n, p in parameters.items()])
-        owners = torch.arange(len(parameters)).repeat_interleave(torch.tensor([p.numel() for p in parameters.values()]))
+        served = torch.cat(
+            [torch.full((p.numel(),), n in set(self.parameter_names), device="cpu") for n, p in parameters.items()]
+        )
+        owners = torch.arange(len(parameters), device="cpu").repeat_interleave(
+            torch.tensor([p.numel() for p in parameters.values()], device="cpu")
+        )
         here = indices.cpu()
         if not served[here].all():
             wrong = owners[here[~served[here]]].unique().tolist()
@@ -253,7 +257,7 @@ class UnfactoredLaplace(BaseLaplace):
         rules, anew = self.present_rules(), override or self.n_data == 0
         parameters = self._checked_parameters(rules)
         require_constant_amounts(self.model)
-        fingerprint = fingerprint_of(self.model)
+        fingerprint, buffers = fingerprint_of(self.model, () if anew else self._filled), buffer_sums(self.model)
         if anew:
             self._describe(parameters)
             self._rules = rules
@@ -264,10 +268,8 @@ class UnfactoredLaplace(BaseLaplace):
             self._layout = Layout(self._shapes(), self._layout.indices)
             self._curvature = self._no_curvature()
             self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
-        elif not torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0):
-            raise ValueError(
-                "fit(override=False): the model's parameters changed since the fit it would add to; use override=True."
-            )
+        else:
+            self._require_same(fingerprint)
         n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
         self.n_data = 0  # until the pass is complete
         seen = 0
@@ -291,7 +293,7 @@ class UnfactoredLaplace(BaseLaplace):
         self._curvature.most_rank = self.n_data * self.n_outputs
         self._square_norms = self.norms(parameters)
         self._bases = FittedBases(self.model)
-        self._fingerprint, self._verified, self._linear = fingerprint.to(self._device), None, None
+        self._settle(fingerprint.to(self._device), buffers)
 
     def _add(self, run: JacobianPass, x: Inputs, y: Tensor, outputs_of: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function

@@ -94,9 +94,11 @@ def pack_spectra(pairs: Sequence[tuple[Tensor, Tensor]]) -> KronSpectra:
         blocks.append(tuple(own))
         offset += inputs.numel() + outputs.numel()
     rows = [[tensor, *tile] for tensor, own in enumerate(blocks) for block in own for tile in _tiles(*block)]
-    counts = torch.bincount(torch.tensor([row[0] for row in rows], dtype=torch.int64), minlength=len(blocks))
+    counts = torch.bincount(
+        torch.tensor([row[0] for row in rows], dtype=torch.int64, device="cpu"), minlength=len(blocks)
+    )
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    tiles = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+    tiles = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
     return KronSpectra(torch.cat(sides), tiles.to(like.device), starts.to(like.device), tuple(blocks))
 
 

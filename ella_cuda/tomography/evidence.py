@@ -374,7 +374,7 @@ class IterativeMeasured:
         for begin in range(0, d, self.image.batch_size):
             rows = torch.arange(begin, min(begin + self.image.batch_size, d), device=found.device)
             units = torch.zeros(len(rows), d, dtype=torch.float64, device=found.device)
-            units[torch.arange(len(rows)), rows] = 1
+            units[rows - begin, rows] = 1
             pulled = self.image.pull(units.view(-1, *self.image.image_shape))
             before = self.image.push(self.prior.multiply(pulled, taps)).double()
             explained = self.smoothed(weights, self.solve(weights, noise, self.measure(before)))
@@ -405,8 +405,8 @@ class IterativeMeasured:
         self._conditioned_at = weights.detach().clone()
         if not self.rank:
             return
-        generator = torch.Generator().manual_seed(0)  # of its own: a sample is its generator's alone
-        drawn = torch.randn(self.n_data, self.rank, generator=generator, dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(0)  # of its own: a sample is its generator's alone
+        drawn = torch.randn(self.n_data, self.rank, generator=generator, dtype=torch.float64, device="cpu")
         basis = torch.linalg.qr(drawn.to(self.image.device)).Q.T
         image = torch.cat([self.product(weights, 0.0, part) for part in basis.split(self.image.batch_size)])
         shift = torch.finfo(self.image.dtype).eps * image.norm()

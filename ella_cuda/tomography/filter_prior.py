@@ -181,6 +181,6 @@ class FilterPrior:
 
 def _square_distances(kernel_size: tuple[int, int]) -> Tensor:
     """Between taps, row after row: ``(taps, taps)``, whole numbers."""
-    rows, columns = torch.meshgrid(*map(torch.arange, kernel_size), indexing="ij")
+    rows, columns = torch.meshgrid(*(torch.arange(n, device="cpu") for n in kernel_size), indexing="ij")
     at = torch.stack([rows.flatten(), columns.flatten()], 1)
     return ((at[:, None] - at) ** 2).sum(-1)

@@ -77,8 +77,10 @@ class LinearMap:
             matrix = self.forward(torch.eye(d, **kind).view(d, *self.image_shape)).reshape(d, n)
             values = torch.linalg.svdvals(matrix.double())[:count].square()
         else:
-            generator = torch.Generator().manual_seed(0)
-            basis = torch.randn(d, min(count + 10, d), generator=generator, dtype=torch.float64).to(device)
+            generator = torch.Generator("cpu").manual_seed(0)
+            basis = torch.randn(d, min(count + 10, d), generator=generator, dtype=torch.float64, device="cpu").to(
+                device
+            )
             for _ in range(20):
                 basis = torch.linalg.qr(self._normal(basis, dtype)).Q
             values = torch.linalg.eigvalsh(basis.T @ self._normal(basis, dtype)).flip(0)[:count]
@@ -183,7 +185,7 @@ class RayTransform(LinearMap):
         """
         y = self._checked("y", y, self.data_shape)
         detectors = self.data_shape[1]
-        distance = torch.arange(1 - detectors, detectors, dtype=torch.float64)
+        distance = torch.arange(1 - detectors, detectors, dtype=torch.float64, device="cpu")
         ramp = torch.where(distance % 2 == 0, 0.0, -1 / (math.pi * distance) ** 2)
         ramp[detectors - 1] = 0.25
         size = 2 * detectors - 1 + detectors - 1  # of a convolution that does not wrap
@@ -191,8 +193,8 @@ class RayTransform(LinearMap):
         filtered = torch.fft.irfft(spectrum, n=size)[..., detectors - 1 : 2 * detectors - 1]
         # Each pixel looks its value up between two detectors: smoother than the adjoint.
         height, width = self.image_shape
-        rows = torch.arange(height, dtype=torch.float64)[:, None] - (height - 1) / 2
-        columns = torch.arange(width, dtype=torch.float64) - (width - 1) / 2
+        rows = torch.arange(height, dtype=torch.float64, device="cpu")[:, None] - (height - 1) / 2
+        columns = torch.arange(width, dtype=torch.float64, device="cpu") - (width - 1) / 2
         padded = torch.nn.functional.pad(filtered, (1, 2))
         image = y.new_zeros(*y.shape[:-2], height, width)
         for index, angle in enumerate(self.angles):
@@ -309,10 +311,10 @@ class RayOperator(LinearMap):
         return found.reshape(*lead, *into)
 
     def _check(self, dtype: torch.dtype, device: torch.device) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def drawn(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn(PROBES, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            return torch.randn(PROBES, *shape, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
         x, y = drawn(self.image_shape), drawn(self.data_shape)
         rounding = torch.finfo(dtype).eps ** 0.5
@@ -345,14 +347,14 @@ def _returned(name: str, found: Any) -> Tensor:
 def _joseph(image_shape: tuple[int, int], angles: Tensor, detectors: int) -> Tensor:
     """Joseph's weights: a sparse matrix ``(angles * detectors, H * W)``, float64."""
     height, width = image_shape
-    positions = torch.arange(detectors, dtype=torch.float64) - (detectors - 1) / 2
+    positions = torch.arange(detectors, dtype=torch.float64, device="cpu") - (detectors - 1) / 2
     rows, columns, values = [], [], []
     for index, angle in enumerate(angles.tolist()):
         cos, sin = math.cos(angle), math.sin(angle)
         steep = abs(cos) >= abs(sin)  # the ray meets every row once, else every column
         along, across = (height, width) if steep else (width, height)
         slope, shift = (cos, sin) if steep else (sin, cos)
-        lines = torch.arange(along, dtype=torch.float64) - (along - 1) / 2
+        lines = torch.arange(along, dtype=torch.float64, device="cpu") - (along - 1) / 2
         # (detectors, along): where the ray meets the line, in pixels across.
         meets = (positions[:, None] - lines * shift) / slope + (across - 1) / 2
         first = meets.floor()
@@ -365,14 +367,14 @@ def _joseph(image_shape: tuple[int, int], angles: Tensor, detectors: int) -> Ten
             values.append(share[inside] / abs(slope))
     where = torch.stack([torch.cat(rows), torch.cat(columns)])
     size = (len(angles) * detectors, height * width)
-    return torch.sparse_coo_tensor(where, torch.cat(values), size, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(where, torch.cat(values), size, check_invariants=False, device="cpu").coalesce()
 
 
 def _angles(angles: int | Sequence[float] | Tensor) -> Tensor:
     """Radians, float64."""
     if isinstance(angles, Integral) and not isinstance(angles, bool):
         count = _count("RayTransform", "angles", angles)
-        return torch.arange(count, dtype=torch.float64) * (math.pi / count)
+        return torch.arange(count, dtype=torch.float64, device="cpu") * (math.pi / count)
     try:
         found = torch.as_tensor(angles, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -68,10 +68,13 @@ def steps_of(objective: str, n_epochs: int, n_epochs_burnin: int, marglik_freque
     return max((n_epochs - 1) // marglik_frequency - n_epochs_burnin // marglik_frequency, 0)
 
 
+WITHIN = ("ella_cuda.training", "ella_cuda.modes")
+
+
 def warn(message: str) -> None:
     """A UserWarning at the line that called ``ella_cuda.training``."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ella_cuda.training"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(WITHIN):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

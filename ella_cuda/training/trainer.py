@@ -25,6 +25,7 @@ from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
 from ella_cuda.laplace.rules import UNKNOWN
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.values import check_choice
+from ella_cuda.modes import differentiating
 from ella_cuda.progress import bar_size
 from ella_cuda.training.checkpoint import (
     Checkpoint,
@@ -113,6 +114,7 @@ class MarglikTrainer:
     """
 
     @all_raise_together
+    @differentiating
     def __init__(
         self,
         model: nn.Module,
@@ -308,6 +310,7 @@ class MarglikTrainer:
         self._random_at_fit: dict[str, Any] | None = None
         self._best: dict[str, Any] | None = None
 
+    @differentiating
     def run(self) -> KronLaplace:
         """Epochs, evidence steps and checkpoints from where the training is, or its checkpoint was, to the last epoch; returns the
         Laplace approximation at the weights that are kept, not fitted for "map"."""
@@ -335,6 +338,7 @@ class MarglikTrainer:
                     bar.update()
         return self.finish()
 
+    @differentiating
     def finish(self) -> KronLaplace:
         """End a loop of a user's own: with ``keep="best"`` the network, precisions and noise are those of the highest evidence again, amounts
         and other buffers included; returns the Laplace approximation at the weights that are kept, fitted once more where the last fit is
@@ -420,6 +424,7 @@ class MarglikTrainer:
             return False
         return True
 
+    @differentiating
     def epoch(self) -> tuple[float, float | None]:
         """One pass of steps on the weights; returns its mean loss, the prior's term included, and the accuracy of its batches as they
         were seen, None without classes. Before its first step the first one tries the evidence on a few images."""
@@ -447,6 +452,7 @@ class MarglikTrainer:
             if learner.tensors():
                 learner.gradients(la, loader)
 
+    @differentiating
     def evidence_step(self, last: bool | None = None) -> Evaluation:
         """Fit the Laplace approximation at the present weights and let the learners step on its evidence.
 
@@ -528,6 +534,7 @@ class MarglikTrainer:
         }
         return plain(state)
 
+    @differentiating
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where :meth:`state_dict` was called, the global random generators and the loaders' own included.
 

@@ -122,14 +122,16 @@ def test_chunks_of_copies_are_all_copies(name, columns, approximation):
     x, y = data(2 if columns == "all" else 1)  # signs are drawn for what goes together
     model, seen = many(name), []
     generators = (torch.Generator().manual_seed(1) for _ in range(2))
+    model.augment.register_forward_hook(
+        lambda module, args, out: seen.append(out.shape[1])
+    )  # a hook is part of the fit's function
     with model.augment.held():
         la = fitted(model, [(x, y)], approximation=approximation)
         whole = evidence_gradient(la, [(x, y)], columns=columns, generator=next(generators))["augment.raw"]
         la.memory_budget = 1
-        handle = model.augment.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+        seen.clear()
         batches = [(x, y)] if columns == "one" else [(x[:1], y[:1]), (x[1:], y[1:])]
         parts = evidence_gradient(la, batches, columns=columns, generator=next(generators))["augment.raw"]
-        handle.remove()
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
     assert max(seen) <= FEW and whole.abs().min() > 0
     assert all(rule.copies == MANY for rule in la.present_rules())
@@ -416,6 +418,7 @@ def test_a_hook_for_all_modules_is_in_the_gradient():
             la = fitted(model, [(x, y)])
             found = evidence_gradient(la, [(x, y)])["augment.raw"]
             model.network[1].register_forward_hook(lambda module, args, out: out.clone())
+            la = fitted(model, [(x, y)])
             expected = evidence_gradient(la, [(x, y)])["augment.raw"]
     finally:
         handle.remove()
@@ -676,9 +679,8 @@ def test_a_network_that_draws_in_evaluation_mode_is_refused_by_its_module():
         (AveragedInside(), r"'network.0.1.augment' \(AffineAugment\) draws .* by its context held"),
     ):
         model = with_inside(module)
-        la = KronLaplace(model).fit(batches)
         with pytest.raises(ValueError, match=words):
-            evidence_gradient(la, batches)
+            KronLaplace(model).fit(batches)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     with model.network[0][1].augment.held():
         la = KronLaplace(model).fit(batches)
@@ -698,9 +700,8 @@ class DrawsItself(nn.Module):
 
 
 def test_a_network_that_draws_itself_is_named_by_its_class():
-    la = KronLaplace(DrawsItself()).fit([data()])
-    with pytest.raises(ValueError, match="evidence_gradient: DrawsItself draws"):
-        evidence_gradient(la, [data()], ["shift"])
+    with pytest.raises(ValueError, match="fit: DrawsItself draws"):
+        KronLaplace(DrawsItself()).fit([data()])
 
 
 class Slope(nn.Module):

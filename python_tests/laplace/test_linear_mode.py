@@ -734,6 +734,72 @@ def test_other_data_than_the_fits_are_refused(solver: str, dtype: torch.dtype) -
         la.fit_linear_mode(Later(), solver=solver, max_passes=30)
 
 
+class Changing:
+    """Other inputs from the n-th pass on."""
+
+    def __init__(self, loader: Batches, since: int, change: Callable[[Tensor], Tensor]) -> None:
+        self.loader, self.since, self.change, self.passes = loader, since, change, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        return iter([(self.change(x), y) if self.passes >= self.since else (x, y) for x, y in self.loader])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: 1.001 * x, lambda x: x + 1e-3 * drawn(*x.shape, seed=1).float(), lambda x: x.flip(0)],
+    ids=["scaled", "noise", "other pairs"],
+)
+@pytest.mark.parametrize("since", [1, 2, 3])
+def test_float32_data_that_change_by_a_thousandth_are_refused(change: Callable[[Tensor], Tensor], since: int) -> None:
+    loader = batches(X.float(), LABELS)
+    la = KronLaplace(perceptron(3).float()).fit(loader)
+    with pytest.raises(ValueError, match="data must be those of the fit"):
+        la.fit_linear_mode(Changing(loader, since, change), tol=1e-5)
+
+
+def test_data_that_change_between_passes_are_refused_however_little() -> None:
+    loader = batches(X.float(), LABELS)
+    la = KronLaplace(perceptron(3).float()).fit(loader)
+    with pytest.raises(ValueError, match="got others in pass 2 than in the first"):
+        la.fit_linear_mode(Changing(loader, 2, lambda x: torch.nextafter(x, torch.full_like(x, math.inf))))
+
+
+def test_the_same_data_in_another_order_are_the_fits() -> None:
+    x, y = X.float(), LABELS
+    la = KronLaplace(perceptron(3).float()).fit(batches(x, y))
+
+    class Shuffled:
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            self.passes += 1
+            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.passes))
+            return iter(batches(x[order], y[order], 3 + self.passes))
+
+    loader = Shuffled()
+    la.fit_linear_mode(loader, tol=0.1)
+    assert loader.passes > 2
+
+
+class Breaks(torch.nn.Module):
+    broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 0 * 0 if self.broken else x
+
+
+def test_what_is_not_finite_is_told_whose_it_is() -> None:
+    model = torch.nn.Sequential(Breaks(), *perceptron(3))
+    loader = batches(X, LABELS)
+    la = KronLaplace(model).fit(loader)
+    with pytest.raises(FloatingPointError, match="the loader's inputs are not finite in pass 1"):
+        la.fit_linear_mode(Changing(loader, 1, lambda x: x.where(x < x.max(), math.nan)))
+    model[0].broken = True
+    with pytest.raises(FloatingPointError, match="the network's outputs are, at inputs that are finite, not finite"):
+        la.fit_linear_mode(loader)
+
+
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
 def test_data_of_the_fit_are_known_whatever_their_rounding(scale: float) -> None:
     """Of networks that fit their data to rounding, in float32: inputs are off by a rounding error, as sums in another order are."""

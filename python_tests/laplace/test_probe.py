@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import FactorShape, KronLaplace, Rule, exact_log_marginal_likelihood, register
+from ella_cuda.laplace import FactorShape, FullLaplace, KronLaplace, Rule, exact_log_marginal_likelihood, register
 from ella_cuda.laplace.tangent import rounding_of
 
 
@@ -305,20 +305,42 @@ def test_a_trial_with_a_gradient_at_the_inputs_leaves_none_in_buffers():
     assert not model.kept.requires_grad and model.kept.is_leaf
 
 
-class Noisy(nn.Module):
-    """Another function at each call."""
+@pytest.mark.parametrize("images", [5, 9])
+@pytest.mark.parametrize("kind", [KronLaplace, FullLaplace])
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda h: torch.cat([h[:3], h[3:].flip(0)]),
+        lambda h: h if len(h) < 4 else torch.cat([h[:-2], h[-1:], h[-2:-1]]),
+        lambda h: h[h[:, 0].argsort()],
+        lambda h: h * (torch.arange(len(h))[:, None] < 3),
+    ],
+    ids=["behind the third", "last two", "sorted", "a capacity"],
+)
+def test_rows_that_are_not_those_of_their_images_are_refused(order, kind, images):
+    model = Mixing(lambda h: h).double()
+    x, y = labelled(3, images=images)
+    x = x[model.first(x)[:, 0].argsort()]  # in which nothing moves
+    x[3:] = x[3:].flip(0)
+    model.mix = order
+    with pytest.raises(ValueError, match=r"outputs of the first batch.s . images are others|depend on .* other images"):
+        kind(model).fit([(x, y)])
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
 
-    def forward(self, x):
-        h = self.layer(x)
-        return h + torch.randn_like(h)
+def test_steps_that_rounding_passes_are_no_other_order():
+    """Of a network that rounds its activations, the same image may have another output in a batch of another size."""
 
+    class Stepped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
 
-def test_outputs_that_are_drawn_do_not_mix():
-    assert KronLaplace(Noisy().double()).fit([labelled(3)]).n_data == 4
+        def forward(self, x):
+            h = self.first(x)
+            shift = 1e-3 if len(h) > 3 and len(h) != 8 else 0.0  # in place of rounding
+            return self.last(h + (h - h.detach()) + shift)
+
+    assert KronLaplace(Stepped().double()).fit([labelled(3, images=8)]).n_data == 8
 
 
 # ---- forwards that do unusual things with tensors ----

@@ -278,11 +278,11 @@ def _tap_counts(
 ) -> tuple[Tensor, int]:
     """Along an axis of ``size`` pixels, over the positions of a convolution, how often each tap meets each pixel, ``(size, kernel_size)``,
     and the number of positions."""
-    pixels = torch.arange(1, size + 1, dtype=torch.float64)[None, None]  # 0 is what zeros pad
+    pixels = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")[None, None]  # 0 is what zeros pad
     padded = F.pad(pixels, sides, mode="constant" if padding_mode == "zeros" else padding_mode)[0, 0].long()
     met = padded.unfold(0, dilation * (kernel_size - 1) + 1, stride)[:, ::dilation]  # (positions, taps)
-    counts = torch.zeros(size + 1, kernel_size, dtype=torch.float64)
-    return counts.scatter_add_(0, met, torch.ones(met.shape, dtype=torch.float64))[1:], met.shape[0]
+    counts = torch.zeros(size + 1, kernel_size, dtype=torch.float64, device="cpu")
+    return counts.scatter_add_(0, met, torch.ones(met.shape, dtype=torch.float64, device="cpu"))[1:], met.shape[0]
 
 
 def pad(x: Tensor, sides: Sequence[tuple[int, int]], padding_mode: str) -> Tensor:

@@ -1,0 +1,59 @@
+"""What a model computes beside its numbers, and whether it is still that."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from ella_cuda.modes import exclusively
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+PLAIN = (bool, int, float, str, type(None), FunctionType)
+
+
+class FunctionDescription:
+    """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
+    own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
+    change in a forward, and are not described."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [*model.named_modules()]
+        self._held = [module for _, module in named]  # or another might get the id of one that is gone
+        self._names = [name for name, _ in named]
+        with exclusively(model):  # another thread's fit has hooks on it
+            self._parts = [_part(module) for module in self._held]
+
+    def change(self, model: nn.Module) -> str:
+        """Which module is another than it was, in words; "" where none is."""
+        modules = [*model.modules()]
+        with exclusively(model):
+            parts = [_part(module) for module in modules]
+        for name, was, part, module in zip(self._names, self._parts, parts, modules, strict=False):
+            if part != was:
+                return f"{name or 'the model itself'!r} ({type(module).__name__}): its class, forward, hooks, constants or dtypes"
+        return "" if len(modules) == len(self._parts) else "the number of its modules"
+
+
+def _part(module: nn.Module) -> tuple[Any, ...]:
+    own, kind = module.__dict__, type(module)
+    torchs = kind.__module__.startswith(
+        "torch.nn.modules."
+    )  # another one with the same attributes and numbers is the same function
+    names = [n for n in own if n != "training" and n[0] != "_"] if torchs else getattr(kind, "__constants__", ())
+    return (
+        None if torchs else id(module),
+        kind,
+        own.get("forward"),
+        getattr(kind, "forward", None),
+        [*(tuple(own[hooks].values()) for hooks in HOOKS if own.get(hooks))],
+        [(name, p.dtype) for name, p in module._parameters.items() if p is not None],
+        [(name, own[name]) for name in names if _is_plain(own.get(name))],
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(type(one) in PLAIN for one in value)
+    return type(value) in PLAIN

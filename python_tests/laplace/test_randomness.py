@@ -1,0 +1,114 @@
+"""Networks that are random in evaluation mode are refused before their first batch, by the module that draws."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ella_cuda import marglik_training
+from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, exact_log_marginal_likelihood
+
+own = torch.Generator().manual_seed(0)
+numbers = np.random.default_rng(0)
+calls = iter(range(1000))
+
+
+class Drawn(nn.Module):
+    """What a module between two layers makes of features."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, h):
+        return self.draw(h)
+
+
+DRAWS = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "dropout in place": lambda h: F.dropout(h, 0.5, inplace=True),
+    "noise": lambda h: h + 1e-7 * torch.randn_like(h),
+    "noise of a shape": lambda h: h + torch.randn(h.shape),
+    "stochastic depth": lambda h: h * (torch.rand(len(h), 1) > 0.5),
+    "one coin": lambda h: 2 * h if torch.rand(()) > 0.5 else h,
+    "gumbel": lambda h: F.gumbel_softmax(h, 1.0),
+    "Python's": lambda h: h * random.random(),
+    "numpy's": lambda h: h * np.random.rand(),
+    "a generator of its own": lambda h: h + torch.randn(h.shape, generator=own),
+    "numpy's generator": lambda h: h * numbers.uniform(1, 2),
+    "a count of calls": lambda h: h * (1 + next(calls)),
+}
+
+
+def network(draw):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), Drawn(draw), nn.Linear(6, 3))
+
+
+def data():
+    return torch.randn(6, 4), torch.arange(6) % 3
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_draws_in_evaluation_mode_are_refused_by_the_module_that_makes_them(draw):
+    model, batch = network(DRAWS[draw]), data()
+    for kind in (KronLaplace, FullLaplace, DiagLaplace):
+        with pytest.raises(ValueError, match=r"fit: '1' \(Drawn\) draws random numbers in evaluation mode"):
+            kind(model).fit([batch])
+    with pytest.raises(ValueError, match=r"'1' \(Drawn\) draws random numbers"):
+        marglik_training(model, [batch], n_epochs=9, n_epochs_burnin=8, progress_bar=False)
+
+
+def test_a_loaded_state_of_a_random_network_does_not_predict():
+    model, batch = network(lambda h: h), data()
+    state = KronLaplace(model).fit([batch]).state_dict()
+    model[1].draw = DRAWS["dropout"]
+    la = KronLaplace(model)
+    la.load_state_dict(state)
+    with pytest.raises(ValueError, match="draws random numbers"):
+        la(batch[0])
+
+
+def test_the_evidence_as_a_function_of_buffers_is_refused_too():
+    with pytest.raises(ValueError, match="draws random numbers"):
+        exact_log_marginal_likelihood(KronLaplace(network(DRAWS["dropout"])), *data())
+
+
+def test_dropout_that_evaluation_ends_is_exact():
+    model, batch = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), data()
+    plain = nn.Sequential(model[0], model[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got, expected = (KronLaplace(m).fit([batch]).log_marginal_likelihood() for m in (model, plain))
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_network_that_draws_between_its_layers_is_named_itself():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(F.dropout(self.first(x)))
+
+    with pytest.raises(ValueError, match="fit: Net draws random numbers"):
+        KronLaplace(Net()).fit([data()])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(())])
+def test_numbers_that_are_drawn_to_no_effect_are_told(draw):
+    def layer_drop(h):  # as networks draw that look at self.training afterwards
+        draw()
+        return h
+
+    model, batch = network(layer_drop), data()
+    with pytest.warns(UserWarning, match="draws random numbers in evaluation mode. Outputs of 8 runs are the same"):
+        la = KronLaplace(model).fit([batch])
+    assert la.log_marginal_likelihood() == KronLaplace(network(lambda h: h)).fit([batch]).log_marginal_likelihood()

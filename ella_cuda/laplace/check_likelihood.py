@@ -37,7 +37,7 @@ class _Check:
         self.outputs, self.f, self.y = outputs, outputs.double(), targets
         self.rounding = torch.finfo(outputs.dtype).eps
         self.tolerance = max(1e-3, 16 * self.rounding)
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator("cpu").manual_seed(0)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -107,8 +107,8 @@ class _Check:
         """Of a data point's outputs, some that lie together and some others, in order."""
         if count <= ENTRIES:
             return torch.arange(count, device=self.f.device)
-        first = torch.randint(count - ENTRIES // 2, (), generator=self.generator)
-        others = torch.randint(count, (ENTRIES // 2,), generator=self.generator)
+        first = torch.randint(count - ENTRIES // 2, (), generator=self.generator, device="cpu")
+        others = torch.randint(count, (ENTRIES // 2,), generator=self.generator, device="cpu")
         return torch.cat([first + torch.arange(ENTRIES // 2), others]).unique().to(self.f.device)
 
     def _slope(self, f: Tensor) -> tuple[Tensor, Tensor]:

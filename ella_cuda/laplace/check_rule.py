@@ -121,7 +121,7 @@ class _Check:
     def __init__(self, rule: Rule, arguments: list[Any], out: Tensor) -> None:
         self.rule, self.arguments, self.out = rule, arguments, out
         self.names, self.shapes = list(rule.trainable), rule.shapes()
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator("cpu").manual_seed(0)
 
     def run(self) -> None:
         count = len(self.out)
@@ -159,7 +159,7 @@ class _Check:
     def _probe(self, n: int) -> None:
         """The gradient at one output of a data point."""
         unit = torch.zeros_like(self.out[n : n + 1])[None]
-        place = int(torch.randint(unit.numel(), (), generator=self.generator))
+        place = int(torch.randint(unit.numel(), (), generator=self.generator, device="cpu"))
         unit.view(-1)[place] = 1
         only = self._only(n)
         found, exact = self._shown(only, unit), self._exact(only, unit)
@@ -268,7 +268,7 @@ class _Check:
         return [a[n : n + 1] if isinstance(a, Tensor) else a for a in self.arguments]
 
     def _drawn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.out)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu").to(self.out)
 
     def _compare(self, method: str, found: Tensor, expected: Tensor, words: str) -> None:
         if found.shape != expected.shape:

@@ -112,8 +112,8 @@ def has_forward_mode(function: Callable[[Values], Tensor], values: Values, stric
     """
 
     def drawn(like: Tensor, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)  # the global one is not ours to move
-        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        generator = torch.Generator("cpu").manual_seed(seed)  # the global one is not ours to move
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
 
     leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
     u = {name: drawn(value, seed) for seed, (name, value) in enumerate(values.items())}

@@ -244,7 +244,7 @@ class TangentModel:
         """
         count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
         if min(count, TRIED) > tried:
-            some = torch.linspace(0, count - 1, min(count, TRIED)).long().tolist()
+            some = torch.linspace(0, count - 1, min(count, TRIED), device="cpu").long().tolist()
             with refusing_reentrant("TangentModel"):
                 require_no_reentrant_checkpoint(self.model, x)
             before = [value._version for value in self._values.values()]

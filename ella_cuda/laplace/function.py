@@ -16,7 +16,7 @@ PLAIN = (bool, int, float, str, type(None), FunctionType)
 class FunctionDescription:
     """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
     own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
-    change in a forward, and are not described."""
+    change in a forward, and are not described. What others add to a module beside these changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_modules()]
@@ -31,7 +31,7 @@ class FunctionDescription:
         with exclusively(model):
             parts = [_part(module) for module in modules]
         for name, was, part, module in zip(self._names, self._parts, parts, modules, strict=False):
-            if part != was:
+            if part[:-1] != was[:-1] or not was[-1].items() <= part[-1].items():
                 return f"{name or 'the model itself'!r} ({type(module).__name__}): its class, forward, hooks, constants or dtypes"
         return "" if len(modules) == len(self._parts) else "the number of its modules"
 
@@ -49,7 +49,7 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
         getattr(kind, "forward", None),
         [*(tuple(own[hooks].values()) for hooks in HOOKS if own.get(hooks))],
         [(name, p.dtype) for name, p in module._parameters.items() if p is not None],
-        [(name, own[name]) for name in names if _is_plain(own.get(name))],
+        {name: _frozen(own[name]) for name in names if _is_plain(own.get(name))},
     )
 
 
@@ -57,3 +57,7 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(type(one) in PLAIN for one in value)
     return type(value) in PLAIN
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from ella_cuda.modes import exclusively
 
@@ -16,7 +16,7 @@ PLAIN = (bool, int, float, str, type(None), FunctionType)
 class FunctionDescription:
     """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
     own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
-    change in a forward, and are not described."""
+    change in a forward, and are not described. What is added to a module later, as a label, is no change."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_modules()]
@@ -31,7 +31,7 @@ class FunctionDescription:
         with exclusively(model):
             parts = [_part(module) for module in modules]
         for name, was, part, module in zip(self._names, self._parts, parts, modules, strict=False):
-            if part != was:
+            if part[:-1] != was[:-1] or not was[-1].items() <= part[-1].items():
                 return f"{name or 'the model itself'!r} ({type(module).__name__}): its class, forward, hooks, constants or dtypes"
         return "" if len(modules) == len(self._parts) else "the number of its modules"
 
@@ -46,11 +46,19 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
         None if torchs else id(module),
         kind,
         own.get("forward"),
-        getattr(kind, "forward", None),
+        _forward(module),
         [*(tuple(own[hooks].values()) for hooks in HOOKS if own.get(hooks))],
         [(name, p.dtype) for name, p in module._parameters.items() if p is not None],
-        [(name, own[name]) for name in names if _is_plain(own.get(name))],
+        {name: own[name] for name in names if name in own and _is_plain(own[name])},
     )
+
+
+def _forward(module: nn.Module) -> Any:
+    """Its class's forward; of a graph, which writes it anew whenever it is set, the code. One that ``train()`` replaces, as in torchvision's
+    feature extractors, is another in each mode."""
+    if not isinstance(module, fx.GraphModule):
+        return getattr(type(module), "forward", None)
+    return module.code if type(module).train is nn.Module.train else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -10,6 +10,11 @@ from torch import fx, nn
 from ella_cuda.modes import exclusively
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_TRAINING = {
+    "training",
+    "momentum",
+    "dropout",
+}  # of torch's own modules, and no part of what they are in evaluation mode
 PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
@@ -41,7 +46,8 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
     torchs = kind.__module__.startswith(
         "torch.nn.modules."
     )  # another one with the same attributes and numbers is the same function
-    names = [n for n in own if n != "training" and n[0] != "_"] if torchs else getattr(kind, "__constants__", ())
+    without = OF_TRAINING | {"p"} if isinstance(module, nn.modules.dropout._DropoutNd) else OF_TRAINING
+    names = {n for n in own if n[0] != "_"} - without if torchs else getattr(kind, "__constants__", ())
     return (
         None if torchs else id(module),
         kind,

@@ -170,6 +170,19 @@ def test_labels_on_modules_are_no_change():
         la.sample(1)
 
 
+def test_constants_of_training_are_no_change():
+    (x, y), model = data(), network()
+    model[2] = nn.BatchNorm2d(2)
+    model.insert(3, nn.Dropout(0.2))
+    la = KronLaplace(model).fit([(x, y)])
+    expected = la(x)
+    model[2].momentum, model[3].p = 0.01, 0.5
+    torch.testing.assert_close(la(x), expected)
+    model[2].eps = 1.0
+    with pytest.raises(RuntimeError, match=r"changed since the fit.*'2' \(BatchNorm2d\)"):
+        la(x)
+
+
 def test_graphs_that_modes_replace_are_one_function():
     extraction = pytest.importorskip("torchvision.models.feature_extraction")
     (x, y), inner = data(), network()

@@ -167,7 +167,9 @@ class BaseLaplace(Predictive):
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
         self._filled: frozenset[str] = frozenset()  # buffers that the function fills itself
-        self._function = FunctionDescription(self.model)
+        self._function: FunctionDescription | None = FunctionDescription(
+            self.model
+        )  # None: of the model at its first use
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
         self._ways: list[tuple[int, bool | Exception]] = []  # to derivatives along directions, see TangentModel
@@ -821,7 +823,7 @@ class BaseLaplace(Predictive):
         """RuntimeError where this is not fitted, or the model's function, parameters or buffers are not what they were at the fit, but for
         buffers that its forward fills."""
         self._fitted()
-        if change := self._function.change(self.model):
+        if change := self._change():
             raise RuntimeError(
                 f"{type(self).__name__}: the model changed since the fit, whose curvature is not its own: {change}. Put it back, or call fit "
                 "again."
@@ -844,11 +846,17 @@ class BaseLaplace(Predictive):
             )
         self._verified = seen, torch.stack(sums)
 
+    def _change(self) -> str:
+        """What changed in the model's function since the fit, in words."""
+        if self._function is None:
+            self._function = FunctionDescription(self.model)
+        return self._function.change(self.model)
+
     def _require_same(self, fingerprint: Tensor, layers: bool = True) -> None:
         """ValueError where the model is not that of the fit: with this fingerprint of its numbers, and the same ``layers`` or not."""
         same = layers and torch.allclose(fingerprint.to(self._device), self._fingerprint, rtol=1e-12, atol=0)
         change = "" if same else "its parameters, buffers or layers"
-        if change := self._function.change(self.model) or change:
+        if change := self._change() or change:
             raise ValueError(
                 f"fit(override=False): the model's layers or parameters changed since the fit it would add to ({change}); use override=True."
             )
@@ -1011,13 +1019,16 @@ class BaseLaplace(Predictive):
         """Copies and files have the hyperparameters' values, not the graph that they were computed in, which torch does not copy."""
         given = {name: getattr(self, name) for name in ("_prior_precision", "_sigma_noise")}
         values = {name: value if value.is_leaf else value.detach() for name, value in given.items()}
-        unchanged = not self._function.change(self.model)
+        unchanged = not self._change()
         return self.__dict__ | values | {"_predicting": None, "_loaders": [], "_ways": [], "_function": unchanged}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is of the modules that it has, where the original is of its own."""
         self.__dict__.update(state)
-        self._function = FunctionDescription(self.model if state["_function"] else nn.Module())
+        try:
+            self._function = FunctionDescription(self.model if state["_function"] else nn.Module())
+        except AttributeError:  # this is an attribute of its model, which is filled after it
+            self._function = None
 
 
 def _require_last(model: nn.Module, rule: Rule, x: Inputs) -> None:

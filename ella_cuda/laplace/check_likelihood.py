@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.check_rule import is_own, owner_of
+from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, bytes_each
 
 POINTS, ENTRIES = 3, 64  # data points, and how many of their outputs' entries have their Hessian compared
@@ -35,6 +36,9 @@ class _Check:
     def __init__(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
         self.likelihood, self.kind = likelihood, type(likelihood)
         self.outputs, self.f, self.y = outputs, outputs.double(), targets
+        self.wide = (
+            targets.double() if targets.is_floating_point() else targets
+        )  # gradients of torch's losses take one dtype
         self.rounding = torch.finfo(outputs.dtype).eps
         self.tolerance = max(1e-3, 16 * self.rounding)
         self.generator = torch.Generator("cpu").manual_seed(0)
@@ -43,7 +47,7 @@ class _Check:
     def run(self) -> None:
         total, slope = self._slope(self.f)
         singles = [
-            self._called("log_prob", self._one(self.f, n), self._one(self.y, n)).sum() for n in range(len(self.f))
+            self._called("log_prob", self._one(self.f, n), self._one(self.wide, n)).sum() for n in range(len(self.f))
         ]
         self._compare("log_prob", total, sum(singles), "its sum over data points is not that of each data point alone")
         self._check_hessian(slope)
@@ -68,7 +72,7 @@ class _Check:
             isinstance(self.likelihood, IndependentLikelihood)
             and owner_of(self.kind, "columns") is IndependentLikelihood
         ):
-            method, second = "second_derivative", self._called("second_derivative", self.f, self.y)
+            method, second = "second_derivative", self._called("second_derivative", self.f, self.wide)
             if second.shape != self.f.shape:
                 raise self._error(
                     method, f"expected the outputs' shape {tuple(self.f.shape)}, got {tuple(second.shape)}"
@@ -113,10 +117,10 @@ class _Check:
 
     def _slope(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of ``log_prob`` and its gradient, in its graph."""
-        self._called("log_prob", f, self.y)
+        self._called("log_prob", f, self.wide)
         with torch.enable_grad():
             self._leaf = f.clone().requires_grad_()
-            total = self.likelihood.log_prob(self._leaf * 1, self.y).sum()
+            total = self.likelihood.log_prob(self._leaf * 1, self.wide).sum()
             if not total.requires_grad:
                 raise self._error("log_prob", "it has no gradient in the outputs; compute it by functions of torch")
             (slope,) = torch.autograd.grad(total, self._leaf, create_graph=True)
@@ -180,20 +184,20 @@ class _Check:
 
         last = len(self.f) - 1
         for sigma in (1.0, 1.5) if self.likelihood.has_noise else (1.0,):
-            one, other = (found(self._one(self.f, n), self._one(self.y, n), sigma) for n in (0, last))
+            one, other = (found(self._one(self.f, n), self._one(self.wide, n), sigma) for n in (0, last))
             size = max(abs(singles[0].item()), abs(singles[last].item())) * self.rounding
             expected = (singles[0] - singles[last]) / sigma**2
             words = "the differences of data points are not those of log_prob"
             words += f" over sigma^2 = {sigma**2:g}" if self.likelihood.has_noise else ""
             self._compare("log_likelihood", one - other, expected, words, 64 * size)
         if not self.likelihood.has_noise:
-            self._compare("log_likelihood", found(self.f, self.y, 1.0), total, "it is not the sum of log_prob")
+            self._compare("log_likelihood", found(self.f, self.wide, 1.0), total, "it is not the sum of log_prob")
 
     def _called(self, method: str, *arguments: Tensor) -> Any:
         """What the method returns; it gets copies, and may not change them."""
         given = [copy.deepcopy(a) for a in arguments]
         found = getattr(self.likelihood, method)(*given)
-        if not all(torch.equal(a, b) for a, b in zip(given, arguments, strict=True)):
+        if not all(map(identical, given, arguments)):
             raise self._error(method, "it changes its arguments in place, which others get too; change a copy")
         return found
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.jacobian import by_autograd
 from ella_cuda.laplace.passages import Before
 from ella_cuda.laplace.probe import Place
@@ -260,7 +261,7 @@ class _Check:
         given = [copy.deepcopy(a) for a in arguments]
         found = call(*given)
         for one, other in zip(_tensors(given), _tensors(arguments), strict=True):
-            if not torch.equal(one, other):
+            if not identical(one, other):
                 raise self._error(method, "it changes its arguments in place, which others get too; change a copy")
         return found
 

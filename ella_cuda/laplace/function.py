@@ -5,18 +5,23 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from ella_cuda.modes import exclusively
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_TRAINING = {
+    "training",
+    "momentum",
+    "dropout",
+}  # of torch's own modules, and no part of what they are in evaluation mode
 PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
 class FunctionDescription:
     """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
     own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
-    change in a forward, and are not described. What others add to a module beside these changes nothing."""
+    change in a forward, and are not described. What is added to a module later, as a label, is no change."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_modules()]
@@ -41,23 +46,28 @@ def _part(module: nn.Module) -> tuple[Any, ...]:
     torchs = kind.__module__.startswith(
         "torch.nn.modules."
     )  # another one with the same attributes and numbers is the same function
-    names = [n for n in own if n != "training" and n[0] != "_"] if torchs else getattr(kind, "__constants__", ())
+    without = OF_TRAINING | {"p"} if isinstance(module, nn.modules.dropout._DropoutNd) else OF_TRAINING
+    names = {n for n in own if n[0] != "_"} - without if torchs else getattr(kind, "__constants__", ())
     return (
         None if torchs else id(module),
         kind,
         own.get("forward"),
-        getattr(kind, "forward", None),
+        _forward(module),
         [*(tuple(own[hooks].values()) for hooks in HOOKS if own.get(hooks))],
         [(name, p.dtype) for name, p in module._parameters.items() if p is not None],
-        {name: _frozen(own[name]) for name in names if _is_plain(own.get(name))},
+        {name: own[name] for name in names if name in own and _is_plain(own[name])},
     )
+
+
+def _forward(module: nn.Module) -> Any:
+    """Its class's forward; of a graph, which writes it anew whenever it is set, the code. One that ``train()`` replaces, as in torchvision's
+    feature extractors, is another in each mode."""
+    if not isinstance(module, fx.GraphModule):
+        return getattr(type(module), "forward", None)
+    return module.code if type(module).train is nn.Module.train else None
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(type(one) in PLAIN for one in value)
     return type(value) in PLAIN
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

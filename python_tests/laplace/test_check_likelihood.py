@@ -94,6 +94,30 @@ class OwnClasses(Classification):
         return super().hits(outputs, targets)
 
 
+class Missing(IndependentLikelihood):
+    """Targets of nan are not there."""
+
+    def check(self, outputs, targets):
+        pass
+
+    def log_prob(self, outputs, targets):
+        there = ~targets.isnan()
+        return -0.5 * there * (outputs - targets.masked_fill(~there, 0)).square()
+
+    def second_derivative(self, outputs, targets):
+        return (~targets.isnan()).to(outputs)
+
+
+class Huber(IndependentLikelihood):
+    """By a function of torch whose gradient takes no two dtypes."""
+
+    def log_prob(self, outputs, targets):
+        return -F.huber_loss(outputs, targets, reduction="none")
+
+    def second_derivative(self, outputs, targets):
+        return ((outputs - targets).abs() <= 1).to(outputs)
+
+
 class OwnPairs(Heteroscedastic):
     def loss(self, outputs, targets, variance):
         return -self.log_prob(outputs, targets).sum() / len(targets)
@@ -111,6 +135,8 @@ def fit(kind: type[Likelihood], count: int = 5, outputs: int = 2, dtype=torch.fl
     x, y = torch.randn(count, 3, dtype=dtype), torch.rand(count, outputs, dtype=dtype)
     if issubclass(kind, StudentT):
         y[::2] += 9
+    if kind is Missing:
+        y[::2, 0] = torch.nan
     if issubclass(kind, Classification):
         y = torch.arange(count) % outputs
     if issubclass(kind, Heteroscedastic):
@@ -118,7 +144,7 @@ def fit(kind: type[Likelihood], count: int = 5, outputs: int = 2, dtype=torch.fl
     return laplace(model, kind()).fit([(x, y)])
 
 
-HONEST = [Exponential, StudentT, Softmax, Noisy, Once, OwnClasses, OwnPairs]
+HONEST = [Exponential, StudentT, Softmax, Noisy, Once, Missing, Huber, OwnClasses, OwnPairs]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

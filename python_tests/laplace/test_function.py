@@ -168,6 +168,79 @@ def test_an_equal_layer_of_torchs_is_the_same_function():
     torch.testing.assert_close(la(x), expected)
 
 
+def test_labels_on_modules_are_no_change():
+    model, (x, y) = network(), data()
+    la = KronLaplace(model).fit([(x, y)])
+    expected = la(x)
+    model.output_size, model[4].label = 3, "head"  # the first as laplace-torch does
+    torch.testing.assert_close(la(x), expected)
+    del model[1].negative_slope
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.sample(1)
+
+
+def test_constants_of_training_are_no_change():
+    (x, y), model = data(), network()
+    model[2] = nn.BatchNorm2d(2)
+    model.insert(3, nn.Dropout(0.2))
+    la = KronLaplace(model).fit([(x, y)])
+    expected = la(x)
+    model[2].momentum, model[3].p = 0.01, 0.5
+    torch.testing.assert_close(la(x), expected)
+    model[2].eps = 1.0
+    with pytest.raises(RuntimeError, match=r"changed since the fit.*'2' \(BatchNorm2d\)"):
+        la(x)
+
+
+def test_graphs_that_modes_replace_are_one_function():
+    extraction = pytest.importorskip("torchvision.models.feature_extraction")
+    (x, y), inner = data(), network()
+    inner[2] = nn.Dropout()
+    model = nn.Sequential(extraction.create_feature_extractor(inner, {"4": "out"}), Only("out")).train()
+    la = KronLaplace(model).fit([(x, y)])
+    expected = KronLaplace(inner).fit([(x, y)])(x)
+    for mode in (True, False):
+        model.train(mode)
+        torch.testing.assert_close(la(x), expected)
+
+
+def test_another_graph_is_another_function():
+    (x, y), inner = data(), network()
+    inner[2] = nn.Dropout()
+    model = torch.fx.symbolic_trace(inner)
+    la = KronLaplace(model).fit([(x, y)])
+    expected = la(x)
+    model.recompile()  # to the same
+    torch.testing.assert_close(la(x), expected)
+    (node,) = model.graph.find_nodes(op="call_module", target="1")
+    node.replace_all_uses_with(node.args[0])
+    model.graph.erase_node(node)
+    model.recompile()
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la(x)
+
+
+class Only(nn.Module):
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+
+    def forward(self, found):
+        return found[self.key]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_models_that_hold_their_own_fit_are_copied(copied):
+    model, (x, y) = network(), data()
+    model.fit = KronLaplace(model).fit([(x, y)])
+    other = copied(model)
+    torch.testing.assert_close(other.fit(x), model.fit(x))
+    other[1].negative_slope = 0.5
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        other.fit(x)
+    assert model.fit(x).isfinite().all()
+
+
 class Positions(nn.Module):
     """A table that the first forward makes, and longer sequences make again."""
 

@@ -14,6 +14,7 @@ from ella_cuda.laplace.curvature import at_test_time, in_plain_products, refusin
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
 from ella_cuda.laplace.probe import require_no_reentrant_checkpoint
+from ella_cuda.laplace.randomness import generator_states, require_one_function
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,
@@ -239,15 +240,15 @@ class TangentModel:
         """Find the way to derivatives along directions, once, by some data points of the batch.
 
         Raises:
-            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter or
-                calls a reentrant checkpoint.
+            NotImplementedError: there is none. ArithmeticError: gradients are not derivatives. ValueError: the forward changes a parameter,
+                calls a reentrant checkpoint, or draws random numbers.
         """
         count, tried = data_points(x), self.ways[-1][0] if self.ways else 0
         if min(count, TRIED) > tried:
             some = torch.linspace(0, count - 1, min(count, TRIED), device="cpu").long().tolist()
             with refusing_reentrant("TangentModel"):
                 require_no_reentrant_checkpoint(self.model, x)
-            before = [value._version for value in self._values.values()]
+            before, drawn = [value._version for value in self._values.values()], generator_states(self.device)
             try:
                 found: bool | Exception = self._of_points(x, some)
             except (NotImplementedError, ArithmeticError) as error:
@@ -258,9 +259,19 @@ class TangentModel:
                         f"TangentModel: the forward changes the parameter {name!r} in place, as max_norm of an embedding does; build the "
                         "layer with max_norm=None, or freeze it with requires_grad_(False)."
                     )
+            if not isinstance(found, ValueError):
+                self._require_one_function(
+                    take(x, torch.tensor(some[:2], device=self.device)), generator_states(self.device) != drawn
+                )
             self.ways.append((len(some), found))
         if isinstance(self._way, Exception):
             raise self._way
+
+    def _require_one_function(self, few: Inputs, drew: bool) -> None:
+        """ValueError where the network draws random numbers."""
+        with at_test_time(self.model), torch.no_grad():
+            if drew or not torch.equal(run_model(self.model, few), run_model(self.model, few)):
+                require_one_function(self.model, few, drew)
 
     @property
     def _way(self) -> bool | Exception | None:

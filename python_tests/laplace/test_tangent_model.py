@@ -222,6 +222,24 @@ def test_padding_leaves_the_forward_mode(module: bool) -> None:
     assert tangent._way is True
 
 
+class Noisy(nn.Module):
+    """Noise in evaluation mode too, of a generator of the module's own if there is one."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.linear, self.generator = nn.Linear(3, 2), generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.rand(2, generator=self.generator)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_network_that_draws_is_named(own: bool) -> None:
+    model = nn.Sequential(nn.Dropout(0.5), Noisy(torch.Generator() if own else None))
+    with pytest.raises(ValueError, match=r"'1' \(Noisy\) draws random numbers"):
+        TangentModel(model).jvp(torch.randn(4, 3), torch.randn(8))
+
+
 def test_one_data_point_says_nothing_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tangent_model, "ON_CPU", 1)
     tangent, seen = TangentModel(randomised(scalars())), []

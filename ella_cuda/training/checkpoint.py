@@ -552,7 +552,9 @@ def _check_random_state(source: str, name: str, state: Any, loaders: Iterable[An
         torch.Generator().set_state(state["torch"])
         generators = _generators(loaders)
         if len(state["loaders"]) != len(generators):
-            raise ValueError(f"{len(state['loaders'])} generators of loaders, this run has {len(generators)}")
+            raise ValueError(
+                f"{len(state['loaders'])} generators of loaders, this run has {len(generators)}: pass loaders like those it began with"
+            )
         for generator, saved in zip(generators, state["loaders"], strict=True):
             torch.Generator(generator.device).set_state(saved)
         if len(state["cuda"]) > torch.cuda.device_count():

@@ -69,7 +69,8 @@ def _locked(lock: Path, what: str, patience: float) -> int:
     deadline = time.monotonic() + patience
     while True:
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # closed when another program is executed
+            # Closed when another program is executed. A link would have another file written over.
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         except OSError as error:
             raise OSError(
                 error.errno,

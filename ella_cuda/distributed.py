@@ -271,7 +271,12 @@ class Ranks:
         if getattr(error, "of_all_ranks", False):  # which have raised it here, all of them
             raise error
         headers = self.exchange(header)
-        failed = [rank for rank, one in enumerate(headers) if one["error"] is not None]
+        failed = [rank for rank, one in enumerate(headers) if isinstance(one, dict) and one.get("error") is not None]
+        if not failed and any(not isinstance(one, dict) or one.keys() != header.keys() for one in headers):
+            raise ValueError(
+                f"{self.where}: all ranks must do the same steps, but another rank is at another one than rank {self.rank} of "
+                f"{self.size}."
+            )
         if failed:
             kind, text = headers[failed[0]]["error"]
             if error is not None and not isinstance(error, tuple(KINDS.values())):  # such as a command's own

@@ -103,6 +103,15 @@ def path_part(name: Any) -> str:
     return name
 
 
+def require_inside(folder: Path) -> None:
+    """ValueError where a folder of a folder's is a link: what is written there would be elsewhere."""
+    if folder.is_symlink():
+        raise ValueError(
+            f"{folder} is a link to {os.path.realpath(folder)}: what is written there would be outside of {folder.parent}. Put a folder in "
+            "the link's place."
+        )
+
+
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 

@@ -174,3 +174,14 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         claim(Path(tmp_path / "none" / ".lock"), "it"),
     ):
         pass
+
+
+def test_a_link_in_the_lock_s_place_leaves_its_file_alone(tmp_path):
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / ".lock").symlink_to(tmp_path / "other")
+    with (
+        pytest.raises(OSError, match=r"it cannot be worked on: .*\.lock cannot be written"),
+        claim(tmp_path / ".lock", "it"),
+    ):
+        pass
+    assert (tmp_path / "other").read_text() == "kept"

@@ -50,6 +50,15 @@ def begun(config: RunConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, **op
             run_grid([config], folder, progress=False, **options)
 
 
+def test_nothing_is_written_through_a_link_in_a_run_s_place(tmp_path):
+    (tmp_path / "away").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / small().name).symlink_to(tmp_path / "away", target_is_directory=True)
+    with pytest.raises(ValueError, match=r"is a link to .*away: what is written there would be outside of"):
+        run_grid([small()], tmp_path / "out", progress=False)
+    assert not [*(tmp_path / "away").iterdir()]
+
+
 def hidden(folder: Path) -> list[Path]:
     return [p for p in folder.rglob(".*")]
 

@@ -29,7 +29,7 @@ from ella_cuda.experiments.hyperparameters import DENSE_PATH, RunConfig
 from ella_cuda.experiments.run import require_data, run_one
 from ella_cuda.experiments.spread import SPREADS, Spread
 from ella_cuda.experiments.tensorboard import require_tensorboard
-from ella_cuda.files import read_json, remove_temporary_files, write_file
+from ella_cuda.files import read_json, remove_temporary_files, require_inside, write_file
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.progress import bar_size
 from ella_cuda.reports import save_report
@@ -187,6 +187,8 @@ def _run_grid(
                 f"{out_dir} has a {run_folder.SUMMARY_FILE} but no {run_folder.CONFIG_FILE}: not a folder of ella_cuda; choose another."
             )
         run_folder.write_config(out_dir, [dataclasses.asdict(c) for c in configs], options)
+    for name in names:
+        require_inside(out_dir / name)
     _tidy(out_dir, names)
     done = {row["run"]: row for row in run_folder.read_summary(out_dir)}
     note_environment(out_dir, configs[0].device, jobs, threads)

@@ -19,10 +19,11 @@ from ella_cuda.nn import SpatialBasis
 WHOLE = 128
 WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
 # Sums of up to so many products of two numbers are float64's too: they take little time, and with more rows rounding averages out.
-SMALL = 1 << 27
+SMALL = 1 << 31
 # Of rows that hardly differ in direction but for a few, such as those far from zero, products are float64's: rounding is relative to the
 # largest eigenvalue. They are those of which so many, of so many numbers, spread over the first that are added and normalised, have half
-# of their eigenvalues below this share of the largest; or of which twice as many numbers side by side have, as of smooth images.
+# of their eigenvalues below this share of the largest; or of which twice as many numbers side by side have one, as of smooth images and
+# of gradients of units that are never off.
 SAMPLE, NUMBERS, ALIKE = 32, 2048, 1e-5
 DOUBLED = 1 << 22  # numbers that are copied to float64 at a time
 
@@ -142,7 +143,7 @@ class SecondMoment:
             self._are_alike = _of_few_directions(sample[:, :: max(sample.shape[1] // NUMBERS, 1)])
             if not self._are_alike and rows.dim() == 3 and min(rows.shape[0], rows[0].numel()) >= 4 * SAMPLE:
                 beside = rows[:: rows.shape[0] // (4 * SAMPLE)][: 4 * SAMPLE].flatten(1)
-                self._are_alike = _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T)
+                self._are_alike = _of_few_directions(beside.narrow(1, beside.shape[1] // 2 - SAMPLE, 2 * SAMPLE).T, 0.0)
         return bool(self._are_alike)
 
     def count(self, rows: int) -> None:
@@ -348,8 +349,8 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
     ]
 
 
-def _of_few_directions(vectors: Tensor) -> bool:
-    """Whether half of the eigenvalues of the normalised vectors' products are next to nothing; without those that are zero."""
+def _of_few_directions(vectors: Tensor, share: float = 0.5) -> bool:
+    """Whether that share of the eigenvalues of the normalised vectors' products, or one, is next to nothing; without those of zeros."""
     norms = vectors.double().norm(dim=1, keepdim=True)
     vectors = (vectors.double() / norms)[
         (norms > 0)[:, 0] & norms.isfinite()[:, 0]
@@ -357,7 +358,7 @@ def _of_few_directions(vectors: Tensor) -> bool:
     if len(vectors) < 2:
         return False
     values = torch.linalg.eigvalsh((vectors @ vectors.T).cpu())
-    return bool(values[len(values) // 2 - 1] < ALIKE * values[-1])
+    return bool(values[max(int(share * len(values)) - 1, 0)] < ALIKE * values[-1])
 
 
 def _within_rank(values: Tensor, rows: int, tolerance: Tensor) -> Tensor:

@@ -137,6 +137,13 @@ def test_ranks_that_part_ways_in_a_loop_of_their_own_are_told(processes, how, wo
         assert outcome.seconds < 5
 
 
+def test_a_rank_that_does_another_epoch_is_told(processes):
+    first, second, third = (outcome.error for outcome in processes.fail("part_ways", 3, "ahead"))
+    assert second[0] == "ValueError" and "another rank is at another one than rank 1 of 3" in second[1]
+    for one in (first, third):
+        assert one[0] == "ValueError" and "same number of epochs done, but rank 1 of 3 has another" in one[1]
+
+
 def test_what_a_learner_learned_on_rank_0_goes_to_all(processes):
     assert (
         processes.run("train_drifting", 3, False) == [[2.0, 2.0]] * 3

@@ -564,6 +564,8 @@ def part_ways(how: str) -> None:
     trainer = MarglikTrainer(model, TensorLoader(x, y, 40), **options)
     before = trainer.state_dict()
     trainer.epoch()
+    if how == "ahead" and dist.get_rank() == 1:
+        trainer.epoch()
     trainer.evidence_step(last=dist.get_rank() == 1 if how == "last" else None)
     if how == "loaded" and dist.get_rank() == 1:
         trainer.load_state_dict(before)

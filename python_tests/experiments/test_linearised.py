@@ -243,6 +243,16 @@ def test_studies_of_a_folder_are_its_own(tmp_path, capsys, monkeypatch):
         code, err = resume("out")
         assert code == 2 and words in err and err.count("\n") == 1
         assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
+    put_back()
+
+    (tmp_path / "away").mkdir()
+    for name in ("result.json", "measured.json"):
+        (second / name).unlink()
+    second.rename(tmp_path / "away" / "was")
+    second.symlink_to(tmp_path / "away", target_is_directory=True)
+    code, err = resume("out")
+    assert code == 1 and f"{second} is a link to {tmp_path / 'away'}" in err and err.count("\n") == 1
+    assert [p.name for p in (tmp_path / "away").iterdir()] == ["was"]
 
 
 @pytest.mark.usefixtures("few", "undrawn")

@@ -188,6 +188,22 @@ def test_float32_evidences_are_float64s(network, likelihood, kind, n, lowest, se
     )
 
 
+@pytest.mark.parametrize("small", [second_moment.SMALL, 0])
+def test_output_sides_of_wide_layers_on_raw_pixels_are_float64s(small, monkeypatch):
+    """Units that are never off have gradients of as many directions as there are outputs: rounding in the others would count, times the
+    inputs' largest eigenvalue. By the sum's size, or by numbers side by side that are alike."""
+    monkeypatch.setattr(second_moment, "SMALL", small)
+    x = torch.randint(256, (600, 100)).float()
+    torch.manual_seed(0)
+    model, y = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 3)), torch.randn(600, 3)
+    single = KronLaplace(model, "regression", prior_precision=1e-2).fit(
+        list(zip(x.split(100), y.split(100), strict=True))
+    )
+    double = KronLaplace(copy.deepcopy(model).double(), "regression", prior_precision=1e-2)
+    double.fit([(x.double(), y.double())])
+    assert (single.log_det_ratio - double.log_det_ratio).abs() / 2 < 0.3
+
+
 def test_eigenvectors_of_few_rows_are_completed(monkeypatch):
     """Rank 5 of 300: a basis of all, without decomposing a large matrix; its values are those that the evidence reads."""
     sizes, eigh = [], torch.linalg.eigh

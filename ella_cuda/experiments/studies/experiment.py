@@ -21,7 +21,7 @@ from ella_cuda.experiments.grid import note_environment
 from ella_cuda.experiments.run import own_random_state
 from ella_cuda.experiments.studies.study import Part, Study, Work, read_result, write_result
 from ella_cuda.experiments.studies.text import csv_of
-from ella_cuda.files import remove_temporary_files, write_file
+from ella_cuda.files import remove_temporary_files, require_inside, write_file
 from ella_cuda.progress import bar_size
 from ella_cuda.reports.pictures import Drawn, add_picture
 from ella_cuda.reports.text import counted
@@ -180,6 +180,8 @@ class Experiment:
                 run_folder.write_config(out_dir, [dataclasses.asdict(s) for s in studies], options)
             elif self.read(out_dir)[0] != list(studies):
                 raise ValueError(f"{out_dir} belongs to other studies (see {config}); choose another folder.")
+            for study in studies:
+                require_inside(out_dir / study.name)
             remove_temporary_files(out_dir)
             waiting = [s for s in studies if read_result(out_dir / s.name, s) is None]
             note_environment(out_dir, device, jobs, threads)

@@ -79,7 +79,7 @@ def test_a_reader_that_leaves_early_is_no_complaint(tmp_path, asked):
 
 def rows_of(folder: Path) -> list[dict]:
     rows = json.loads((folder / "summary.json").read_text())
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "digest")} for row in rows]
 
 
 def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
@@ -369,7 +369,7 @@ def test_a_network_is_drawn_where_effective_parameters_are_known(counted, tmp_pa
     monkeypatch.setattr(experiments, "read_summary", lambda folder: [one])
     monkeypatch.setattr(experiments, "read_running", lambda folder: [])
     (tmp_path / one["run"]).mkdir()
-    run_folder.write_history(tmp_path / one["run"], one["run"], [], made.evaluations(one))
+    run_folder.write_history(tmp_path / one["run"], one["run"], [3.0, 2.5, 2.0, 1.5, 1.2, 1.0], made.evaluations(one))
     assert cli.main(["inspect", str(tmp_path), "--pictures", str(tmp_path / "drawn")]) == 0
     drawn = {p.name for p in (tmp_path / "drawn").glob("*.png")}
     assert drawn == ({"curves.png", "layers.png"} if counted else {"curves.png"})

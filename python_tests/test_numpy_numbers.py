@@ -47,7 +47,7 @@ def tuned(whole, real):
     la = fitted(whole, real)
     la.optimize_prior_precision(n_steps=whole(2), lr=real(0.5))
     la.optimize_prior_precision(
-        "gridsearch", prior_structure="scalar", val_loader=[(X, Y)], grid_size=whole(3), n_samples=whole(3)
+        method="gridsearch", prior_structure="scalar", val_loader=[(X, Y)], grid_size=whole(3), n_samples=whole(3)
     )
     return la.prior_precision
 

@@ -351,8 +351,8 @@ class _Loss:
 
 
 def _not_finite(tensor: Tensor) -> Tensor:
-    """How many numbers are not, 0-dim float64."""
-    return (~tensor.isfinite()).sum(dtype=torch.float64)
+    """How many numbers are not, 0-dim float64; minus infinity is the logit of a masked class."""
+    return (~(tensor < torch.inf)).sum(dtype=torch.float64)
 
 
 def _digests(x: Inputs, y: Tensor) -> tuple[Any, int, int]:

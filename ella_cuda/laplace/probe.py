@@ -114,7 +114,7 @@ def probe(model: nn.Module, rules: Sequence[Rule], x: Inputs, several: bool = Tr
             require_no_reentrant_checkpoint(model, x)
         image_bytes = sum(c.out.numel() * c.out.element_size() for c in calls if isinstance(c.out, Tensor)) // 3
         if not outputs.requires_grad:
-            if calls:
+            if calls and any(p.requires_grad for of in parameters.values() for p in of.values()):
                 raise ValueError(
                     "fit: the model's output does not depend on its layers through autograd (is it computed under no_grad?)."
                 )

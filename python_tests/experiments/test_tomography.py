@@ -245,7 +245,7 @@ def test_the_talks_column_is_nll_beside_its_numbers(tmp_path, capsys):
         assert ("-1.703 ± 0.023" in line) == (way == "network") and ("-2.240 ± 0.027" in line) == (way == "simple")
     kept = ["yes" if m <= means[0] else "no" for m in means[1:]]
     assert f"No worse than the network's weights: linear mode: {kept[0]}, linear loss, simple form: {kept[1]}." in text
-    done = [(s, study.read_result(folder / s.name)) for s in linearised.EXPERIMENT.read(folder)[0]]
+    done = [(s, study.read_result(folder / s.name, s)) for s in linearised.EXPERIMENT.read(folder)[0]]
     assert [axis.get_title() for axis in unet.draw(done).axes if axis.get_visible()] == ["digits"]
 
 

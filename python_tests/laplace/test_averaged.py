@@ -409,10 +409,11 @@ def in_chunks(model: nn.Module, loader, seen: list[int] | None = None, **options
     """A fit with little room; ``seen`` gets how many copies the network had, each time."""
     generator = options.pop("generator", None)
     first = next(m for m in model.network.modules() if next(m.parameters(recurse=False), None) is not None)
-    handle = first.register_forward_pre_hook(lambda m, args: None if seen is None else seen.append(len(args[0])))
+    handles = [] if seen is None else [first.register_forward_pre_hook(lambda m, args: seen.append(len(args[0])))]
     with little_room():
         la = KronLaplace(model, **{"memory_budget": 1, **options}).fit(loader, generator=generator)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     return la
 
 

@@ -194,8 +194,8 @@ def test_precisions_of_the_evidence(model, data):
         ),
         (
             lambda la, x, y: (la, x.double(), y),
-            ValueError,
-            r"x of shape \(4, 3\), torch\.float64; .*the parameters are torch\.float32",
+            TypeError,
+            r"a batch x of torch\.float64, its parameters being torch\.float32",
         ),
         (
             lambda la, x, y: (la, x, y[:3]),

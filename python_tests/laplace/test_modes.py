@@ -305,7 +305,8 @@ def test_reduced_activations_are_added_as_they_are(case, device, monkeypatch):
         layer.register_forward_pre_hook(lambda module, args, name=name: seen.update({name: args[0].detach()}))
     for op in ("kron_accumulate_", "conv_kron_accumulate_"):
         monkeypatch.setattr(ops, op, spy(getattr(ops, op), added))
-    monkeypatch.setattr(second_moment, "WHOLE", 0)  # sums this narrow are otherwise of products in float64
+    for limit in ("WHOLE", "SMALL"):  # sums this narrow and small are otherwise of products in float64
+        monkeypatch.setattr(second_moment, limit, 0)
     la = KronLaplace(model).fit([(x, y)])
     assert seen["second"].dtype == torch.bfloat16 and added.count(torch.bfloat16) >= 1
     exact = ops.conv_kron_accumulate_torch_(torch.zeros(27, 27, dtype=torch.float64, device=device), seen["second"], 3)

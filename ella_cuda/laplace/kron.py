@@ -195,7 +195,7 @@ class KronLaplace(BaseLaplace):
         """One streaming pass over the data at the model's present parameters.
 
         The result does not depend on the batch size, but for what sequences are padded to, for the columns that ``column_tolerance``
-        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: in sums of more than 2^31
+        leaves out of a batch, for what ``fisher="mc"`` draws, and for what products of a float32 network lose: in sums of more than 2^25
         multiply-adds whose rows differ in many directions, eigenvalues of a factor below 1e-7 of its largest are noise, but for those that
         the number of rows says are zero (:meth:`SecondMoment.eigenvalues`). The evidence sees them where they compare with the prior's
         precision; ``model.double()`` has them right. A model that was compiled runs as it is written, and under

@@ -19,7 +19,7 @@ from ella_cuda.nn import SpatialBasis
 WHOLE = 128
 WINDOWS = 1 << 20  # elements of the patches of images of three axes that are there at a time, or those of a plane
 # Sums of up to so many products of two numbers are float64's too: they take little time, and with more rows rounding averages out.
-SMALL = 1 << 31
+SMALL = 1 << 25
 # Of rows that hardly differ in direction but for a few, such as those far from zero, products are float64's: rounding is relative to the
 # largest eigenvalue. They are those of which so many, of so many numbers, spread over the first that are added and normalised, have half
 # of their eigenvalues below this share of the largest; or of which twice as many numbers side by side have one, as of smooth images and

@@ -222,3 +222,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(experiments, "run_grid", record)
     return calls
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No picture, which takes longer than small networks do."""
+    monkeypatch.setattr("ella_cuda.papers.studies.experiment.add_picture", lambda *_: None)

@@ -13,7 +13,7 @@ import pytest
 import ella_cuda
 
 PACKAGE = Path(ella_cuda.__file__).parent
-APPLICATION = ("data", "experiments", "reports", "cli")
+APPLICATION = ("data", "experiments", "reports", "papers", "cli")
 HEAVY = ("matplotlib", "sklearn", "torchvision")
 # Each package may import those before it, and modules beside the packages.
 ORDER = (
@@ -28,6 +28,7 @@ ORDER = (
     "data",
     "experiments",
     "reports",
+    "papers",
     "cli",
 )
 MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
@@ -63,6 +64,11 @@ def test_packages_of_the_library_import_those_before_them(part):
     later = set(ORDER[ORDER.index(part) + 1 :])
     for module in (PACKAGE / part).rglob("*.py"):
         assert {part_of(name) for name in imported(module)}.isdisjoint(later), module
+
+
+def test_only_the_command_imports_the_papers():
+    of_others = [p for p in MODULES if p.relative_to(PACKAGE).parts[0] not in ("papers", "cli")]
+    assert not [p for p in of_others if "papers" in {part_of(name) for name in imported(p)}]
 
 
 def test_importing_the_package_loads_nothing_that_only_the_application_needs(beside_the_tests):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ella_cuda import experiments
-from ella_cuda.experiments import filter_banks, invariances, linearised, tomography
-from ella_cuda.experiments.studies import experiment_of
+from ella_cuda.papers import filter_banks, invariances, linearised, tomography
+from ella_cuda.papers.studies import experiment_of
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXPERIMENTS = {  # of `ella-cuda reproduce`

@@ -25,7 +25,7 @@ from ella_cuda.data import SOURCES, load
 from ella_cuda.experiments import RunConfig
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import AmountsConfig, GridConfig
-from ella_cuda.experiments.paper import TABLES, plan_table, read_comparison, save_comparison
+from ella_cuda.papers.equivariances import TABLES, plan_table, read_comparison, save_comparison
 
 
 def add_reproduce(commands: Any) -> None:

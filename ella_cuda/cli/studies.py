@@ -9,7 +9,7 @@ from typing import Any
 
 from ella_cuda.cli.common import DONE, EXPERIMENTS, UsageError, named_device
 from ella_cuda.cli.grid import PER_SESSION, flag, folder_for, go_on_with, jobs_of, require_same, say_written
-from ella_cuda.experiments.studies import Experiment, Study, experiment_of, require_study_data
+from ella_cuda.papers.studies import Experiment, Study, experiment_of, require_study_data
 from ella_cuda.reports.text import counted, duration
 
 OPTIONS = ("table", "part", "scale", "data", "seed", "device", "out", "resume", *PER_SESSION)

@@ -1,9 +1,0 @@
-"""Experiments on learned invariances: how much of a transformation a network should average over, learned by the evidence.
-
-Source: Immer, van der Ouderaa et al., "Invariance learning in deep neural networks with differentiable Laplace approximations", NeurIPS
-2022.
-"""
-
-from ella_cuda.experiments.invariances.parts import EXPERIMENT
-
-__all__ = ["EXPERIMENT"]

@@ -1,0 +1,1 @@
+"""The experiments of the papers, a room each, with their pictures and text; ``studies`` is what the rooms share."""

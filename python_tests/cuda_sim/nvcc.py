@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from . import simulator as build
+
+REPORT = re.compile(
+    r"Compiling entry function '(?P<kernel>\S+)' for 'sm_(?P<arch>\w+)'"
+    r"[\s\S]*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,24 @@ class Compiled:
     architectures: frozenset[str]
     report: str
     fatbin: Path
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel in one architecture's report of ptxas; stack and spills in bytes a thread."""
+
+    name: str
+    arch: str
+    stack: int
+    spills: int
+
+
+def parse_report(text: str) -> list[Kernel]:
+    """What `-Xptxas -v` printed."""
+    return [
+        Kernel(m["kernel"], m["arch"], int(m["stack"]), int(m["stores"]) + int(m["loads"]))
+        for m in REPORT.finditer(text)
+    ]
 
 
 def build_config() -> ModuleType:
@@ -94,3 +119,24 @@ def compile_all(nvcc: Path) -> list[Compiled]:
 def disassemble(cuobjdump: Path, fatbin: Path) -> str:
     """The machine code of a fatbin as text."""
     return subprocess.run([cuobjdump, "-sass", fatbin], capture_output=True, text=True, check=True).stdout
+
+
+def demangle(names: Iterable[str]) -> dict[str, str]:
+    """Short names without namespaces and arguments: `syrk_kernel<float, 64, StridedRows<float>>`; needs c++filt."""
+    mangled = list(dict.fromkeys(names))
+    listed = subprocess.run(
+        ["c++filt", "-n"], input="\n".join(mangled), capture_output=True, text=True, check=True
+    ).stdout
+    return dict(zip(mangled, map(shorten, listed.splitlines()), strict=True))
+
+
+def shorten(demangled: str) -> str:
+    """The name in a demangled signature, its template arguments kept."""
+    text = re.sub(r"\(anonymous namespace\)::|\b\w+::", "", demangled).replace("> >", ">>")
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter == "<") - (letter == ">")
+        if depth == 0 and letter == "(":
+            text = text[:at]
+            break
+    return text.removeprefix("void ")

@@ -216,10 +216,6 @@ class Simulator:
         the device: how many it has, and whether it has the asynchronous products of compute capability 9.0."""
         self._set(ORDERS[threads], ORDERS[blocks], multiprocessors, seed, warpgroups)
 
-    def plant(self, bug: int) -> None:
-        """Of the bugs in a copy of the sources (test_planted_bugs.py), the one that is there; 0: none."""
-        self._library.cusim_plant(bug)
-
     @contextmanager
     def scheduled(self, **schedule: str | int) -> Iterator[None]:
         """`schedule` for the duration of a block."""

@@ -13,7 +13,7 @@ import pytest
 from . import nvcc as compiler
 from . import simulator as build
 from .launches import launch_every_kernel
-from .resources import Kernel, demangle, parse_report
+from .nvcc import Kernel, demangle, parse_report
 
 pytestmark = [pytest.mark.nvcc, pytest.mark.slow]
 
@@ -50,7 +50,7 @@ def test_products_of_warpgroups_run_side_by_side(compiled: list[compiler.Compile
 
 @pytest.mark.simulator
 def test_every_kernel_is_launched_by_some_op(kernels: list[Kernel], simulator: build.Simulator) -> None:
-    """Code that no launcher reaches is dead, and the table of resources would not know its threads and shared memory."""
+    """Code that no launcher reaches is dead."""
     launches = launch_every_kernel(simulator)
     names = demangle([kernel.name for kernel in kernels] + [launch.kernel for launch in launches])
     assert {names[kernel.name] for kernel in kernels} == {names[launch.kernel] for launch in launches}

@@ -8,7 +8,7 @@
 //   shared memory accesses out of an array's bounds, reads of what nobody wrote, two threads touching one element without a
 //                 barrier between (one of them writing), reads of an asynchronous copy that was not waited for
 // Shared memory and scratch tensors start as NaN. Tensor-core products are emulated, layout and rounding (tensor_core.h), also
-// asynchronous ones (warpgroup.h). Not covered: inline PTX (python_tests/cuda_sim/ptx runs what nvcc makes of the kernels),
+// asynchronous ones (warpgroup.h). Not covered: inline PTX,
 // bulk-copy instructions, clusters, bounds and races in global memory (tests surround inputs with NaN and compare block
 // orders), local arrays, timing.
 #pragma once
@@ -19,7 +19,6 @@
 #include "language.h"
 #include "launches.h"
 #include "path.h"
-#include "planted.h"
 #include "schedule.h"
 #include "shared.h"
 #include "tensor_core.h"

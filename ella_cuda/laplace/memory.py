@@ -77,24 +77,17 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _of_the_system(root: Path) -> int | None:
-    """The least of what Linux says is available, and what the process' control groups, of either version, leave below their limits."""
+    """The least of what Linux says is available, and what the process' control groups, of version 2, leave below their limits."""
     known = [int(line.split()[1]) << 10 for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            base, names, prefix = root / "sys/fs/cgroup", ("memory.max", "memory.current"), ""
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            prefix = "total_"
-        else:
-            continue
-        # A container may see its group as the root, under the name that it has outside.
-        for folder in [base / group.lstrip("/"), *(base / p for p in PurePosixPath(group.lstrip("/")).parents)]:
-            limit, used = (next((int(n) for n in _lines(folder / name) if n.isdigit()), None) for name in names)
-            if limit is not None and used is not None:
-                files = (f"{prefix}inactive_file ", f"{prefix}active_file ")  # given back when somebody needs room
-                cached = sum(int(n.split()[1]) for n in _lines(folder / "memory.stat") if n.startswith(files))
-                known.append(max(limit - used + cached, 0))
+    group = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
+    # A container may see its group as the root, under the name that it has outside.
+    for part in [] if group is None else [group.lstrip("/"), *PurePosixPath(group.lstrip("/")).parents]:
+        folder = root / "sys/fs/cgroup" / part
+        limit, used = (_lines(folder / name)[:1] for name in ("memory.max", "memory.current"))
+        if limit and used and limit[0].isdigit():
+            files = ("inactive_file ", "active_file ")  # given back when somebody needs room
+            cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(files))
+            known.append(max(int(limit[0]) - int(used[0]) + cached, 0))
     return min(known, default=None)
 
 

@@ -175,86 +175,39 @@ def test_the_largest_factors_are_named(monkeypatch):
     assert f"in bytes: {', '.join(f'{n!r} {8 * s:,}' for n, s in sizes)}. Freeze" in str(error.value)
 
 
-def files(root: Path, **contents: str) -> Path:
-    for name, text in contents.items():
-        file = root / name.replace("__", "/").replace("_DOT_", ".")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
-
-
 MEMINFO = "MemTotal:       10 kB\nMemFree:        3 kB\nMemAvailable:   8 kB\nSwapTotal: 0 kB\n"
-SECOND = {"memory_DOT_max": "5000\n", "memory_DOT_current": "1500\n"}
 
 
-def below(folder: str, contents: dict[str, str]) -> dict[str, str]:
-    return {f"sys__fs__cgroup__{folder}{name}": text for name, text in contents.items()}
+def group(limit: str, used: int, stat: str = "") -> dict[str, str]:
+    return {"memory.max": limit, "memory.current": f"{used}\n", "memory.stat": stat}
 
 
 @pytest.mark.parametrize(
-    ("contents", "available"),
+    ("meminfo", "name", "groups", "available"),
     [
-        ({}, None),
-        ({"proc__meminfo": MEMINFO}, 8192),
-        ({"proc__meminfo": "MemTotal: 10 kB\n"}, None),  # before Linux 3.14
-        ({"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/\n"}, 8192),  # the root, without limits
-        ({"proc__meminfo": MEMINFO, "proc__self__cgroup": "0::/\n", **below("", SECOND)}, 3500),
-        ({"proc__self__cgroup": "0::/a/b\n", **below("a__b__", SECOND)}, 3500),
-        ({"proc__self__cgroup": "0::/a/b\n", **below("a__", SECOND)}, 3500),  # of the group around it
-        (
-            {
-                "proc__self__cgroup": "0::/a/b\n",
-                **below("a__", SECOND),
-                **below("a__b__", {"memory_DOT_max": "2000\n", "memory_DOT_current": "500\n"}),
-            },
-            1500,
-        ),
-        ({"proc__self__cgroup": "0::/a\n", **below("", SECOND)}, 3500),  # a container, with the name from outside
-        (
-            {
-                "proc__meminfo": MEMINFO,
-                "proc__self__cgroup": "0::/\n",
-                **below("", SECOND | {"memory_DOT_max": "max\n"}),
-            },
-            8192,
-        ),
-        ({"proc__self__cgroup": "0::/\n", **below("", SECOND | {"memory_DOT_current": "6000\n"})}, 0),
-        (
-            {
-                "proc__self__cgroup": "0::/\n",
-                **below("", SECOND | {"memory_DOT_stat": "anon 900\nfile 9\ninactive_file 70\nactive_file 8\n"}),
-            },
-            3578,
-        ),
-        (
-            {
-                "proc__meminfo": MEMINFO,
-                "proc__self__cgroup": "9:name=systemd:/x\n5:cpu,memory:/docker/f00\n0::/\n",
-                **below(
-                    "memory__docker__f00__",
-                    {"memory_DOT_limit_in_bytes": "4000\n", "memory_DOT_usage_in_bytes": "1000\n"},
-                ),
-                **below("memory__docker__f00__", {"memory_DOT_stat": "inactive_file 1\ntotal_inactive_file 20\n"}),
-            },
-            3020,
-        ),
-        (
-            {
-                "proc__meminfo": MEMINFO,
-                "proc__self__cgroup": "4:memory:/docker/f00\n",
-                **below(
-                    "memory__", {"memory_DOT_limit_in_bytes": f"{2**63 - 4096}\n", "memory_DOT_usage_in_bytes": "9\n"}
-                ),
-            },
-            8192,
-        ),
+        ("", "", {}, None),
+        (MEMINFO, "", {}, 8192),
+        ("MemTotal: 10 kB\n", "", {}, None),
+        (MEMINFO, "/", {}, 8192),
+        (MEMINFO, "/", {"": group("5000\n", 1500)}, 3500),
+        (MEMINFO, "/", {"": group("max\n", 1500)}, 8192),
+        ("", "/a/b", {"a/b": group("5000\n", 1500)}, 3500),
+        ("", "/a/b", {"a": group("5000\n", 1500), "a/b": group("2000\n", 500)}, 1500),
+        ("", "/a/b", {"a": group("5000\n", 4500), "a/b": group("max\n", 500)}, 500),
+        ("", "/a", {"": group("5000\n", 1500)}, 3500),  # a container, with the name from outside
+        ("", "/", {"": group("5000\n", 6000)}, 0),
+        ("", "/", {"": group("5000\n", 1500, "anon 900\nfile 9\ninactive_file 70\nactive_file 8\n")}, 3578),
     ],
 )
-def test_what_the_system_says(contents, available, tmp_path):
-    assert memory._of_the_system(files(tmp_path, **contents)) == available
+def test_what_the_system_says(meminfo, name, groups, available, tmp_path):
+    files = {"proc/meminfo": meminfo, "proc/self/cgroup": f"9:name=systemd:/x\n0::{name}\n" if name else ""}
+    files |= {f"sys/fs/cgroup/{folder}/{file}": t for folder, of in groups.items() for file, t in of.items()}
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    assert memory._of_the_system(tmp_path) == available
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_this_system():
     total = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
     assert 0 < memory.available_bytes(torch.device("cpu")) < total * 1024

@@ -7,9 +7,10 @@ import numbers
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-WARP_CHUNK = 1024  # images at a time: bounds the scratch memory, at 32x32 about 50 MB
+from ella_cuda.ops import affine_copies
+
+AT_ONCE = 1024  # images, of which copies in float64 are there
 
 
 def warp(images: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
@@ -18,8 +19,7 @@ def warp(images: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
     Positions are (right, down) in pixels from the image's centre. What lies outside the image is 0, also for the
     interpolation: a pixel whose source is less than one pixel beyond the outermost centres fades to 0.
 
-    Each image's result depends on that image and its map alone, to the last bit: the grid is computed elementwise, in
-    float64.
+    Each image's result depends on that image and its map alone, to the last bit; it is computed in float64.
 
     Args:
         images: ``(N, C, S, S)``.
@@ -29,19 +29,10 @@ def warp(images: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:
     Returns:
         ``(N, C, S, S)`` of the images' dtype, on their device.
     """
-    size = images.shape[-1]
-    centred = torch.arange(size, dtype=torch.float64, device=images.device) - (size - 1) / 2
-    right, down = centred[None, None, :], centred[None, :, None]
-    out = torch.empty_like(images)
-    for start in range(0, len(images), WARP_CHUNK):
-        part = slice(start, start + WARP_CHUNK)
-        m, t = (x[part].to(images.device)[..., None, None] for x in (matrix, shift))
-        source = [m[:, i, 0] * right + m[:, i, 1] * down + t[:, i] for i in range(2)]
-        grid = torch.stack(source, dim=-1) * (2 / size)  # grid_sample's units: -1 and 1 are the image's edges
-        out[part] = F.grid_sample(
-            images[part], grid.to(images.dtype), mode="bilinear", padding_mode="zeros", align_corners=False
-        )
-    return out
+    to_normalised = 2 / max(images.shape[-1] - 1, 1)
+    maps = torch.cat([matrix, shift[..., None] * to_normalised], -1)[:, None].to(images.device)
+    parts = zip(images.split(AT_ONCE), maps.split(AT_ONCE), strict=True)
+    return torch.cat([affine_copies(x.double(), m)[:, 0].to(images.dtype) for x, m in parts])
 
 
 def rotated(images: Tensor, degrees: float | Tensor) -> Tensor:

@@ -151,7 +151,7 @@ def test_an_image_depends_on_seed_and_id_alone(monkeypatch, task):
         part.train_images[order], part.train_labels[order], data.test_images, data.test_labels, 10,
         part.train_ids[order], data.test_ids,
     )  # fmt: skip
-    monkeypatch.setattr("ella_cuda.data.warp.WARP_CHUNK", 7)
+    monkeypatch.setattr("ella_cuda.data.warp.AT_ONCE", 7)
     made = make_task(shuffled, task, seed=4)
     index = torch.tensor([place[int(i)] for i in made.train_ids])
     assert torch.equal(made.train_images, whole.train_images[index])

@@ -1,4 +1,4 @@
-"""How good predicted probabilities are: proper scores, calibration, and telling data sets apart. Everything is computed in float64."""
+"""Metrics of predicted probabilities, in float64: proper scores, calibration, and telling data sets apart."""
 
 from __future__ import annotations
 

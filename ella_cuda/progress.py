@@ -1,4 +1,4 @@
-"""How progress bars fit a terminal."""
+"""Progress bars that fit a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What learned augmentations share: amounts that are hyperparameters, and random draws that can be held."""
+"""Base of learned augmentations: amounts that are hyperparameters, and random draws that can be held."""
 
 from __future__ import annotations
 

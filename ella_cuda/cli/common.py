@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, wrong usage, devices and folders."""
+"""Exit codes, wrong usage, devices and folders, for all commands."""
 
 from __future__ import annotations
 

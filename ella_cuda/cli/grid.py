@@ -1,4 +1,4 @@
-"""What the commands that do grids of runs share: options, folders, resuming, and doing the runs."""
+"""Commands that do grids of runs: options, folders, resuming, and doing the runs."""
 
 from __future__ import annotations
 

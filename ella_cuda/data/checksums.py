@@ -1,4 +1,4 @@
-"""Whether files are those that were published."""
+"""Checksums of data sets as they were published."""
 
 from __future__ import annotations
 

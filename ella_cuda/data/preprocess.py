@@ -1,4 +1,4 @@
-"""What is done to a data set before training: choosing images, resizing, normalising."""
+"""Preprocessing of a data set before training: choosing images, resizing, normalising."""
 
 from __future__ import annotations
 

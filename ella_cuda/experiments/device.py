@@ -1,4 +1,4 @@
-"""Which device a run is on, and what it is called."""
+"""The device of a run, and its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has done so far, in a file."""
+"""The file of a run's progress."""
 
 from __future__ import annotations
 

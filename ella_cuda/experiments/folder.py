@@ -1,4 +1,4 @@
-"""What a folder of runs says: its grid, how far the runs are that are not finished, and what they learned."""
+"""Reading a folder of runs: its grid, progress of unfinished runs, and what runs learned."""
 
 from __future__ import annotations
 

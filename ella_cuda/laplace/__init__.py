@@ -1,11 +1,15 @@
 """Kronecker-factored curvature with exact block structure, and the Laplace evidence on it."""
 
-from ella_cuda.laplace.cotangents import evidence_gradient
 from ella_cuda.laplace.exact import exact_log_marginal_likelihood
+from ella_cuda.laplace.exact_ggn import DiagLaplace, FullLaplace, SubnetLaplace
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
+from ella_cuda.laplace.hypergradients import evidence_gradient
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, register_likelihood
-from ella_cuda.laplace.masks import (
+from ella_cuda.laplace.prior_structure import prior_groups
+from ella_cuda.laplace.rules import Rule, register
+from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.subnetwork import (
     LargestMagnitudeSubnetMask,
     LargestVarianceDiagLaplaceSubnetMask,
     LastLayerSubnetMask,
@@ -14,11 +18,7 @@ from ella_cuda.laplace.masks import (
     RandomSubnetMask,
     SubnetMask,
 )
-from ella_cuda.laplace.prior_structure import prior_groups
-from ella_cuda.laplace.rules import Rule, register
-from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent_model import TangentModel
-from ella_cuda.laplace.unfactored import DiagLaplace, FullLaplace, SubnetLaplace
 
 __all__ = [
     "DiagLaplace",

@@ -1,4 +1,4 @@
-"""What Laplace approximations share: a model's parameters, hyperparameters, the evidence on a curvature that subclasses hold."""
+"""Base of Laplace approximations: a model's parameters and hyperparameters, and the evidence on a curvature that subclasses hold."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class BaseLaplace(Predictive):
 
         Raises:
             ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; a likelihood or a rule of
-                the user's contradicts autograd; and as :func:`ella_cuda.laplace.probe.probe`.
+                the user's contradicts autograd; and as :func:`ella_cuda.laplace.check_model.probe`.
         """
         if self.subset_of_weights == "last_layer":
             _require_last(self.model, self._rules[-1], take(x, slice(1)))

@@ -1,4 +1,4 @@
-"""What a loader must be and yield, for fits and for training."""
+"""Batches of loaders: checks, devices, parts, and calls of the model, for fits and for training."""
 
 from __future__ import annotations
 

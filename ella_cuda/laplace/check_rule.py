@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.check_model import Place
+from ella_cuda.laplace.column_functions import Before
 from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.jacobian import by_autograd
-from ella_cuda.laplace.passages import Before
-from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import UnkeptMoment
-from ella_cuda.laplace.uses import batch_first
+from ella_cuda.laplace.weight_sharing import batch_first
 from ella_cuda.nn._autocast import full
 
 POINTS, PROBES = 5, 3  # data points, and outputs whose gradients are tried one by one

@@ -23,7 +23,16 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
+from ella_cuda.laplace.check_model import (
+    Findings,
+    LinearFunctions,
+    Place,
+    outputs_apart,
+    probe,
+    require_rows_of_their_own,
+)
 from ella_cuda.laplace.check_rule import check_rules
+from ella_cuda.laplace.column_functions import Before, ConstantScale, InterceptedFunctions, Passage, Slice
 from ella_cuda.laplace.copies import (
     Chunk,
     chunks_of,
@@ -36,22 +45,13 @@ from ella_cuda.laplace.copies import (
 )
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
-from ella_cuda.laplace.passages import Before, ConstantScale, InterceptedFunctions, Passage, Slice
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import (
-    Findings,
-    LinearFunctions,
-    Place,
-    outputs_apart,
-    probe,
-    require_rows_of_their_own,
-)
 from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
 from ella_cuda.laplace.rules.attention import Tap
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.rules.norm import constant_scale
 from ella_cuda.laplace.tangent import NoGradientError, first_at_fault
-from ella_cuda.laplace.uses import SummedUses, Use, Uses
+from ella_cuda.laplace.weight_sharing import SummedUses, Use, Uses
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
@@ -247,7 +247,7 @@ class CurvaturePass:
         self._compared = True  # whether the outputs of a batch were compared with those of its parts
 
     def try_out(self, x: Inputs, several: bool) -> None:
-        """:func:`ella_cuda.laplace.probe.probe` on a batch."""
+        """:func:`ella_cuda.laplace.check_model.probe` on a batch."""
         require_copies(self.model, x)
         few, copies = tried_copies(self.model, x)
         self._attention = in_plain_products if several else nullcontext

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from ella_cuda import ops
 from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, run_model, shapes_of, tensors_of
+from ella_cuda.laplace.check_model import Findings, probe
 from ella_cuda.laplace.curvature import at_test_time, hooked, refusing_reentrant, requiring_grad
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import checked_outputs
-from ella_cuda.laplace.probe import Findings, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
-from ella_cuda.laplace.uses import more_than_a_call
 from ella_cuda.laplace.values import Value
+from ella_cuda.laplace.weight_sharing import more_than_a_call
 from ella_cuda.modes import exclusively
 from ella_cuda.ops._precision import without_autocast
 

@@ -1,4 +1,4 @@
-"""Which layers of a network a normalisation follows, by a trace of the network's graph."""
+"""Layers that a normalisation follows, by a trace of the network's graph."""
 
 from __future__ import annotations
 

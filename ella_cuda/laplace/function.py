@@ -1,4 +1,4 @@
-"""What a model computes beside its numbers, and whether it is still that."""
+"""Description of a model's function beside its numbers, to tell later whether it changed."""
 
 from __future__ import annotations
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, take
+from ella_cuda.laplace.check_model import Place
 from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, total
 from ella_cuda.laplace.likelihoods import Columns
-from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import UnkeptMoment
-from ella_cuda.laplace.uses import Use, Uses, batch_first
+from ella_cuda.laplace.weight_sharing import Use, Uses, batch_first
 from ella_cuda.nn._autocast import full
 
 POINTS = 16  # data points that go together, before columns do

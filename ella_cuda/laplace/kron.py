@@ -24,6 +24,7 @@ from ella_cuda.laplace.batches import (
 from ella_cuda.laplace.copies import Chunk, fixed_draws, require_constant_amounts, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
@@ -36,7 +37,6 @@ from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import CHECKSUM, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter
-from ella_cuda.laplace.together import FitSums, accumulate_together
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
@@ -67,8 +67,8 @@ class KronLaplace(BaseLaplace):
     Args:
         model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
             batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
-            are constants. Layers may be called several times in a forward pass, and share weights: see :mod:`ella_cuda.laplace.uses` and
-            :func:`ella_cuda.laplace.ties.merged`.
+            are constants. Layers may be called several times in a forward pass, and share weights: see
+            :mod:`ella_cuda.laplace.weight_sharing` and :func:`ella_cuda.laplace.ties.merged`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object

@@ -1,4 +1,4 @@
-"""What a layer of several paths has become, by its effective parameters."""
+"""Type of a layer of several paths, by its effective parameters."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.laplace.links import sigmoid_probabilities, softmax_probabilities
+from ella_cuda.laplace.link_functions import sigmoid_probabilities, softmax_probabilities
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.nn._autocast import full
 
@@ -130,7 +130,7 @@ class Likelihood(ABC):
         """The mean of :meth:`response` under a Gaussian over outputs, ``(N, ..., K)``, of a likelihood with classes.
 
         Args:
-            link: one of :data:`ella_cuda.laplace.links.LINKS` but "mc".
+            link: one of :data:`ella_cuda.laplace.link_functions.LINKS` but "mc".
             mean: ``(N, ..., K)``.
             covariance: ``(N, ..., K, K)``; variances ``(N, ..., K)`` for a link that takes no others, and where outputs are not coupled.
         """

@@ -1,4 +1,4 @@
-"""What a fit and its evidence will take of memory, before they do, and whether a device has it."""
+"""Memory that a fit and its evidence need, estimated before the fit, and memory that a device has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
-from ella_cuda.laplace.uses import Uses
+from ella_cuda.laplace.weight_sharing import Uses
 from ella_cuda.ops._precision import without_autocast
 
 ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.check_model import leaf_uses
 from ella_cuda.laplace.copies import chunks_of
 from ella_cuda.laplace.likelihoods import Columns, checked_outputs
-from ella_cuda.laplace.probe import leaf_uses
 from ella_cuda.laplace.rules import PerExampleRule
 from ella_cuda.laplace.tangent import ReplacedParameters, differ
 

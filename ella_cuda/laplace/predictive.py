@@ -18,7 +18,7 @@ from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
 from ella_cuda.laplace.linear_mode import LinearMode
-from ella_cuda.laplace.links import DIAGONAL, LINKS
+from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters
@@ -77,7 +77,7 @@ class Predictive:
             pred_type: "glm", or "nn": the network itself at samples of its parameters, with ``link_approx="mc"``; a warning says why not.
             joint: for likelihoods without classes, the covariance of all data points' outputs together.
             link_approx: how class probabilities come from Gaussian logits: "probit", "probit_full" (with covariances), "mc" (samples),
-                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.links`. Likelihoods without classes have no link.
+                "bridge", "bridge_norm"; see :mod:`ella_cuda.laplace.link_functions`. Likelihoods without classes have no link.
             n_samples: of "mc" and "nn".
             diagonal_output: leave covariances between a data point's outputs out, where there are no classes, or of samples ("mc").
             generator: of the samples, on any device; None is torch's global one.

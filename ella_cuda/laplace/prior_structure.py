@@ -1,4 +1,4 @@
-"""Which parameter tensors share a prior precision."""
+"""Parameter tensors that share a prior precision."""
 
 from __future__ import annotations
 

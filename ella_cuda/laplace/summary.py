@@ -1,4 +1,4 @@
-"""What an approximation does with every parameter, as a table."""
+"""Table of what an approximation does with every parameter."""
 
 from __future__ import annotations
 

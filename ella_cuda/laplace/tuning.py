@@ -1,4 +1,4 @@
-"""How prior precisions and noise are chosen after a fit: by the evidence, its fixed points, or validation data."""
+"""Choice of prior precisions and noise after a fit: by the evidence, its fixed points, or validation data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
-from ella_cuda.laplace.links import LINKS
+from ella_cuda.laplace.link_functions import LINKS
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.laplace.values import as_float64, check_choice
 from ella_cuda.nn._sizes import as_count

@@ -1,4 +1,4 @@
-"""What layers do under autocast."""
+"""Layers under autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every layer learned: prior precisions, effective parameters, and the symmetry they add up to."""
+"""Layers after training: prior precisions, effective parameters, and the symmetry they add up to."""
 
 from __future__ import annotations
 

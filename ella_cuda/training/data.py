@@ -1,4 +1,4 @@
-"""What tells training data apart from others."""
+"""Digests that tell training data apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known to be wrong before the first step: the optimizer, its schedule, the loaders, the evidence of a batch."""
+"""Checks before the first step: the optimizer, its schedule, the loaders, the evidence of a batch."""
 
 from __future__ import annotations
 

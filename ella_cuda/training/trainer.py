@@ -18,7 +18,7 @@ from ella_cuda.distributed import Ranks, Shard
 from ella_cuda.laplace import KronLaplace, Likelihood
 from ella_cuda.laplace.batches import DEFAULT_KEYS, dict_keys
 from ella_cuda.laplace.copies import augment_of
-from ella_cuda.laplace.cotangents import COLUMNS
+from ella_cuda.laplace.hypergradients import COLUMNS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.likelihoods import IGNORED, likelihood_of
 from ella_cuda.laplace.prior_structure import STRUCTURES, PriorStructure
@@ -54,9 +54,7 @@ from ella_cuda.training.learners import (
 )
 from ella_cuda.training.learners.spatial_basis import bases_of
 from ella_cuda.training.points import points_of_both
-from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
-from ella_cuda.training.step import TrainingStep
-from ella_cuda.training.together import (
+from ella_cuda.training.processes import (
     StepTogether,
     all_raise_together,
     own_random_state,
@@ -68,6 +66,8 @@ from ella_cuda.training.together import (
     train_epoch_together,
     without_cuda,
 )
+from ella_cuda.training.start import make_optimizer, make_scheduler, require_passes, try_evidence
+from ella_cuda.training.step import TrainingStep
 
 PLAN = ("batch_size", "shuffle", "drop_last", "sampler", "augment")  # of a loader, what its batches depend on
 Objective = Literal["evidence", "map"]

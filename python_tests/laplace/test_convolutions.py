@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ella_cuda.laplace import KronLaplace, exact_log_marginal_likelihood, passages
+from ella_cuda.laplace import KronLaplace, column_functions, exact_log_marginal_likelihood
 from ella_cuda.laplace.rules import rule_for
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -210,7 +210,7 @@ def test_the_exact_evidence_is_that_of_a_fit(layer):
 )
 def test_gradients_go_back_by_pieces(options, piece, layout, monkeypatch):
     """One row of gradients at a time, or a few with a rest; against autograd."""
-    monkeypatch.setattr(passages, "PIECE", piece)
+    monkeypatch.setattr(column_functions, "PIECE", piece)
     layer, x = nn.Conv2d(4, 6, 3, **options).double(), torch.randn(5, 4, 6, 6, dtype=torch.float64, requires_grad=True)
     gradient = torch.randn(3, *layer(x).shape, dtype=torch.float64)
     gradient = gradient.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (3, 5))

@@ -17,8 +17,8 @@ from ella_cuda.laplace.likelihoods import Classification, Regression
 from ella_cuda.laplace.rules.conv import Conv2dRule
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, SparseFactoredLinear2d
 from ella_cuda.training import MarglikTrainer, marglik_training
+from ella_cuda.training.processes import StepTogether
 from ella_cuda.training.step import TrainingStep
-from ella_cuda.training.together import StepTogether
 
 
 def network() -> nn.Module:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ella_cuda.laplace import KronLaplace, SecondMoment, eigenvalues
 from ella_cuda.laplace.likelihoods import Classification, Columns
-from ella_cuda.laplace.uses import Use
+from ella_cuda.laplace.weight_sharing import Use
 from ella_cuda.models import neyshabur
 from ella_cuda.nn import FactoredLinear2d
 

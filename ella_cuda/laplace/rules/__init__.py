@@ -1,4 +1,4 @@
-"""How each layer type gets its factors: one :class:`Rule` per type, found by :func:`register`."""
+"""Curvature rules of layers: one :class:`Rule` per type, found by :func:`register`."""
 
 from ella_cuda.laplace.rules.attention import MultiheadAttentionRule
 from ella_cuda.laplace.rules.base import Rule, register, rule_for

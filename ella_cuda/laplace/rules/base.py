@@ -14,9 +14,9 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from ella_cuda.laplace.column_functions import Before
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.jacobian import Jacobian, by_autograd
-from ella_cuda.laplace.passages import Before
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
@@ -33,7 +33,7 @@ class Rule(ABC):
     bfloat16 and float16, as a network with an autocast of its own has them; otherwise it gets a float32 copy of these.
 
     A layer may be called several times in a forward pass. What :meth:`inputs` leaves on the rule is there again when the gradient of
-    the same call comes back; what the calls' rows mean together is the business of :mod:`ella_cuda.laplace.uses`.
+    the same call comes back; what the calls' rows mean together is the business of :mod:`ella_cuda.laplace.weight_sharing`.
 
     A class that defines :meth:`inputs`, :meth:`outputs` or :meth:`vjp` says with ``reduces = True`` that these follow
     :attr:`approximation`. With "reduce" (KFAC-reduce) ``inputs`` adds one row a data point, the mean over the data point's shared

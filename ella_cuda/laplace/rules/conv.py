@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda import ops
+from ella_cuda.laplace.column_functions import empty_columns, pieces
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.passages import empty_columns, pieces
 from ella_cuda.laplace.rules.base import Rule, register
 from ella_cuda.nn import CircularConv2d, SparseConv2d, StridedCircularConv2d
 from ella_cuda.ops.circular_conv2d import mirrored

@@ -1,4 +1,4 @@
-"""Which of our runs answer which row of a table, at a scale."""
+"""Plan of a table at a scale: the runs that answer each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How copies are drawn: the angle with the most evidence, of data from a model with a known one."""
+"""Ways to draw copies: the angle with the most evidence, of data from a model with a known one."""
 
 from __future__ import annotations
 

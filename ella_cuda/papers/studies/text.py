@@ -1,4 +1,4 @@
-"""How the parts' tables are written."""
+"""Text of the parts' tables."""
 
 from __future__ import annotations
 

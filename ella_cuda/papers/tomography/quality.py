@@ -1,4 +1,4 @@
-"""How near an image is to the true one, and how well its error bars describe the difference."""
+"""Distance of an image from the true one, and how well its error bars describe the difference."""
 
 from __future__ import annotations
 

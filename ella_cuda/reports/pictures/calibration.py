@@ -1,4 +1,4 @@
-"""How far predictions can be trusted: confidence against accuracy, and predictions of images that turn."""
+"""Pictures of calibration: confidence against accuracy, and predictions of images that turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which path each layer chose, as stacked bars."""
+"""Each layer's path, as stacked bars."""
 
 from __future__ import annotations
 

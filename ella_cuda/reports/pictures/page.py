@@ -1,4 +1,4 @@
-"""What all pictures share: sizes, colours and marks; figures without a display, no wider than a page's text; their files."""
+"""Sizes, colours and marks of all pictures; figures without a display, no wider than a page's text; their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the evidence steps of a training move: one small interface."""
+"""Interface of what the evidence steps of a training move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements of a network's parameters have a posterior, for :class:`ella_cuda.laplace.SubnetLaplace`; names are laplace-torch's."""
+"""Masks of the parameters that have a posterior, for :class:`ella_cuda.laplace.SubnetLaplace`; names are laplace-torch's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.base import BaseLaplace
+from ella_cuda.laplace.exact_ggn import DiagLaplace
 from ella_cuda.laplace.parameters import checked_names, is_inside, trainable
-from ella_cuda.laplace.unfactored import DiagLaplace
 from ella_cuda.nn._sizes import as_count
 
 

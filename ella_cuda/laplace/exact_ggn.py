@@ -407,7 +407,7 @@ class DiagLaplace(UnfactoredLaplace):
 
 
 class SubnetLaplace(UnfactoredLaplace):
-    """:class:`UnfactoredLaplace` of a subnetwork, which the masks of :mod:`ella_cuda.laplace.masks` choose; the other elements of the
+    """:class:`UnfactoredLaplace` of a subnetwork, which the masks of :mod:`ella_cuda.laplace.subnetwork` choose; the other elements of the
     parameters are constants.
 
     Source: Daxberger et al., "Bayesian deep learning via subnetwork inference", ICML 2021.

@@ -265,7 +265,7 @@ def test_wrong_choices_are_named(make: Any, words: str) -> None:
 
 
 def test_a_matrix_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ella_cuda.laplace.unfactored.available_bytes", lambda device: 1000)
+    monkeypatch.setattr("ella_cuda.laplace.exact_ggn.available_bytes", lambda device: 1000)
     model = nn.Linear(3, 2)
     with pytest.raises(MemoryError, match=r"8 parameters and its Cholesky factor take 1,024 bytes.*DiagLaplace"):
         FullLaplace(model).fit([(torch.randn(4, 3), torch.arange(4) % 2)])

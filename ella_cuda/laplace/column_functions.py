@@ -1,4 +1,4 @@
-"""How gradients go back through functions without parameters: ReLU, max pooling, padding, slices, and normalisation by constants.
+"""Batched vector-Jacobian products of ReLU, max pooling, padding, slices and eval-mode batch norm.
 
 They go in pieces of some images, each through as many functions as follow each other, so that a piece is in the processor's cache and
 what is between the functions is never there for all columns.

@@ -1,4 +1,4 @@
-"""What a fit takes for granted of a network, tried on two and on three images before the first batch."""
+"""Checks before a fit: batch axes, independence over the batch, parameters used only in registered modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The evidence's gradient in what acts inside of the network, with the factors in it, one small graph at a time.
+r"""Hypergradients of the Laplace evidence through the Kronecker factors, by minibatch.
 
 At the fit's A and B, :math:`d \log|c A \otimes B + \delta| = \langle C_A, dA\rangle + \langle C_B, dB\rangle`, where the cotangents C
 are known from the eigendecompositions of A and B, which a fit has once. A and B are sums over data. So the gradient of the evidence at
@@ -30,6 +30,7 @@ from torch.nn.modules.utils import _pair
 from ella_cuda.distributed import Ranks
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
 from ella_cuda.laplace.chains import Seen, chain_of_average
+from ella_cuda.laplace.check_model import Place, probe
 from ella_cuda.laplace.copies import (
     Chunk,
     augment_of,
@@ -43,25 +44,24 @@ from ella_cuda.laplace.copies import (
 )
 from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.eigenbases import Eigenbasis
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.probe import Place, probe
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import first_at_fault
-from ella_cuda.laplace.together import agree_on_gradient, plan_of
-from ella_cuda.laplace.uses import (
+from ella_cuda.laplace.values import check_choice
+from ella_cuda.laplace.weight_sharing import (
     SummedCall,
     batch_first,
     mean_over_copies,
     more_than_a_call,
     summed_over_copies,
 )
-from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast

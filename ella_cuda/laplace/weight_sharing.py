@@ -1,4 +1,4 @@
-"""The calls of one batch: what several calls of a layer, or of layers that share a weight, add to the weight's factor.
+"""Calls of layers that share a weight, in one batch: what each adds to the weight's factor.
 
 All positions of all calls are shared positions of one layer. KFAC-expand: A is the sum over them, B the mean. KFAC-reduce: A is the outer
 product of the inputs' mean over them, B that of the gradients' sum. Blocks without an input side are exact: their gradients are summed
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.laplace.check_model import Place
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.probe import Place
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.second_moment import SecondMoment, UnkeptMoment
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import KronLaplace, memory, passages
+from ella_cuda.laplace import KronLaplace, column_functions, memory
+from ella_cuda.laplace.column_functions import Passage
 from ella_cuda.laplace.curvature import CurvaturePass
-from ella_cuda.laplace.passages import Passage
 from ella_cuda.laplace.rules.conv import Conv2dRule
 
 CLASSES, COLUMNS, IMAGES, CHANNELS = 3, 3, 5, 4
@@ -77,7 +77,7 @@ def assert_same_with_autograds(monkeypatch, model, x, **settings):
 @pytest.mark.parametrize("piece", [1, 3000, 1 << 20])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_between_layers(monkeypatch, name, piece):
-    monkeypatch.setattr(passages, "PIECE", piece)
+    monkeypatch.setattr(column_functions, "PIECE", piece)
     model = OneFunction(FUNCTIONS[name]).double()
     assert assert_same_with_autograds(monkeypatch, model, torch.randn(IMAGES, 2, 6, 7).double()) == 1
 
@@ -154,10 +154,12 @@ class Function(nn.Module):
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "slice" not in name])
 def test_a_passage_alone(monkeypatch, name, piece, layout):
     """Against autograd, one column at a time; gradients in both layouts."""
-    monkeypatch.setattr(passages, "PIECE", piece)
+    monkeypatch.setattr(column_functions, "PIECE", piece)
     function, made = FUNCTIONS[name], []
     x = torch.randn(IMAGES, CHANNELS, 6, 7, dtype=torch.float64, requires_grad=True)
-    with passages.InterceptedFunctions(lambda x, out, passage: made.append((passage, out)) or out, lambda: True, set()):
+    with column_functions.InterceptedFunctions(
+        lambda x, out, passage: made.append((passage, out)) or out, lambda: True, set()
+    ):
         function(x)
     ((passage, out),) = made
     torch.testing.assert_close(out, function(x).detach())
@@ -174,7 +176,7 @@ def test_a_passage_alone(monkeypatch, name, piece, layout):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_infinite_gradients_stop_where_a_function_does_not_depend_on_its_input(dtype):
     x = torch.tensor([[-1.0, 0.0, 2.0, torch.nan]], dtype=dtype, requires_grad=True)
-    passage = passages.ReLU(x.detach().relu())
+    passage = column_functions.ReLU(x.detach().relu())
     gradient = torch.tensor([[[torch.inf, torch.nan, -torch.inf, 1.0]]], dtype=dtype)
     (expected,) = torch.autograd.grad(x.relu(), x, gradient[0])
     assert torch.equal(passage.vjp(gradient)[0].nan_to_num(7), expected.nan_to_num(7))

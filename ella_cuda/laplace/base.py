@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, require_served, tried_copies, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.evidence import Mean
 from ella_cuda.laplace.function import FunctionDescription
 from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
@@ -74,18 +75,6 @@ from ella_cuda.ops._precision import autocast_is_on
 
 MODES = ("network", "linear")
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
-
-
-class Mean(NamedTuple):
-    """What the evidence takes from the parameters that stand for the posterior's mean.
-
-    Attributes:
-        statistic: what the log likelihood is a function of, 0-dim float64.
-        square_norms: of each parameter tensor, the squared distance from the prior's mean, float64.
-    """
-
-    statistic: Tensor
-    square_norms: Tensor
 
 
 class _Joined:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
-
-if TYPE_CHECKING:
-    from ella_cuda.laplace.kron import KronLaplace
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
@@ -75,7 +72,7 @@ class _Opened:
 
 
 def accumulate_together(
-    la: KronLaplace,
+    la: Any,
     loader: Iterable[Any],
     override: bool,
     progress_bar: bool,
@@ -133,7 +130,7 @@ def accumulate_together(
 
 
 def _facts_before(
-    la: KronLaplace, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
+    la: Any, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
 ) -> dict[str, Any]:
     if la._draws is None and augment_of(la.model) is not None:
         raise ValueError(
@@ -171,11 +168,11 @@ def _facts_before(
     }
 
 
-def _dtypes(la: KronLaplace) -> str:
+def _dtypes(la: Any) -> str:
     return ", ".join(sorted({str(p.dtype) for p in la.model.parameters()}))
 
 
-def _values(la: KronLaplace) -> dict[str, Any]:
+def _values(la: Any) -> dict[str, Any]:
     """The numbers beside the data's sums that the evidence depends on."""
     return {
         "prior_precision": la.prior_precision.tolist(),
@@ -191,7 +188,7 @@ def _require_same_values(ranks: Ranks, found: Sequence[dict[str, Any]]) -> None:
         ranks.require_same(values, name, "Pass all ranks the same arguments.")
 
 
-def agree_on_gradient(ranks: Ranks, la: KronLaplace, plan: str | None, **settings: Any) -> None:
+def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) -> None:
     """ValueError where ranks are about to sum gradients that are not of one evidence and one loader."""
     headers = ranks.agree(settings={"dtype": _dtypes(la), **settings}, values=_values(la), plan=plan)
     ranks.require_same_facts([one["settings"] for one in headers], "Pass all ranks the same arguments.")
@@ -199,7 +196,7 @@ def agree_on_gradient(ranks: Ranks, la: KronLaplace, plan: str | None, **setting
     require_one_plan(ranks, [one["plan"] for one in headers])
 
 
-def _facts_after(la: KronLaplace, sums: FitSums) -> dict[str, Any]:
+def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
     of_data = {"n_outputs": la.n_outputs, "shape": None if la._inputs_shape is None else list(la._inputs_shape)}
     layout = [
         [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
@@ -220,7 +217,7 @@ def _drawn_seed(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
-def _first_batch(la: KronLaplace, batch: Any, where: str = "fit") -> str | None:
+def _first_batch(la: Any, batch: Any, where: str = "fit") -> str | None:
     """A digest of the first batch; None of one without data."""
     if batch is None:
         return None
@@ -228,7 +225,7 @@ def _first_batch(la: KronLaplace, batch: Any, where: str = "fit") -> str | None:
     return tensors_digest(*tensors_of(x), y) if len(y) else None
 
 
-def plan_of(la: KronLaplace, loader: Any, where: str) -> str | None:
+def plan_of(la: Any, loader: Any, where: str) -> str | None:
     """A digest of the first of all ranks' batches, in the pass over a :class:`Shard` that has begun; None of other loaders."""
     return _first_batch(la, loader.taken_first(), where) if isinstance(loader, Shard) else None
 
@@ -340,7 +337,7 @@ def _moments(rules: Sequence[Rule]) -> list[SecondMoment]:
     return list({moment: None for moment in sides if moment is not None})
 
 
-def _drop_before(la: KronLaplace, sums: FitSums) -> None:
+def _drop_before(la: Any, sums: FitSums) -> None:
     """Leave the fit that is added to with rank 0."""
     for moment in _moments(la._rules):
         moment.total = torch.zeros_like(moment.total)
@@ -349,7 +346,7 @@ def _drop_before(la: KronLaplace, sums: FitSums) -> None:
     la._statistic_gradients = {}
 
 
-def _sum(la: KronLaplace, ranks: Ranks, sums: FitSums) -> None:
+def _sum(la: Any, ranks: Ranks, sums: FitSums) -> None:
     """All ranks' sums in the place of this one's."""
     moments = _moments(la._rules)
     gradients = {name: g + la._statistic_gradients.get(name, 0) for name, g in sums.gradients.items()}

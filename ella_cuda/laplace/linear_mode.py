@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
+from ella_cuda.laplace.evidence import Evidence
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.state import checked_count, checked_tensor, require_checksum, with_checksum
@@ -25,9 +26,6 @@ from ella_cuda.laplace.tangent_model import FORMS, TangentModel
 from ella_cuda.laplace.tuning import BOUNDS, NOTHING, fixed_points, mean_log_precisions, put, sums_by_group
 from ella_cuda.laplace.values import Value, check_choice, positive_number
 from ella_cuda.nn._sizes import as_count
-
-if TYPE_CHECKING:
-    from ella_cuda.laplace.base import BaseLaplace
 
 SOLVERS = ("auto", "cg", "dual", "newton_cg", "sgd")
 HESSIANS = ("network", "linear")
@@ -123,7 +121,7 @@ class _Loss:
         bar: moves with every pass.
     """
 
-    def __init__(self, la: BaseLaplace, loader: Iterable[Any], form: str, bar: tqdm) -> None:
+    def __init__(self, la: Evidence, loader: Iterable[Any], form: str, bar: tqdm) -> None:
         self.la, self.loader, self.bar = la, loader, bar
         self.tangent = TangentModel(la.model, form, la.parameter_names)
         self.point = self.tangent.point.double()
@@ -373,7 +371,7 @@ def _digests(x: Inputs, y: Tensor) -> tuple[Any, int, int]:
 
 
 def solve(
-    la: BaseLaplace,
+    la: Evidence,
     loader: Iterable[Any],
     stopping: Stopping,
     solver: str,
@@ -408,7 +406,7 @@ def solve(
         return _newton(la, loss, theta, covariance, precondition, solver, stopping, file)
 
 
-def _chosen(la: BaseLaplace, solver: str, loss: _Loss) -> str:
+def _chosen(la: Evidence, solver: str, loss: _Loss) -> str:
     """The solver, chosen if it is to be; ValueError where the likelihood does not have it."""
     check_choice("solver", solver, SOLVERS)
     gaussian = isinstance(la.likelihood_function, Regression)
@@ -427,7 +425,7 @@ def _chosen(la: BaseLaplace, solver: str, loss: _Loss) -> str:
 
 
 def _newton(
-    la: BaseLaplace,
+    la: Evidence,
     loss: _Loss,
     theta: Tensor,
     covariance: Vectors,
@@ -566,7 +564,7 @@ def _conjugate(
     return step
 
 
-def _by_kernel(la: BaseLaplace, loss: _Loss) -> Tensor:
+def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""Of a regression :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
     kernel = la.prior_covariance(x)
@@ -585,7 +583,7 @@ def _by_kernel(la: BaseLaplace, loss: _Loss) -> Tensor:
     return theta
 
 
-def _by_gradients(la: BaseLaplace, loss: _Loss, theta: Tensor, stopping: Stopping, file: _Checkpoint) -> Tensor:
+def _by_gradients(la: Evidence, loss: _Loss, theta: Tensor, stopping: Stopping, file: _Checkpoint) -> Tensor:
     """By steps along preconditioned gradients of batches, with Nesterov's momentum and a rate that falls; the mean of the later half of all
     places."""
     posterior = la.posterior_precision
@@ -622,7 +620,7 @@ def _by_gradients(la: BaseLaplace, loss: _Loss, theta: Tensor, stopping: Stoppin
 class _Checkpoint:
     """A file with where a solution is, from which another goes on."""
 
-    def __init__(self, la: BaseLaplace, form: str, path: str | os.PathLike[str] | None) -> None:
+    def __init__(self, la: Evidence, form: str, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else Path(path)
         self._count = la.n_params
         self._is_of = {
@@ -681,7 +679,7 @@ class _Checkpoint:
 
 
 def alternate(
-    la: BaseLaplace,
+    la: Evidence,
     find: Callable[[float], None],
     n_steps: int,
     group: Tensor,

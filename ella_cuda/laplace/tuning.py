@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
+from ella_cuda.laplace.evidence import Evidence
 from ella_cuda.laplace.link_functions import LINKS
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.laplace.values import as_float64, check_choice
 from ella_cuda.nn._sizes import as_count
-
-if TYPE_CHECKING:
-    from ella_cuda.laplace.kron import KronLaplace
 
 METHODS = ("marglik", "mackay", "gridsearch")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
@@ -32,7 +30,7 @@ ROUNDING = 1e-14  # of the evidence, relative
 Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
-def groups_of(la: KronLaplace, structure: str) -> Tensor:
+def groups_of(la: Evidence, structure: str) -> Tensor:
     """Of each parameter tensor, the number of the group that it shares a precision with; see :func:`group_indices`."""
     device = la.prior_precision.device
     with torch.inference_mode(False):  # autograd saves it
@@ -45,14 +43,14 @@ def sums_by_group(values: Tensor, group: Tensor) -> Tensor:
     return torch.where(member, values, values.new_zeros(())).sum(1)
 
 
-def mean_log_precisions(la: KronLaplace, group: Tensor) -> Tensor:
+def mean_log_precisions(la: Evidence, group: Tensor) -> Tensor:
     """One for each group."""
     logs = la.prior_precision.detach().log()
     return sums_by_group(logs, group) / sums_by_group(torch.ones_like(logs), group)
 
 
 def tempered_evidence(
-    la: KronLaplace, log_precision: Tensor, log_sigma: Tensor | None, at_mode: str = "network"
+    la: Evidence, log_precision: Tensor, log_sigma: Tensor | None, at_mode: str = "network"
 ) -> Tensor:
     """The objective of a noise that is tuned, None if it is not: the evidence of the likelihood divided by the temperature, with its
     normaliser, which :meth:`~ella_cuda.laplace.KronLaplace.log_marginal_likelihood` leaves whole. A whole one would only rescale the noise
@@ -63,9 +61,7 @@ def tempered_evidence(
     return evidence + (1 - 1 / la.temperature) * la.n_targets * (log_sigma + 0.5 * math.log(2 * math.pi))
 
 
-def raise_evidence(
-    la: KronLaplace, n_steps: int, lr: float, group: Tensor, tune_sigma: bool, progress_bar: bool
-) -> None:
+def raise_evidence(la: Evidence, n_steps: int, lr: float, group: Tensor, tune_sigma: bool, progress_bar: bool) -> None:
     """Adam on the logarithms of the precisions, one for each group of tensors, and of sigma."""
     with torch.inference_mode(False), torch.enable_grad():
         log_precision = mean_log_precisions(la, group).requires_grad_()
@@ -84,7 +80,7 @@ def raise_evidence(
 
 @torch.no_grad()
 def fixed_points(
-    la: KronLaplace,
+    la: Evidence,
     n_steps: int,
     group: Tensor,
     tune_sigma: bool,
@@ -152,9 +148,7 @@ def fixed_points(
     return at[:-1], -at[-1] / 2, rested
 
 
-def _noise_aim(
-    la: KronLaplace, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool
-) -> Tensor:
+def _noise_aim(la: Evidence, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
     """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
     if not tune_sigma:
         return log_noise
@@ -164,7 +158,7 @@ def _noise_aim(
     return -((square_error + determined * (-log_noise).exp()) / la.n_targets).log()
 
 
-def put(la: KronLaplace, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str) -> float:
+def put(la: Evidence, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str) -> float:
     """Give la these logarithms, of the groups' precisions and last the noise's; returns :func:`tempered_evidence` there."""
     precision = at[:-1].exp()
     held = precision.clamp(SMALLEST, LARGEST)  # at a bound without what the exponential of its logarithm is off
@@ -184,7 +178,7 @@ def warn_of_motion(n_steps: int, instead: str = "") -> None:
 
 
 def grid_search(
-    la: KronLaplace,
+    la: Evidence,
     grid: Tensor,
     val_loader: Iterable[Any],
     loss: Loss | None,
@@ -231,7 +225,7 @@ def grid_search(
 class _Total:
     """The loss of some batches: the mean negative log predictive density, or a user's function of all predictions and targets."""
 
-    def __init__(self, la: KronLaplace, loss: Loss | None) -> None:
+    def __init__(self, la: Evidence, loss: Loss | None) -> None:
         self._la, self._loss = la, loss
         self._sum, self._count = 0.0, 0
         self._kept: list[tuple[Any, Tensor]] = []

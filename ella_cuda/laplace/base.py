@@ -36,6 +36,7 @@ from ella_cuda.laplace.jacobian_pass import JacobianPass
 from ella_cuda.laplace.layer_type import layer_type
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
+from ella_cuda.laplace.options import LaplaceOptions
 from ella_cuda.laplace.parameters import (
     FittedBases,
     filled_since,
@@ -97,28 +98,14 @@ class BaseLaplace(Predictive):
     resolution: str = "shared"
     approximation: str = "expand"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        likelihood: str | Likelihood,
-        prior_precision: Value,
-        sigma_noise: Value,
-        prior_mean: Value,
-        temperature: float,
-        memory_budget: int | None,
-        unknown: str,
-        subset_of_weights: str | Sequence[str],
-        dict_key_x: str,
-        dict_key_y: str,
-        ignore_index: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, likelihood: str | Likelihood, options: LaplaceOptions) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__}: model must be a torch.nn.Module, got {type(model).__name__}.")
         require_local(model)
-        self.likelihood_function = likelihood_of(likelihood, ignore_index)
-        self.dict_key_x, self.dict_key_y = dict_keys(dict_key_x, dict_key_y)
-        self.unknown = check_choice("unknown", unknown, UNKNOWN)
-        self.model, self.subset_of_weights = model, subset_of_weights
+        self.likelihood_function = likelihood_of(likelihood, options.ignore_index)
+        self.dict_key_x, self.dict_key_y = dict_keys(options.dict_key_x, options.dict_key_y)
+        self.unknown = check_choice("unknown", options.unknown, UNKNOWN)
+        self.model, self.subset_of_weights = model, options.subset_of_weights
         with exclusively(model):
             trainable(model)  # refuses what no rule could serve
             self._rules = self.present_rules()
@@ -126,15 +113,15 @@ class BaseLaplace(Predictive):
             require_no_inference(parameters)
             self.parameter_names = list(parameters)
             self._describe(parameters)
-        default = 64 << 20 if self._device.type == "cpu" else 2 << 30
-        self.memory_budget = default if memory_budget is None else as_count("memory_budget", memory_budget)
-        self.prior_precision = prior_precision
-        self.sigma_noise = sigma_noise
-        self.temperature = temperature
+        budget, default = options.memory_budget, 64 << 20 if self._device.type == "cpu" else 2 << 30
+        self.memory_budget = default if budget is None else as_count("memory_budget", budget)
+        self.prior_precision = options.prior_precision
+        self.sigma_noise = options.sigma_noise
+        self.temperature = options.temperature
         self._hold_model()
         self._draws: Tensor | None = None  # of the copies that the model averages over, for all data points
         self._forget()
-        self.prior_mean = prior_mean
+        self.prior_mean = options.prior_mean
 
     def __copy__(self) -> BaseLaplace:
         """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""

@@ -19,6 +19,7 @@ from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
+from ella_cuda.laplace.options import LaplaceOptions
 from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of, trainable
 from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
 from ella_cuda.laplace.state import CHECKSUM, checked_tensor, require_moment
@@ -169,21 +170,19 @@ class UnfactoredLaplace(BaseLaplace):
         self.hessian_structure = check_choice("hessian_structure", hessian_structure, STRUCTURES)
         self._curvature: _Curvature | None = None
         self._layout: Layout | None = None
-        super().__init__(
-            model,
-            likelihood,
-            prior_precision,
-            sigma_noise,
-            prior_mean,
-            temperature,
-            memory_budget,
-            # Jacobians of parameters without a rule are exact.
-            "diagonal" if unknown == "error" else unknown,
-            subset_of_weights,
-            dict_key_x,
-            dict_key_y,
-            ignore_index,
+        options = LaplaceOptions(
+            prior_precision=prior_precision,
+            sigma_noise=sigma_noise,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            memory_budget=memory_budget,
+            unknown="diagonal" if unknown == "error" else unknown,  # Jacobians of parameters without a rule are exact
+            subset_of_weights=subset_of_weights,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            ignore_index=ignore_index,
         )
+        super().__init__(model, likelihood, options)
         self._subnetwork_indices = subnetwork_indices
         self._layout = Layout(self._shapes(), self._among_served(subnetwork_indices))
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))

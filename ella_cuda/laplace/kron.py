@@ -29,6 +29,7 @@ from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
+from ella_cuda.laplace.options import LaplaceOptions
 from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of
 from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import Rule
@@ -148,20 +149,19 @@ class KronLaplace(BaseLaplace):
         if not 0 <= column_tolerance < 1:
             raise ValueError(f"column_tolerance must be in [0, 1), got {column_tolerance!r}.")
         self.column_tolerance = column_tolerance
-        super().__init__(
-            model,
-            likelihood,
-            prior_precision,
-            sigma_noise,
-            prior_mean,
-            temperature,
-            memory_budget,
-            unknown,
-            subset_of_weights,
-            dict_key_x,
-            dict_key_y,
-            ignore_index,
+        options = LaplaceOptions(
+            prior_precision=prior_precision,
+            sigma_noise=sigma_noise,
+            prior_mean=prior_mean,
+            temperature=temperature,
+            memory_budget=memory_budget,
+            unknown=unknown,
+            subset_of_weights=subset_of_weights,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            ignore_index=ignore_index,
         )
+        super().__init__(model, likelihood, options)
         self._hold([])
 
     def __repr__(self) -> str:

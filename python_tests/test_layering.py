@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,18 @@ def test_packages_of_the_library_import_those_before_them(part):
     later = set(ORDER[ORDER.index(part) + 1 :])
     for module in (PACKAGE / part).rglob("*.py"):
         assert {part_of(name) for name in imported(module)}.isdisjoint(later), module
+
+
+def test_no_files_of_laplace_import_each_other_in_a_circle():
+    """Nor for type hints: who reads one file of a circle has to read all."""
+    paths = [p for p in (PACKAGE / "laplace").rglob("*.py") if p.name != "__init__.py"]
+    files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in paths}
+    needs = {
+        name: {found for one in imported(path) for found in (one, one.rpartition(".")[0]) if found in files} - {name}
+        for name, path in files.items()
+    }
+    assert {"ella_cuda.laplace.base", "ella_cuda.laplace.posterior"} <= needs["ella_cuda.laplace.kron"]
+    assert [*graphlib.TopologicalSorter(needs).static_order()]  # CycleError names a circle
 
 
 def test_only_the_command_imports_the_papers():

@@ -10,11 +10,7 @@ from torch import fx, nn
 from ella_cuda.modes import exclusively
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-OF_TRAINING = {
-    "training",
-    "momentum",
-    "dropout",
-}  # of torch's own modules, and no part of what they are in evaluation mode
+OF_TRAINING = {"training", "momentum", "dropout"}  # attributes that torch's own modules do not read in evaluation mode
 PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
@@ -43,9 +39,8 @@ class FunctionDescription:
 
 def _part(module: nn.Module) -> tuple[Any, ...]:
     own, kind = module.__dict__, type(module)
-    torchs = kind.__module__.startswith(
-        "torch.nn.modules."
-    )  # another one with the same attributes and numbers is the same function
+    # Another module of torch's with the same attributes and numbers is the same function.
+    torchs = kind.__module__.startswith("torch.nn.modules.")
     without = OF_TRAINING | {"p"} if isinstance(module, nn.modules.dropout._DropoutNd) else OF_TRAINING
     names = {n for n in own if n[0] != "_"} - without if torchs else getattr(kind, "__constants__", ())
     return (

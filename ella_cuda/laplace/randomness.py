@@ -16,9 +16,8 @@ from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.tangent import rounding_of
 
 RUNS = 8  # that are compared where a generator moved
-Recorded = list[
-    tuple[str, list[Any], list[Any]]
-]  # of every call that ended: the module in words, its inputs, its outputs
+# Of every call that ended: the module in words, its inputs, its outputs.
+Recorded = list[tuple[str, list[Any], list[Any]]]
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:

@@ -352,9 +352,8 @@ def _checked(moments: Sequence[SecondMoment], found: Sequence[Tensor]) -> list[T
 def _of_few_directions(vectors: Tensor, share: float = 0.5) -> bool:
     """Whether that share of the eigenvalues of the normalised vectors' products, or one, is next to nothing; without those of zeros."""
     norms = vectors.double().norm(dim=1, keepdim=True)
-    vectors = (vectors.double() / norms)[
-        (norms > 0)[:, 0] & norms.isfinite()[:, 0]
-    ]  # what is not finite whoever reads the sum refuses
+    fine = ((norms > 0) & norms.isfinite())[:, 0]  # what is not finite whoever reads the sum refuses
+    vectors = (vectors.double() / norms)[fine]
     if len(vectors) < 2:
         return False
     values = torch.linalg.eigvalsh((vectors @ vectors.T).cpu())

@@ -86,8 +86,8 @@ def read_json(path: Path, advice: str) -> Any:
 
 
 def no_file(path: str | os.PathLike[str]) -> str | None:
-    """What is there in place of a file, in words; None where it is a file. Opening a pipe waits for who writes to it, and a device may never
-    end.
+    """The kind of what is there in place of a file, in words; None where it is a file. Opening a pipe waits for who writes to it; a device
+    may never end.
 
     Raises:
         FileNotFoundError: there is nothing.

@@ -137,7 +137,7 @@ class Augment(nn.Module):
         return None, _inverse_softplus(limit) * inside
 
     def _out_of_reach(self, way: float) -> Iterator[tuple[str, float, float, float]]:
-        """Of amounts that ``raw`` does not take to their limit on so long a way: name, limit, the largest that it reaches, the way there."""
+        """Amounts that ``raw`` does not take to their limit on so long a way: name, limit, the largest that it reaches, the way there."""
         for name, raw, limit in zip(self.names, self.raw.tolist(), self._limits, strict=True):
             start = abs(raw) if self.constraint == "raw" else raw
             if math.isfinite(limit) and (needed := self._raw_range(limit)[1] - start) > way:

@@ -143,9 +143,8 @@ class BaseLaplace(Predictive):
         self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
         self._fingerprint = self._statistic.clone()
         self._filled: frozenset[str] = frozenset()  # buffers that the function fills itself
-        self._function: FunctionDescription | None = FunctionDescription(
-            self.model
-        )  # None: of the model at its first use
+        # None where it is that of the model at its first use.
+        self._function: FunctionDescription | None = FunctionDescription(self.model)
         self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
         self._predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None = None
         self._ways: list[tuple[int, bool | Exception]] = []  # to derivatives along directions, see TangentModel
@@ -823,7 +822,7 @@ class BaseLaplace(Predictive):
         self._verified = seen, torch.stack(sums)
 
     def _change(self) -> str:
-        """What changed in the model's function since the fit, in words."""
+        """The change of the model's function since the fit, in words; "" where there is none."""
         if self._function is None:
             self._function = FunctionDescription(self.model)
         return self._function.change(self.model)

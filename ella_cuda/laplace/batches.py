@@ -173,7 +173,7 @@ def run_model(model: Callable[..., Any], x: Inputs) -> Any:
 
 
 def _other_dtype(model: Any, x: Inputs, said: str) -> TypeError | None:
-    """What a model's RuntimeError means where it is about the dtype of inputs that is not that of the parameters."""
+    """The refusal that a model's RuntimeError stands for where it is about the dtype of inputs that is not that of the parameters."""
     own = {p.dtype for p in model.parameters() if p.is_floating_point()} if isinstance(model, nn.Module) else set()
     given = {t.dtype for t in tensors_of(x)}
     given = {dtype for dtype in given if dtype.is_floating_point} or given

@@ -33,12 +33,13 @@ def check_likelihood(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -
 
 
 class _Check:
+    """One comparison, of outputs ``(N, ...)`` and their targets."""
+
     def __init__(self, likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> None:
         self.likelihood, self.kind = likelihood, type(likelihood)
         self.outputs, self.f, self.y = outputs, outputs.double(), targets
-        self.wide = (
-            targets.double() if targets.is_floating_point() else targets
-        )  # gradients of torch's losses take one dtype
+        # Gradients of torch's losses take one dtype.
+        self.wide = targets.double() if targets.is_floating_point() else targets
         self.rounding = torch.finfo(outputs.dtype).eps
         self.tolerance = max(1e-3, 16 * self.rounding)
         self.generator = torch.Generator("cpu").manual_seed(0)
@@ -108,12 +109,12 @@ class _Check:
         return (gaps.amax() / sizes.amax()).item()
 
     def _entries(self, count: int) -> Tensor:
-        """Of a data point's outputs, some that lie together and some others, in order."""
+        """Entries of a data point's outputs, some that lie together and some others, in order."""
         if count <= ENTRIES:
             return torch.arange(count, device=self.f.device)
         first = torch.randint(count - ENTRIES // 2, (), generator=self.generator, device="cpu")
         others = torch.randint(count, (ENTRIES // 2,), generator=self.generator, device="cpu")
-        return torch.cat([first + torch.arange(ENTRIES // 2), others]).unique().to(self.f.device)
+        return torch.cat([first + torch.arange(ENTRIES // 2, device="cpu"), others]).unique().to(self.f.device)
 
     def _slope(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of ``log_prob`` and its gradient, in its graph."""
@@ -127,7 +128,8 @@ class _Check:
         return total.detach(), slope
 
     def _hessian(self, slope: Tensor | None, entries: Tensor) -> Tensor:
-        """Of ``-log_prob``, data points being independent, ``(N, E, E)``: by autograd of its gradient, or by differences of gradients."""
+        """The Hessian of ``-log_prob``, ``(N, E, E)``, data points being independent: by autograd of its gradient, or by differences of
+        gradients."""
         leaf, rows = self._leaf, []
         for entry in entries.tolist():
             if slope is None:

@@ -119,6 +119,8 @@ def check_rules(model: nn.Module, rules: Sequence[Rule], x: Inputs, places: Mapp
 
 
 class _Check:
+    """One comparison, at a call of the rule's layer with these arguments and output, data points first."""
+
     def __init__(self, rule: Rule, arguments: list[Any], out: Tensor) -> None:
         self.rule, self.arguments, self.out = rule, arguments, out
         self.names, self.shapes = list(rule.trainable), rule.shapes()
@@ -286,7 +288,7 @@ class _Check:
 
 
 class _Contradiction(ValueError):
-    """Of this module."""
+    """The error of a comparison, beside errors that a rule raises itself."""
 
 
 def owner_of(kind: type, method: str) -> type:

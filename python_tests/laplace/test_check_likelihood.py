@@ -11,6 +11,7 @@ from torch import nn
 
 from ella_cuda import marglik_training
 from ella_cuda.laplace import FullLaplace, IndependentLikelihood, KronLaplace, Likelihood, register_likelihood
+from ella_cuda.laplace.check_likelihood import check_likelihood
 from ella_cuda.laplace.likelihoods import LIKELIHOODS, Classification, Heteroscedastic
 
 
@@ -161,6 +162,15 @@ def test_many_outputs_are_compared_in_part(kind):
     wrong = of(kind, **{"second_derivative" if kind is Exponential else "columns": doubled(kind)})
     with pytest.raises(ValueError, match=r"is not the Hessian of -log_prob"):
         fit(wrong, 5, 300, torch.float32)
+
+
+def test_entries_are_chosen_whatever_the_default_device():
+    f, y = torch.randn(3, 300), torch.rand(3, 300)
+    torch.set_default_device("meta")
+    try:
+        check_likelihood(Exponential(), f, y)
+    finally:
+        torch.set_default_device(None)
 
 
 def of(base: type[Likelihood], **methods):

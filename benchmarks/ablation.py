@@ -25,9 +25,8 @@ from benchmarks import bench_augmentation_evidence as augmentation
 from benchmarks.bench_factors import batches
 from benchmarks.bench_networks import CASES, CLASSES, network
 from benchmarks.memory import peak_bytes
-from ella_cuda.laplace import KronLaplace, chains, curvature, evidence_gradient, hypergradients
+from ella_cuda.laplace import KronLaplace, Rule, chains, curvature, evidence_gradient, hypergradients
 from ella_cuda.laplace.column_functions import Before
-from ella_cuda.laplace.weight_sharing import Use
 
 FITS = ("vgg16", "vgg32", "resnet18", "resnet18_exact", "conv")
 GRADIENT = "evidence_gradient"
@@ -65,18 +64,7 @@ def autograd() -> None:
 
 def autograd_layers() -> None:
     """Rules see gradients alone."""
-    node = curvature.CurvaturePass._node
-
-    def tap(self: Any, rule: Any, *given: Any) -> Any:
-        rule.differentiates = False
-        return node(self, rule, *given)
-
-    def outputs(self: Any, gradient: torch.Tensor) -> None:
-        with self.uses.ready(self):
-            of_layer = self._batch_first(gradient)
-            self.rule.outputs(of_layer) if "outputs" in vars(type(self.rule)) else self.rule.vjp(of_layer, None)
-
-    curvature.CurvaturePass._node, Use.outputs = tap, outputs
+    Rule.has_input_gradient = lambda self: False
 
 
 def without_chosen_positions() -> None:

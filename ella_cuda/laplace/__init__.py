@@ -7,6 +7,7 @@ from ella_cuda.laplace.hypergradients import evidence_gradient
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, register_likelihood
 from ella_cuda.laplace.prior_structure import prior_groups
+from ella_cuda.laplace.rows import Dense, Patches, Rows
 from ella_cuda.laplace.rules import Rule, register
 from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.subnetwork import (
@@ -21,6 +22,7 @@ from ella_cuda.laplace.subnetwork import (
 from ella_cuda.laplace.tangent_model import TangentModel
 
 __all__ = [
+    "Dense",
     "DiagLaplace",
     "FactorShape",
     "FullLaplace",
@@ -33,7 +35,9 @@ __all__ = [
     "Likelihood",
     "ModuleNameSubnetMask",
     "ParamNameSubnetMask",
+    "Patches",
     "RandomSubnetMask",
+    "Rows",
     "Rule",
     "SecondMoment",
     "SubnetLaplace",

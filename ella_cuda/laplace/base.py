@@ -28,7 +28,7 @@ from ella_cuda.laplace.batches import (
 from ella_cuda.laplace.check_likelihood import POINTS, check_likelihood
 from ella_cuda.laplace.check_rule import is_own
 from ella_cuda.laplace.copies import augment_of, checked_draws, require_served, tried_copies, with_draws
-from ella_cuda.laplace.curvature import CurvaturePass, at_test_time
+from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.evidence import Mean
 from ella_cuda.laplace.function import FunctionDescription
@@ -58,6 +58,7 @@ from ella_cuda.laplace.state import (
     with_checksum,
 )
 from ella_cuda.laplace.tangent_model import TangentModel
+from ella_cuda.laplace.test_time import at_test_time
 from ella_cuda.laplace.tuning import (
     Loss,
     check_arguments,

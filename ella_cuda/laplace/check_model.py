@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
+from ella_cuda.laplace.call import Place, batch_first
 from ella_cuda.laplace.hooks import refusing_changes_of_gradients
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.randomness import generator_states, require_one_function
@@ -24,25 +25,6 @@ from ella_cuda.laplace.tangent import rounding_of
 
 LARGE = 2.0**10  # columns of a fit have sizes of 1 and less
 APART = 32  # images of a first batch whose outputs are compared
-
-
-class Place(NamedTuple):
-    """Where the images are in a layer's input and output.
-
-    Attributes:
-        axis: that they are along, 0 or 1.
-        folded: how many positions of an image follow each other there: the axis has the images in front, the positions behind.
-        copies: how many copies of an image follow each other there, in front of the positions, see :mod:`ella_cuda.laplace.copies`.
-    """
-
-    axis: int = 0
-    folded: int = 1
-    copies: int = 1
-
-    @property
-    def rows(self) -> int:
-        """How long the axis is for one image."""
-        return self.folded * self.copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,12 +293,15 @@ def _places(
             continue  # what is no tensor is refused when the layer is called
         sizes = zip(shape, other.shape, strict=True)
         along = [axis for axis, of in enumerate(sizes) if of == (2 * copies, 3 * copies)]
-        allowed = (0, 1) if rule.batch_second and len(shape) > 2 else (0,)
-        place = next((Place(axis, 1, copies) for axis in along if axis in allowed), None)
         each = other.shape[0] - shape[0] if shape else 0
-        folds = each > copies and not each % copies and rule.batch_second
-        if place is None and folds and (shape[0], other.shape[0]) == (2 * each, 3 * each):
-            place = Place(0, each // copies, copies)
+        place = None
+        if 0 in along:
+            place = Place(0, 1, copies)
+        elif 1 in along and len(shape) > 2 and _is_alike(call, Place(1)):
+            place = Place(1, 1, copies)
+        elif each > copies and not each % copies and (shape[0], other.shape[0]) == (2 * each, 3 * each):
+            folded = Place(0, each // copies, copies)
+            place = folded if _is_alike(call, folded) else None
         if place is None and shape == other.shape:
             raise ValueError(
                 f"{rule.label}: its output has the shape {tuple(shape)} whatever the number of data points, so that the gradients of single "
@@ -326,12 +311,27 @@ def _places(
         if place is None:
             raise ValueError(
                 f"{rule.label}: expected an output with the batch in front, (N, ...), got {tuple(shape)} for N = 2 and {tuple(other.shape)} "
-                "for N = 3. Positions that share weights must be dimensions of their own, not folded into the batch"
-                + (", and the batch the first or the second axis." if rule.batch_second else ".")
+                "for N = 3. Positions that share weights must be dimensions of their own, not folded into the batch, and the batch the first "
+                "axis, or the second of a layer that treats all axes but the last alike."
             )
         other.place = place
         places[rule] = (*places.get(rule, ()), place)
     return places
+
+
+def _is_alike(call: _Call, place: Place) -> bool:
+    """Whether the layer of a call treats the data points alike when they are the first axis, as its rule gets them."""
+    module = call.module
+    if isinstance(module, nn.MultiheadAttention):
+        return True  # whose projections are linear layers
+    with torch.no_grad():
+        inputs = [t.detach() for t in call.inputs]
+        try:
+            out, again = module.forward(*inputs), module.forward(*(batch_first(t, place) for t in inputs))
+        except Exception:  # whatever a layer raises of an input of another shape
+            return False
+    expected = batch_first(out, place)
+    return again.shape == expected.shape and _alike(again, expected)
 
 
 def _require_own_parameters(

@@ -15,58 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
-from ella_cuda.laplace.check_model import Place
-from ella_cuda.laplace.column_functions import Before
+from ella_cuda.laplace.call import Call, Place, batch_first
 from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.jacobian import by_autograd
+from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.rules.recorded import adds
 from ella_cuda.laplace.second_moment import UnkeptMoment
-from ella_cuda.laplace.weight_sharing import batch_first
 from ella_cuda.nn._autocast import full
 
 POINTS, PROBES = 5, 3  # data points, and outputs whose gradients are tried one by one
 TOLERANCE = 1e-3  # relative
 PARALLEL = 1 - 1e-6
-
-
-class _Recorded(UnkeptMoment):
-    """Rows that a rule adds, ``(blocks, rows, alpha)`` each; whether it adds by other means than rows."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.pieces: list[tuple[range, Tensor, float]] = []
-        self.opaque = False
-
-    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
-        self.add_to(range(self.total.shape[0]), rows, alpha)
-
-    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
-        self.pieces.append((blocks, rows.detach().double().expand(-1, len(blocks), -1), alpha))
-
-    def _note(self, *_: Any, **__: Any) -> None:
-        self.opaque = True
-
-    add_weighted = add_counts = add_diagonal = add_windows = add_patches = count = _note
-
-    def clone(self, name: str) -> _Recorded:
-        other = copy.copy(self)
-        other.pieces = list(self.pieces)
-        return other
-
-    def times(self, vectors: Tensor) -> Tensor:
-        """The sum of outer products, times vectors ``(G, d)``."""
-        total = torch.zeros_like(vectors)
-        for blocks, rows, alpha in self.pieces:
-            some = slice(blocks.start, blocks.stop)
-            total[some] += alpha * torch.einsum("rgd,rg->gd", rows, torch.einsum("rgd,gd->rg", rows, vectors[some]))
-        return total
-
-    def whole(self) -> Tensor | None:
-        """All rows ``(R, G, d)``, times the roots of their weights; None where they are not of all blocks."""
-        if self.opaque or any(len(blocks) != self.total.shape[0] for blocks, _, _ in self.pieces) or not self.pieces:
-            return None
-        return torch.cat([rows * alpha**0.5 for _, rows, alpha in self.pieces])
 
 
 def is_own(kind: type) -> bool:
@@ -134,26 +95,27 @@ class _Check:
         if exact is None or together is None:
             return
         singles = [self._shown(self._only(n), gradient[:, n : n + 1]) for n in range(count)]
-        for name, factor in together.factors.items():
-            shape, outputs = self.shapes[name], factor.output_moment
-            for side in ("input", "output"):
-                moment = getattr(factor, f"{side}_moment")
-                alone = [getattr(s.factors[name], f"{side}_moment") for s in singles if s is not None]
-                if moment is not None and len(alone) == count and not any(m.opaque for m in (moment, *alone)):
-                    vectors = self._drawn(*moment.total.shape[:2]).double()
-                    self._compare(
-                        side + "s",
-                        moment.times(vectors),
-                        sum(m.times(vectors) for m in alone),
-                        f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone",
-                    )
-            if shape.constant_input and not outputs.opaque and shape.output_basis is None:
-                vectors = self._drawn(*outputs.total.shape[:2]).double()
-                rows = exact[name].flatten(0, 1).flatten(1).double()  # (K N, b)
+        for side, rows in together.items():
+            for name, whole in rows.items():
+                alone = [single[side].get(name) for single in singles if single is not None]
+                if whole is None or len(alone) < count or any(each is None for each in alone):
+                    continue
+                vectors = self._drawn(*whole.shape[1:]).double()
+                self._compare(
+                    f"{side}s",
+                    _times(whole, vectors),
+                    sum(_times(each, vectors) for each in alone),
+                    f"the rows that it adds for {name!r} of {count} data points are not those of each data point alone",
+                )
+        for name, shape in self.shapes.items():
+            rows = together["output"].get(name)
+            if rows is not None and name in exact and shape.constant_input and shape.output_basis is None:
+                vectors = self._drawn(*rows.shape[1:]).double()
+                its = exact[name].flatten(0, 1).flatten(1).double()  # (K N, b)
                 self._compare(
                     "outputs",
-                    outputs.times(vectors),
-                    ((rows @ vectors[0]) @ rows)[None],
+                    _times(rows, vectors),
+                    ((its @ vectors[0]) @ its)[None],
                     f"the outer products of the rows that it adds for {name!r} are not those of its gradients, the block being exact",
                 )
         for i in range(PROBES):
@@ -168,13 +130,19 @@ class _Check:
         found, exact = self._shown(only, unit), self._exact(only, unit)
         if found is None or exact is None:
             return
-        for name, factor in found.factors.items():
+        for name in self.names:
             shape = self.shapes[name]
+            inputs, outputs = found["input"].get(name), found["output"].get(name)
             on_bases = shape.input_basis is not None or shape.output_basis is not None
-            if shape.constant_input or shape.groups != shape.output_groups or on_bases:
+            if (
+                shape.constant_input
+                or shape.groups != shape.output_groups
+                or on_bases
+                or inputs is None
+                or outputs is None
+            ):
                 continue
-            inputs, outputs = factor.input_moment.whole(), factor.output_moment.whole()
-            if inputs is None or outputs is None:
+            if inputs.shape[1] != shape.groups or outputs.shape[1] != shape.groups:
                 continue
             there = outputs.flatten(1).any(1)
             m = exact[name][0, 0].double()  # (G, a, b)
@@ -211,28 +179,32 @@ class _Check:
         inner, sizes = (one * other).sum((1, 2)).abs(), one.flatten(1).norm(dim=1) * other.flatten(1).norm(dim=1)
         return bool((inner >= PARALLEL * sizes).all())
 
-    def _shown(self, arguments: list[Any], gradient: Tensor) -> Rule | None:
-        """A copy of the rule that recorded what it adds of a call; None where it cannot do so."""
+    def _shown(self, arguments: list[Any], gradient: Tensor) -> dict[str, dict[str, Tensor | None]] | None:
+        """The rows ``(R, G, d)`` of both sides, by parameter, those of B times the roots of their weights; None of rows that are not written
+        out, and in the whole's place where the rule cannot say them here."""
         rule = copy.copy(self.rule)
-        rule.tied, rule.lent, rule.copies, rule.before, rule.samples = {}, set(), 1, Before(), None
-        method = "vjp" if rule.differentiates else "outputs"
-        x, pulled = arguments[0], None
+        rule.tied, rule.lent, rule.copies = {}, set(), 1
+        call = Call(rule, input_shape=arguments[0].shape)
+        pulled = None
         try:
-            rule.allocate(_Recorded)
-            self._unchanged("inputs", rule.inputs, arguments)
-            if rule.differentiates:
-                pulled = self._unchanged(method, rule.vjp, [gradient, x.shape])
+            rule.allocate(UnkeptMoment)
+            inputs = self._unchanged("inputs", rule.input_rows, arguments)
+            call.kept = rule.keep(*arguments)
+            outputs: dict[str, Rows] = {}
+            if rule.has_input_gradient():
+                pulled = self._unchanged("vjp", lambda g: rule.backward(g, call, outputs.update, True), [gradient])
             else:
-                self._unchanged(method, rule.outputs, [gradient])
+                outputs = self._unchanged("outputs", lambda g: rule.output_rows(g, call.kept), [gradient])
         except _Contradiction:
             raise
         except Exception:  # it may do in the fit what it cannot do here, as adding to a factor by itself
             return None
+        x = arguments[0]
         if pulled is not None and x.is_floating_point():
             self._compare(
                 "vjp", pulled, self._pulled(arguments, gradient), "it does not return the gradient at the input"
             )
-        if rule.knows_jacobians() and not is_own(owner_of(type(rule), "jacobians")):
+        if not is_own(owner_of(type(rule), "jacobians")):
             found = self._unchanged("jacobians", rule.jacobians, [arguments, gradient])
             exact = self._exact(arguments, gradient)
             for name, jacobian in found.items() if exact is not None else ():
@@ -242,7 +214,21 @@ class _Check:
                     exact[name],
                     f"they are not the gradients of single data points in {name!r}",
                 )
-        return rule
+        return {"input": self._written(inputs, False), "output": self._written(outputs, True)}
+
+    def _written(self, rows: Mapping[str, Rows], outputs: bool) -> dict[str, Tensor | None]:
+        found: dict[str, Tensor | None] = {}
+        for name, side in rows.items():
+            shape, alpha = self.shapes[name], 1.0
+            if outputs and shape.constant_input:
+                side = side.summed()
+            elif outputs:
+                alpha = 1 / max(side.positions, 1)
+            try:
+                found[name] = side.dense().flatten(0, 1).detach().double() * alpha**0.5
+            except NotImplementedError:
+                found[name] = None
+        return found
 
     def _exact(self, arguments: list[Any], gradient: Tensor) -> dict[str, Tensor] | None:
         """Autograd's gradients of single data points, ``(K, N, G, a, b)``; None where the layer alone has none."""
@@ -280,15 +266,28 @@ class _Check:
         if gap > TOLERANCE * size:
             raise self._error(method, f"{words}: relative difference {gap / size:.2g}, expected at most {TOLERANCE:g}")
 
+    def _named(self, method: str) -> str:
+        """The rule's own method of that kind."""
+        own = {"inputs": "input_rows", "outputs": "output_rows", "vjp": "input_gradient"}
+        rule = self.rule
+        if not adds(type(rule)):
+            return " and ".join(own.get(m, m) for m in method.split(" and "))
+        return "vjp" if method == "outputs" and rule.has_input_gradient() else method
+
     def _error(self, method: str, words: str) -> ValueError:
+        where = f"{type(self.rule).__name__}.{self._named(method)}"
         return _Contradiction(
-            f"fit: {self.rule.label}: {type(self.rule).__name__}.{method} contradicts autograd of the layer, on data of the first batch: "
-            f"{words}."
+            f"fit: {self.rule.label}: {where} contradicts autograd of the layer, on data of the first batch: {words}."
         )
 
 
 class _Contradiction(ValueError):
     """The error of a comparison, beside errors that a rule raises itself."""
+
+
+def _times(rows: Tensor, vectors: Tensor) -> Tensor:
+    """The sum of the outer products of rows ``(R, G, d)``, times vectors ``(G, d)``."""
+    return torch.einsum("rgd,rg->gd", rows, torch.einsum("rgd,gd->rg", rows, vectors))
 
 
 def owner_of(kind: type, method: str) -> type:

@@ -9,8 +9,7 @@ gradient of a parameter is ever formed.
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,23 +19,15 @@ from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
-from ella_cuda.laplace.check_model import (
-    Findings,
-    LinearFunctions,
-    Place,
-    outputs_apart,
-    probe,
-    require_rows_of_their_own,
-)
+from ella_cuda.laplace.batches import Inputs, data_points, run_model, take, tensors_of
+from ella_cuda.laplace.call import Call, Place, batch_first
+from ella_cuda.laplace.check_model import outputs_apart, probe, require_rows_of_their_own
 from ella_cuda.laplace.check_rule import check_rules
 from ella_cuda.laplace.column_functions import Before, ConstantScale, InterceptedFunctions, Passage, Slice
 from ella_cuda.laplace.copies import (
     Chunk,
     chunks_of,
-    copies_of,
     copies_together,
     require_copies,
     seeing,
@@ -44,15 +35,14 @@ from ella_cuda.laplace.copies import (
     warn_of_all_copies,
 )
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.kronecker_sums import Consumer, KroneckerSums, SummedCopies
+from ella_cuda.laplace.layer_pass import LayerPass
 from ella_cuda.laplace.likelihoods import Columns, bytes_each, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
-from ella_cuda.laplace.rules import MultiheadAttentionRule, PerExampleRule, Rule
-from ella_cuda.laplace.rules.attention import Tap
-from ella_cuda.laplace.rules.base import arguments_in_order
+from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.norm import constant_scale
 from ella_cuda.laplace.tangent import NoGradientError, first_at_fault
-from ella_cuda.laplace.weight_sharing import SummedUses, Use, Uses
-from ella_cuda.modes import evaluation_mode
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant, requiring_grad
 from ella_cuda.nn._autocast import full
 from ella_cuda.ops._precision import without_autocast
 
@@ -107,28 +97,30 @@ class _LayerNode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, use: Use, run: CurvaturePass) -> Tensor:
+    def forward(ctx: Any, x: Tensor, out: Tensor, anchor: Tensor, call: Call, run: CurvaturePass) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.use, ctx.shape, ctx.run = use, x.shape, run
+        ctx.call, ctx.run = call, run
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        use, shape = ctx.use, ctx.shape if ctx.needs_input_grad[0] else None
-        ctx.run.require_backward()
+        call, run, wanted = ctx.call, ctx.run, ctx.needs_input_grad[0]
+        run.require_backward()
 
-        def vjp(columns: Tensor) -> Tensor:
+        def back(columns: Tensor) -> Tensor:
             # A network's own autocast reduces what is between its layers; rules have their parameters' precision.
-            found = use.vjp(full(columns), shape)
-            return columns.new_zeros(columns.shape[0]) if found is None else found
+            found = run.consumer.backward(call, batch_first(full(columns), call.place, 1), wanted)
+            if found is None:
+                return columns.new_zeros(columns.shape[0])
+            return found.flatten(1, 2) if call.place.folded > 1 else batch_first(found, call.place, 1)
 
-        handed, use.handed = use.handed, None
+        handed, call.handed = call.handed, None
         if handed is None:
-            use.state["samples"] = None
-            found = _on_columns(gradient, vjp)
+            call.samples = None
+            found = _on_columns(gradient, back)
         else:
-            found = _of_handed(handed, vjp)
-        return found if shape is not None else None, None, None, None, None
+            found = _of_handed(handed, back)
+        return found if wanted else None, None, None, None, None
 
 
 class _OutputTap(torch.autograd.Function):
@@ -137,17 +129,17 @@ class _OutputTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, anchor: Tensor, use: Use, run: CurvaturePass) -> Tensor:
-        ctx.use, ctx.run = use, run
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, call: Call, run: CurvaturePass) -> Tensor:
+        ctx.call, ctx.run = call, run
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        use = ctx.use
-        ctx.run.require_backward()
+        call, run = ctx.call, ctx.run
+        run.require_backward()
 
         def show(columns: Tensor) -> Tensor:
-            use.outputs(full(columns))
+            run.consumer.backward(call, batch_first(full(columns), call.place, 1), False)
             return columns
 
         return _on_columns(gradient, show), None, None, None
@@ -208,7 +200,7 @@ def _through(passage: Passage, gradient: Tensor) -> Tensor:
     return _on_columns(gradient, passage.back)
 
 
-class CurvaturePass:
+class CurvaturePass(LayerPass):
     """The passes of one fit; see :func:`curvature_pass`.
 
     Attributes:
@@ -220,30 +212,29 @@ class CurvaturePass:
         model: the network, ``(N, ...) -> (N, K)``.
         rules: of its layers with trainable parameters, factors allocated.
         memory_budget: bytes that the gradients of one pass over some of the columns may take.
+        consumer: who gets what layers see; None adds it to the rules' factors.
     """
 
-    def __init__(self, model: nn.Module, rules: Sequence[Rule], memory_budget: int) -> None:
-        self.model, self.memory_budget, self.copies = model, memory_budget, copies_of(model)
-        self.rules = [rule for rule in rules if not isinstance(rule, PerExampleRule)]
+    def __init__(
+        self, model: nn.Module, rules: Sequence[Rule], memory_budget: int, consumer: Consumer | None = None
+    ) -> None:
+        of_layers = [rule for rule in rules if not isinstance(rule, PerExampleRule)]
+        super().__init__(model, of_layers, KroneckerSums() if consumer is None else consumer)
+        self.memory_budget = memory_budget
         others = [rule for rule in rules if isinstance(rule, PerExampleRule)]
         self.per_example = PerExampleGradients(model, others) if others else None
         self.calls = {rule: 0 for rule in self.rules}
-        self._by_module = {rule.module: rule for rule in self.rules}
-        self.uses = Uses()
-        self._anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._calls: list[Call] = []  # of the last forward pass
         # Who is told what stands before its input, and the input's node.
         self._with_input: list[tuple[Callable[[Before], None], Any]] = []
         self._hooked: set[Any] = set()  # nodes of tensors with hooks
-        self._batch_size = 0
         self.column_bytes = 0
         self.passage_bytes = 0
         self.watched: Callable[[Tensor], Any] | None = None
         self._attention: Callable[[], AbstractContextManager[None]] = nullcontext
         self._differentiating = False  # whether columns are on their way back
-        self._aside = False  # whether the network runs for somebody else
         self.hyperparameters = list(hyperparameters(model).values())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.findings = Findings({}, frozenset(), True)
         self._compared = True  # whether the outputs of a batch were compared with those of its parts
 
     def try_out(self, x: Inputs, several: bool) -> None:
@@ -335,31 +326,20 @@ class CurvaturePass:
     @contextmanager
     def nodes(self) -> Iterator[None]:
         """For the duration of the context, in which a batch goes forward and back, the layers' calls make our nodes."""
-        inside = {
-            rule: partial(rule.tapped, tap=self._tap(rule), charge=self._charge_bytes)
-            for rule in self.rules
-            if isinstance(rule, MultiheadAttentionRule)
-        }
-        by_function = self.findings.by_function
-        hooks = {rule: self._hook(rule) for rule in self.rules if rule not in inside and rule not in by_function}
         with ExitStack() as stack:
-            stack.enter_context(hooked(hooks, inside))
+            stack.enter_context(self.layers())
             for module in self.model.modules():
                 if (scale := constant_scale(module)) is not None:  # its hook comes before that of a rule
                     handle = module.register_forward_hook(self._scaled(scale), prepend=True)
                     stack.callback(handle.remove)
             stack.enter_context(InterceptedFunctions(self._passed, self._wants_nodes, self._hooked))
-            if by_function:
-                modules = [rule.module for rule in by_function]
-                stack.enter_context(LinearFunctions(modules, self._used_by_function, ()))
             yield
 
     def forward(self, x: Inputs) -> Tensor:
         """The outputs ``(N, ...)``, with the graph of our nodes; the input sides are accumulated on the way."""
         self._batch_size, self.column_bytes, self.passage_bytes = data_points(x), 1, 0
-        self.uses.clear()
-        self._with_input.clear()
-        self._hooked.clear()
+        self._forget_calls()
+        self.consumer.begin()
         compare = not self._compared and self._batch_size > 3  # of which the probe had all
         if compare:
             with self._apart():
@@ -371,7 +351,7 @@ class CurvaturePass:
                 require_rows_of_their_own(self.model, x, *apart, outputs.detach())
             self._compared = True
         with torch.no_grad():
-            self.uses.close()
+            self.consumer.close()
         if outputs.grad_fn is not None:
             self._look_before(outputs)
         return outputs
@@ -381,7 +361,7 @@ class CurvaturePass:
         if self.per_example is not None:
             with in_plain_products():
                 each = max(self.column_bytes, bytes_each(columns))
-                self.per_example.add(x, columns, each, self.memory_budget, most)
+                self.per_example.add(x, columns, each, self.memory_budget, self.consumer.add_per_example, most)
 
     def add_chunks(self, chunks: Sequence[Chunk], columns: Columns | Tensor) -> None:
         """:meth:`forward` and :meth:`backward` of data points whose copies come in chunks: both sides accumulate.
@@ -392,37 +372,35 @@ class CurvaturePass:
         if not self.rules:
             return
         each = self.findings.image_bytes * data_points(chunks[0][0]) // self.copies  # of a column's sums
-        step, sums, whole = max(self.memory_budget // max(each, 1), 1), SummedUses(), self.uses
+        step, sums = max(self.memory_budget // max(each, 1), 1), SummedCopies(self.consumer)
         for begin in range(0, len(columns), step):
             part, passes = columns[begin : begin + step], 0
             for x, share in chunks:
-                with self.of_copies(x, sums):
-                    sums.begin(share)
-                    with self.nodes():
-                        passes = self.backward(self.forward(x), part * share, passes)
-                    sums.end()
-            with seeing(self.rules, 1), torch.no_grad():
-                sums.add_inputs(whole)
-                sums.add_outputs(whole)
+                sums.chunk(share)
+                with self.of_copies(x, sums), self.nodes():
+                    passes = self.backward(self.forward(x), part * share, passes)
+            sums.begin()
+            with torch.no_grad():
+                sums.add()
         self.release()
 
     @contextmanager
-    def of_copies(self, x: Inputs, uses: Uses) -> Iterator[None]:
-        """For the duration of the context, layers see as many copies as these inputs have, and calls are noted there."""
-        before = self.copies, self.uses
-        self.copies, self.uses = x[1].shape[1], uses
+    def of_copies(self, x: Inputs, consumer: Consumer) -> Iterator[None]:
+        """For the duration of the context, layers see as many copies as these inputs have, and this consumer gets what they see."""
+        before = self.copies, self.consumer
+        self.copies, self.consumer = x[1].shape[1], consumer
         try:
             with seeing(self.rules, self.copies):
                 yield
         finally:
-            self.copies, self.uses = before
+            self.copies, self.consumer = before
 
     def backward(self, outputs: Tensor, columns: Columns | Tensor, passes: int = 0) -> int:
         """Send the columns back from the outputs, as many at once as the budget allows, or in so many passes; output sides accumulate.
         Returns the number of passes."""
         if not self.rules:
             return 0
-        if not len(self.uses):
+        if not self._calls:
             raise ValueError("fit: no layer with trainable parameters was called in the model's forward.")
         if not outputs.requires_grad:
             raise ValueError(
@@ -447,7 +425,8 @@ class CurvaturePass:
                         vjp(chunk[0])
                     else:
                         torch.func.vmap(vjp)(chunk)
-                self.uses.flush()
+                with torch.no_grad():
+                    self.consumer.flush()
         finally:
             self._differentiating = False
             self.release()
@@ -455,9 +434,18 @@ class CurvaturePass:
 
     def release(self) -> None:
         """Drop what is kept of the last batch."""
-        self.uses.clear()
-        for rule in self.rules:
-            rule.release()
+        self._forget_calls()
+        self.consumer.release()
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._counts.clear()
+        self._with_input.clear()
+        self._hooked.clear()
+
+    def kept_bytes(self) -> int:
+        """Bytes of what rules and functions without parameters keep of the last forward pass."""
+        return sum(call.kept_bytes() for call in self._calls) + self.passage_bytes
 
     def require_backward(self) -> None:
         """ValueError where somebody else than :meth:`backward` differentiates."""
@@ -466,33 +454,6 @@ class CurvaturePass:
                 "fit: the model differentiates through its layers in its own forward (torch.autograd.grad, as for forces of an energy): the "
                 "curvature of weights that both passes use is no Kronecker product. Freeze these layers, or fit those behind them alone."
             )
-
-    def _hook(self, rule: Rule) -> Callable[..., Tensor]:
-        """The forward hook of a rule's layer."""
-
-        def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            kind = type(out)
-            if self._aside:
-                return out
-            if self._differentiating:
-                # A checkpoint computes the layer anew, for what others saved: our nodes and this sum save nothing.
-                out = plain_tensor(out)
-                again = (out.detach() if rule.differentiates else out) + self._anchor
-                return again if kind is Tensor else again.as_subclass(kind)
-            place = self._place(rule)
-            if not isinstance(out, Tensor) or not self._fits(out, place):
-                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-                raise ValueError(
-                    f"{rule.label}: expected an output with the batch in front, ({self._batch_size}, ...), got {got}. "
-                    "Positions that share weights must be dimensions of their own, not folded into the batch."
-                )
-            arguments = [
-                plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
-            ]
-            out = self._node(rule, arguments, plain_tensor(out), place)
-            return out if kind is Tensor else out.as_subclass(kind)
-
-        return replace
 
     def _scaled(self, scale: Tensor) -> Callable[..., Tensor]:
         """The forward hook of a normalisation by constants. It leaves to autograd what is not the layer's own output, after somebody's hook
@@ -576,63 +537,41 @@ class CurvaturePass:
             while alone(node) and _forward_of(node) in (_Node, _InPlaceNode):
                 passages.append(node.passage)
                 ((node, _), *_) = node.next_functions
-            layer = node.use if alone(node) and _forward_of(node) is _LayerNode else None
+            layer = node.call if alone(node) and _forward_of(node) is _LayerNode else None
             tell(Before(passages, _takes_any_layout(node), layer))
         self._with_input.clear()
         self._hooked.clear()
 
-    def _place(self, rule: Rule) -> Place:
-        """Of the images in the rule's next call, as in the same call of the probe."""
-        places = self.findings.places.get(rule, (Place(),))
-        return places[min(self.uses.of(rule), len(places) - 1)]._replace(copies=self.copies)
+    def recomputing(self) -> bool:
+        return self._differentiating
 
-    def _fits(self, out: Tensor, place: Place) -> bool:
-        """Whether the images can be there."""
-        return out.dim() > place.axis and out.shape[place.axis] == self._batch_size * place.rows
+    def recomputed(self, rule: Rule, out: Tensor) -> Tensor:
+        return (out.detach() if rule.has_input_gradient() else out) + self._anchor
 
-    def _used_by_function(self, module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
-        """What a function made of a linear layer's parameters, behind our node."""
-        if self._aside:
-            return out
-        if self._differentiating:
-            return out + self._anchor
-        rule = self._by_module[module]
-        return self._node(rule, (x,), out, self._place(rule))
-
-    def _tap(self, rule: MultiheadAttentionRule) -> Tap:
-        """What stands behind the projections inside of an attention."""
-
-        def tap(arguments: tuple[Any, ...], out: Tensor, axis: int) -> Tensor:
-            if self._aside:
-                return out
-            if self._differentiating:
-                return out + self._anchor
-            return self._node(rule, arguments, out, Place(axis, 1, self.copies))
-
-        return tap
-
-    def _node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, place: Place) -> Tensor:
+    def node(self, rule: Rule, arguments: Sequence[Any], out: Tensor, place: Place) -> Tensor:
         """The output of a call, behind our node; accumulates the call's input side."""
         self.calls[rule] += 1
+        call = Call(rule, place, can_sample=self.consumer.takes_samples)
         with torch.no_grad(), without_autocast(out.device.type):  # the network's own
-            seen = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-            if not rule.reads_reduced():
-                seen = [full(a) if isinstance(a, Tensor) else a for a in seen]
-            use = self.uses.call(rule, seen, place)
+            seen = [batch_first(a.detach(), place) if isinstance(a, Tensor) else a for a in arguments]
+            call.input_shape = seen[0].shape if isinstance(seen[0], Tensor) else None
+            self.consumer.forward(call, seen)
+        self._calls.append(call)
+        self._counts[rule] += 1
         if isinstance(arguments[0], Tensor):
             x = self._unsliced(arguments[0])
             arguments = (x, *arguments[1:])
-            self._with_input.append((partial(use.state.__setitem__, "before"), x.grad_fn))
+            self._with_input.append((partial(setattr, call, "before"), x.grad_fn))
         self._charge(arguments[0], out)
-        if rule.differentiates:
-            return _LayerNode.apply(arguments[0], out.detach(), self._anchor, use, self)
-        return _OutputTap.apply(out, self._anchor, use, self)
+        if rule.has_input_gradient():
+            return _LayerNode.apply(arguments[0], out.detach(), self._anchor, call, self)
+        return _OutputTap.apply(out, self._anchor, call, self)
 
     def _charge(self, *tensors: Tensor) -> None:
         """A column's gradients of these exist at once, and as much again for temporaries."""
-        self._charge_bytes(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
+        self.charge_bytes(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor)))
 
-    def _charge_bytes(self, size: int) -> None:
+    def charge_bytes(self, size: int) -> None:
         self.column_bytes = max(self.column_bytes, 2 * size)
 
 
@@ -677,130 +616,3 @@ def _widen_heap() -> None:
     """With glibc, have blocks up to 32 MiB reused, as after any use of one of this size. It adapts to the largest block that was given back:
     before, gradients of a few MiB go back to the system when they are free, and their next pages are cleared one by one."""
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8, device="cpu")
-
-
-class _ProcessWide:
-    """A setting of the process for as long as one of several threads wants it: the first sets it, the last puts it back."""
-
-    def __init__(self, enter: Callable[[ExitStack], None]) -> None:
-        self._enter, self._lock, self._stack, self._wanted = enter, threading.Lock(), ExitStack(), 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if not self._wanted:
-                self._enter(self._stack)
-            self._wanted += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanted -= 1
-                if not self._wanted:
-                    self._stack.close()
-
-
-def _run_eagerly(stack: ExitStack) -> None:
-    stack.enter_context(torch.compiler.set_stance("force_eager"))
-
-
-def _leave_fastpath(stack: ExitStack) -> None:
-    stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-    torch.backends.mha.set_fastpath_enabled(False)
-
-
-def _multiply_attention_out(stack: ExitStack) -> None:
-    stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-
-
-run_as_written = _ProcessWide(_run_eagerly)
-"""For the duration of the context, compiled modules run as they are written."""
-_without_fastpath = _ProcessWide(_leave_fastpath)
-"""For the duration of the context, transformer layers call their parts, which they skip where nothing requires a gradient."""
-in_plain_products = _ProcessWide(_multiply_attention_out)
-"""For the duration of the context, attention is products and a softmax, which vmap takes; it loops over the columns of a fused kernel."""
-
-
-@contextmanager
-def refusing_reentrant(where: str) -> Iterator[None]:
-    """Have torch's refusal of a reentrant checkpoint, which speaks of calls that are not the user's, say what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise ValueError(
-            f"{where}: the model calls torch.utils.checkpoint with use_reentrant=True, which serves plain backward() alone; the curvature "
-            "takes gradients in activations. Call it with use_reentrant=False."
-        ) from error
-
-
-@contextmanager
-def requiring_grad(tensors: Sequence[Tensor], value: bool) -> Iterator[None]:
-    """For the duration of the context, the tensors require a gradient, or, where ``value`` is False, do not."""
-    for tensor in tensors:
-        tensor.requires_grad_(value)
-    try:
-        yield
-    finally:
-        for tensor in tensors:
-            tensor.requires_grad_(not value)
-
-
-@contextmanager
-def at_test_time(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and compiled modules run as they are written, for the duration of the context.
-
-    Dropout is off and batch statistics are frozen: the curvature is that of the function the model is at test time. A compiler would
-    trace the hooks, which add to views of factors: inductor forgets where such a view begins in dynamic shapes, and what aot_autograd
-    compiled cannot be differentiated under vmap.
-    """
-    with evaluation_mode(model), run_as_written(), _without_fastpath(), _differentiable_recurrence(model):
-        yield
-
-
-@contextmanager
-def _differentiable_recurrence(model: nn.Module) -> Iterator[None]:
-    """For the duration of the context, recurrent layers on CUDA are torch's own: cuDNN's have no gradients in evaluation mode."""
-    handles: list[Any] = []
-    enabled: list[bool] = []  # before a layer's call
-
-    def enter(*_: Any) -> None:
-        enabled.append(torch.backends.cudnn.enabled)
-        torch.backends.cudnn.enabled = False
-
-    def leave(*_: Any) -> None:
-        if enabled:
-            torch.backends.cudnn.enabled = enabled.pop()
-
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(p.is_cuda for p in module.parameters(recurse=False)):
-            handles += [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, prepend=True, always_call=True),
-            ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def hooked(
-    hooks: Mapping[Rule, Callable[..., Tensor]], forwards: Mapping[Rule, Callable[[Any], Any]] | None = None
-) -> Iterator[None]:
-    """For the duration of the context, a forward hook on the layers of these rules, and other forwards, made of theirs, for the layers of
-    those. A hook comes first: a user's own then sees, and may change, what comes after the layer."""
-    handles = [r.module.register_forward_hook(hook, prepend=True, with_kwargs=True) for r, hook in hooks.items()]
-    tapped = []
-    try:
-        for rule, make in (forwards or {}).items():
-            rule.module.forward = make(rule.module.forward)
-            tapped.append(rule.module)
-        yield
-    finally:
-        for module in tapped:
-            del module.forward
-        for handle in handles:
-            handle.remove()

@@ -16,7 +16,7 @@ from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, require
 from ella_cuda.laplace.copies import fixed_draws, require_constant_amounts
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.options import LaplaceOptions
@@ -30,7 +30,7 @@ from ella_cuda.ops._precision import without_autocast
 STRUCTURES = ("full", "diag")
 
 
-class _Curvature(Consumer, ABC):
+class _Curvature(JacobianConsumer, ABC):
     """The sum over the data of ``J^T S S^T J`` at sigma = 1, of some elements of the parameters.
 
     Attributes:

@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.utils import _pair
 
 from ella_cuda.distributed import Ranks
-from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, require_loader, run_model, take
+from ella_cuda.laplace.batches import Inputs, data_points, require_loader, run_model, take
+from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.chains import Seen, chain_of_average
-from ella_cuda.laplace.check_model import Place, probe
+from ella_cuda.laplace.check_model import probe
 from ella_cuda.laplace.copies import (
     Chunk,
     augment_of,
@@ -42,33 +40,27 @@ from ella_cuda.laplace.copies import (
     tried_copies,
     warn_of_all_copies,
 )
-from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.eigenbases import Eigenbasis
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
+from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
+from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules import PerExampleRule, Rule
-from ella_cuda.laplace.rules.base import arguments_in_order
-from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.laplace.tangent import first_at_fault
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
+from ella_cuda.laplace.ties import merged_shapes
 from ella_cuda.laplace.values import check_choice
-from ella_cuda.laplace.weight_sharing import (
-    SummedCall,
-    batch_first,
-    mean_over_copies,
-    more_than_a_call,
-    summed_over_copies,
-)
 from ella_cuda.modes import exclusively
 from ella_cuda.nn import SpatialBasis
 from ella_cuda.ops._precision import without_autocast
 
 COLUMNS = ("all", "one")
 GRAPH = 4  # what the graph of a column keeps, in units of the layers' outputs
-MANY = 32  # columns that make a product of their own fast
 COPIES = 8  # the part of the memory budget that copies of images take whose network has yet to run
 
 
@@ -186,7 +178,7 @@ def _summed_over(
             at_test_time(la.model),
             requiring_grad(parameters, False),
             requiring_grad(learnt, True),
-            run.taps(),
+            run.run.layers(),
             without_autocast(la.data_weight().device.type),
         ):
             gradients = DataFitGradient(la.model)
@@ -251,109 +243,52 @@ def cotangents(basis: Eigenbasis, prior: Tensor, scale: Tensor) -> tuple[Tensor,
     return root_in, basis.vectors_out.double() * of_outputs.sqrt()[:, None]
 
 
-class _Cotangent(SecondMoment):
-    """In the place of a second moment, the inner product of what is added to it with a constant symmetric matrix, in the graph.
+class Cotangent:
+    """A constant symmetric matrix in a moment's place: the derivative of the evidence in the moment.
 
     Args:
-        root: R of the matrix :math:`R R^T`, ``(G, d, r)``, of the rows' dtype.
-        groups, size, like, name, basis: of the moment.
+        root: R of the matrix :math:`R R^T` at the positions of rows, ``(G, d, r)``.
+        before_projection: R before it was expanded to a basis' positions.
+        like: a tensor of the rows' dtype, on their device.
+        name, basis: of the moment.
     """
 
     def __init__(
-        self, root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None = None
+        self, root: Tensor, before_projection: Tensor, like: Tensor, name: str, basis: SpatialBasis | None
     ) -> None:
-        super().__init__(0, 0, like, name, basis)
-        self.total = self.total.new_zeros(()).expand(groups, size, size)
-        self.root, self.matrix = root, root @ root.mT
-        self._reduced: Tensor | None = None  # the matrix in the rows' precision
+        self.before_projection, self.dtype, self.name, self.basis = before_projection, like.dtype, name, basis
+        self.matrix = root @ root.mT
+        self.total = self.matrix  # whose shape methods of rules read
+        self._reduced = self.matrix.to(like.dtype)
+
+    def of(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in a dtype."""
+        return self._reduced if dtype == self.dtype else self.matrix
+
+
+class EvidenceTerms(KroneckerSums):
+    """The inner product of what calls add to factors with cotangents, in the calls' graph.
+
+    Attributes:
+        value: 0-dim, float64, since the last :meth:`taken`; None where there is nothing.
+    """
+
+    takes_samples = False
+
+    def __init__(self) -> None:
+        super().__init__()
         self.value: Tensor | None = None
 
-    def taken(self) -> Tensor | None:
-        """The sum since the last call, 0-dim; None where nothing was added."""
-        value, self.value = self.value, None
-        return value
-
-    def _take(self, value: Tensor, alpha: float = 1.0) -> None:
+    def add(self, factor: KroneckerFactor, side: str, rows: Rows, alpha: float = 1.0) -> None:
+        cotangent = getattr(factor, f"{side}_moment")
+        value = rows.quadratic(cotangent.of(rows.values.dtype)).double()
         value = value if alpha == 1 else alpha * value
         self.value = value if self.value is None else self.value + value
 
-    def add(self, rows: Tensor, alpha: float = 1.0) -> None:
-        self._take(_quadratic(rows.transpose(0, 1), self._matrix_in(rows.dtype)), alpha)
-
-    def _matrix_in(self, dtype: torch.dtype) -> Tensor:
-        if self._reduced is None or self._reduced.dtype != dtype:
-            self._reduced = self.matrix.to(dtype)
-        return self._reduced
-
-    def add_to(self, blocks: range, rows: Tensor, alpha: float = 1.0) -> None:
-        matrix = self.matrix[blocks.start : blocks.stop]
-        if rows.shape[1] == 1:
-            matrix = matrix.sum(0, keepdim=True)
-        self._take(_quadratic(rows.transpose(0, 1), matrix.to(rows.dtype)), alpha)
-
-    def add_weighted(self, rows: Tensor, weights: Tensor) -> None:
-        matrix = (self.matrix.to(rows.dtype) * weights).sum(0)
-        self._take(((rows @ matrix) * rows).sum())
-
-    def add_counts(self, counts: Tensor) -> None:
-        """Nothing: constants."""
-
-    def add_diagonal(self, values: Tensor, rows: int) -> None:
-        self._take((self.matrix[:, 0, 0].to(values.dtype) * values).sum())
-
-    def add_patches(
-        self,
-        x: Tensor,
-        kernel_size: int | tuple[int, int],
-        padding_mode: str = "circular",
-        alpha: float = 1.0,
-        *,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | None = None,
-        dilation: int | tuple[int, int] = 1,
-    ) -> None:
-        kernel, steps, spread = (_pair(size) for size in (kernel_size, stride, dilation))
-        same = tuple(d * (k - 1) // 2 for k, d in zip(kernel, spread, strict=True))
-        pads, groups = same if padding is None else _pair(padding), self.root.shape[0]
-        if kernel == steps == (1, 1) and not any(pads):
-            self._take(self._of_columns(x.flatten(2).unflatten(1, (groups, -1))), alpha)
-            return
-        if padding_mode == "circular" and any(pads):
-            x, pads = F.pad(x, (pads[1], pads[1], pads[0], pads[0]), mode="circular"), (0, 0)
-        columns = F.unfold(x, kernel, spread, pads, steps).unflatten(1, (groups, -1))
-        self._take(self._of_columns(columns), alpha)
-
-    def _of_columns(self, columns: Tensor) -> Tensor:
-        """Of ``(N, G, d, T)``: each T products together, or, where these are few, all."""
-        matrix = self._matrix_in(columns.dtype)
-        if columns.shape[3] >= MANY:
-            return _Quadratic.apply(columns, matrix, True)
-        return _quadratic(columns.permute(1, 0, 3, 2).flatten(1, 2), matrix)
-
-    def count(self, rows: int) -> None:
-        """Nothing: what is added is in the graph."""
-
-
-class _Quadratic(torch.autograd.Function):
-    """The sum of ``row^T C row``, or of columns: one product for both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrix: Tensor, columns: bool = False) -> Tensor:
-        products = matrix @ rows if columns else rows @ matrix
-        ctx.save_for_backward(products)
-        if rows.is_contiguous() and products.is_contiguous():
-            return torch.dot(rows.flatten(), products.flatten())
-        return torch.einsum("...ij,...ij->", rows, products)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (products,) = ctx.saved_tensors
-        return products * (2 * gradient), None, None
-
-
-def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
-    """Of rows ``(..., R, d)`` and a symmetric constant matrix ``(..., d, d)``, 0-dim."""
-    return _Quadratic.apply(rows, matrix)
+    def taken(self) -> Tensor | float:
+        """The sum since the last call."""
+        value, self.value = self.value, None
+        return 0.0 if value is None else value
 
 
 class _Passes:
@@ -364,43 +299,42 @@ class _Passes:
     ) -> None:
         self.la, self._columns, self._generator = la, columns, generator
         self.rules = la.present_rules()
-        for rule in self.rules:
-            _require_served(rule)
+        _require_served(self.rules)
         others = [rule for rule in self.rules if isinstance(rule, PerExampleRule)]
         self.per_example = PerExampleGradients(la.model, others) if others else None
         self._layers = [rule for rule in self.rules if rule not in others]
-        self._moments = self._allocate()
+        self._allocate()
+        self.terms = EvidenceTerms()
+        self.run = GraphPass(la.model, self._layers, self.terms)
         self.chain = None
         if augment_of(la.model) is not None and all(name.startswith("augment.") for name in wanted):
             chain = chain_of_average(la.model)
             if chain is not None and [rule.module for rule in self.rules] == chain.layers:
                 self.chain = chain
         self._weight = self._weight_of_statistic()
-        self._places: dict[Rule, Place] = {}
-        self._image_bytes, self._noting, self._most_copies = 0, False, 1
-        self._tapped: dict[Rule, Tensor] = {}
-        self._arguments: dict[Rule, list[Any]] = {}
+        self._image_bytes = 0
 
-    def _allocate(self) -> list[_Cotangent]:
+    def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
         bases, scale = self.la.eigenbases(), self.la.data_weight()
         precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
-        moments = []
         for rule in self.rules:
             shapes = rule.shapes()
             rule.factors = {}
             for name in rule.trainable:
+                if name in rule.tied:
+                    owner, its_name = rule.tied[name]
+                    rule.factors[name] = owner.factors[its_name]
+                    continue
                 full, shape, like = rule.full_name(name), shapes[name], rule.module.get_parameter(name)
                 root_in, root_out = cotangents(bases[full], precisions[full], scale)
-                outputs = _moment(root_out, shape.output_groups, shape.row_outputs, like, full, shape.output_basis)
+                outputs = _cotangent(root_out, like, full, shape.output_basis)
                 inputs = None
                 if not shape.constant_input:
                     # Of A as a mean over all data.
                     root_in = root_in.expand(shape.groups, -1, -1) / math.sqrt(self.la.n_data)
-                    inputs = _moment(root_in, shape.groups, shape.row_inputs, like, full, shape.input_basis)
+                    inputs = _cotangent(root_in, like, full, shape.input_basis)
                 rule.factors[name] = KroneckerFactor(shape, inputs, outputs)
-                moments += [outputs] if inputs is None else [inputs, outputs]
-        return moments
 
     def _weight_of_statistic(self) -> Tensor:
         """The derivative of the log likelihood in the statistic of the data."""
@@ -453,44 +387,18 @@ class _Passes:
             if self.per_example is not None:
                 with in_plain_products():
                     self.per_example.try_out(x)
-        for rule, places in found.places.items():
-            if rule in found.by_function or len(places) > 1:
-                how = "is used by a function alone" if rule in found.by_function else "is called several times"
-                raise ValueError(f"evidence_gradient: {rule.label} {how}; freeze its parameters.")
-            self._places[rule] = places[0]
+        self.run.findings = found
         self._image_bytes = max(found.image_bytes * copies_of(self.la.model) // copies, 1)
 
     def value(self, x: Inputs, y: Tensor) -> Tensor:
         """The log likelihood of some data points, and minus a half of the cotangents' products with their part of the factors."""
-        outputs = self._outputs(x)
-        back = self._columns_of(outputs, y)
-        for rule, gradients in self._gradients(outputs, back, keep=True):
-            self._add(rule, gradients)
+        with in_plain_products():
+            outputs = self.run.forward(x)
+            back = self._columns_of(outputs, y)
+            self.run.hand_on(self.run.gradients(outputs, back, keep=True))
         self._add_per_example(self._of_single_points(x, back, keep=True))
-        self._forget()
+        self.run.forget()
         return self._total(outputs, y)
-
-    def _outputs(self, x: Inputs) -> Tensor:
-        """Of the network; layers' calls are noted."""
-        with in_plain_products():
-            self._noting = True
-            try:
-                return checked_outputs(run_model(self.la.model, x), data_points(x))
-            finally:
-                self._noting = False
-
-    def _gradients(self, outputs: Tensor, back: Tensor, keep: bool) -> Iterator[tuple[Rule, Tensor | None]]:
-        """Each layer's gradients ``(K, *output.shape)`` of columns, in the graph if ``keep``; None where there are none."""
-        tapped = [t for t in self._tapped.values() if t.requires_grad]
-        with in_plain_products():
-            rows = [
-                torch.autograd.grad(outputs, tapped, c, retain_graph=True, create_graph=keep, allow_unused=True)
-                for c in back
-            ]
-        found = {id(t): g for t, g in zip(tapped, zip(*rows, strict=True), strict=True)}
-        for rule, out in self._tapped.items():
-            gradients = found[id(out)]
-            yield rule, None if gradients[0] is None else torch.stack(gradients)
 
     def _of_single_points(self, x: Inputs, back: Tensor, keep: bool) -> dict[str, Tensor]:
         """The gradients that no layer's rule takes, in the graph if ``keep``."""
@@ -502,11 +410,7 @@ class _Passes:
     def _add_per_example(self, found: Mapping[str, Tensor]) -> None:
         for rule in [] if self.per_example is None else self.per_example.rules:
             for name in rule.trainable:
-                rule.add(name, found[rule.full_name(name)], data_too=True)
-
-    def _forget(self) -> None:
-        self._tapped.clear()
-        self._arguments.clear()
+                self.terms.add_per_example(rule, name, found[rule.full_name(name)], data_too=True)
 
     def _by_chunks(self, gradients: DataFitGradient, chunks: Sequence[Chunk], y: Tensor) -> None:
         """Add the gradient of :meth:`value`, of some copies at a time.
@@ -524,20 +428,15 @@ class _Passes:
             back, sums = columns.detach(), []
             for x, share in chunks:
                 _, calls, alone = self._of_chunk(x, share, back, keep=False)
-                own = [t.detach() for t in _tensors(calls, alone)]
+                own = [t.detach() for t in (*calls.tensors(), *alone.values())]
                 sums = own if not sums else [a + b for a, b in zip(sums, own, strict=True)]
         leaves = [t.requires_grad_() for t in sums]
         remaining = iter(leaves)
-        for call in calls.values():
-            call.put(remaining)
+        calls.put(remaining)
         alone = dict(zip(alone, remaining, strict=True))
 
         def of_sums() -> Tensor:
-            with seeing(self._layers, 1):
-                for rule, call in calls.items():
-                    call.add_inputs()
-                    call.add_outputs()
-                    rule.release()
+            calls.add()
             self._add_per_example(alone)
             return self._total(f, y)
 
@@ -549,7 +448,7 @@ class _Passes:
             def value(x: Inputs = x, share: float = share, leaf: Tensor = leaf) -> Tensor:
                 outputs, calls, alone = self._of_chunk(x, share, leaf, keep=True)
                 total = share * (outputs * of_outputs).sum()
-                for slope, part in zip(slopes, _tensors(calls, alone), strict=True):
+                for slope, part in zip(slopes, (*calls.tensors(), *alone.values()), strict=True):
                     if slope is not None:
                         total = total + (slope * part).sum()
                 return total
@@ -563,29 +462,24 @@ class _Passes:
 
     def _of_chunk(
         self, x: Inputs, share: float, back: Tensor, keep: bool
-    ) -> tuple[Tensor, dict[Rule, SummedCall], dict[str, Tensor]]:
-        """Of some copies: the outputs, what layers' rules get of their calls, and gradients of single data points, in the graph if
-        ``keep``; all but the outputs count as their share in all copies says."""
-        calls: dict[Rule, SummedCall] = {}
-        with seeing(self._layers, x[1].shape[1]):
-            outputs = self._outputs(x)
-            for rule, gradients in self._gradients(outputs, back * share, keep):
-                calls[rule] = call = SummedCall(rule)
-                call.note(self._arguments[rule], share)
-                if gradients is not None:
-                    call.take(batch_first(gradients, self._places[rule], 1))
-                rule.release()
-            alone = self._of_single_points(x, back * share, keep)
-        self._forget()
-        return outputs, calls, alone
+    ) -> tuple[Tensor, SummedCopies, dict[str, Tensor]]:
+        """Of some copies: the outputs, the rows of layers' calls over copies, and gradients of single data points, in the graph if ``keep``;
+        all but the outputs count as their share in all copies says."""
+        calls, run = SummedCopies(self.terms), self.run
+        calls.chunk(share)
+        run.consumer, run.copies = calls, x[1].shape[1]
+        try:
+            with seeing(self._layers, run.copies), in_plain_products():
+                outputs = run.forward(x)
+                run.hand_on(run.gradients(outputs, back * share, keep))
+        finally:
+            run.consumer, run.copies = self.terms, copies_of(self.la.model)
+        run.forget()
+        return outputs, calls, self._of_single_points(x, back * share, keep)
 
     def _total(self, outputs: Tensor, y: Tensor) -> Tensor:
         """The log likelihood at these outputs, with what was added to the factors."""
-        total = self._weight * self.la.likelihood_function.statistic(outputs, y)
-        for moment in self._moments:
-            if (value := moment.taken()) is not None:
-                total = total - 0.5 * value.double()
-        return total
+        return self._weight * self.la.likelihood_function.statistic(outputs, y) - 0.5 * self.terms.taken()
 
     def _columns_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Of the output Hessian's square root, in the outputs' graph."""
@@ -620,58 +514,19 @@ class _Passes:
         def derivatives(seen: Seen, outputs: Tensor) -> tuple[Seen, Tensor]:
             with torch.enable_grad():
                 leaves = [t.requires_grad_() for part in seen for t in part]
-                for rule, a, g in zip(self._layers, *seen, strict=True):
-                    rule.inputs(a)
-                    rule.vjp(g, None)
-                    rule.release()
+                self.terms.begin()
+                calls = [Call(rule) for rule in self._layers]
+                for call, a in zip(calls, seen.inputs, strict=True):
+                    self.terms.forward(call, [a])
+                self.terms.close()
+                for call, g in zip(calls, seen.gradients, strict=True):
+                    self.terms.backward(call, g, False)
                 found = torch.autograd.grad(self._total(outputs, y), [*leaves, outputs], allow_unused=True)
             found = [torch.zeros_like(t) if d is None else d for t, d in zip([*leaves, outputs], found, strict=True)]
             count = len(seen.inputs)
             return Seen(found[:count], found[count:-1]), found[-1]
 
         return self.chain.gradient(chunks, lambda outputs: self._columns_of(outputs, y), derivatives)
-
-    def _add(self, rule: Rule, gradients: Tensor | None) -> None:
-        """What a layer adds to its factors."""
-        rule.inputs(*self._arguments[rule])
-        if gradients is None:
-            return
-        columns = summed_over_copies(rule, batch_first(gradients, self._places[rule], 1))
-        if rule.differentiates:
-            rule.vjp(columns, None)
-        else:
-            rule.outputs(columns)
-        rule.release()
-
-    @contextmanager
-    def taps(self) -> Iterator[None]:
-        """For the duration of the context, layers' calls may be noted."""
-        hooks = {rule: self._tap(rule) for rule in self._layers}
-        with hooked(hooks):
-            yield
-
-    def _tap(self, rule: Rule) -> Callable[..., Tensor]:
-        place = self._places
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
-            if not self._noting:
-                # A checkpoint computes the layer anew, and counts what functions save: a copy saves nothing.
-                return out.clone()
-            kind, out = type(out), plain_tensor(out)
-            arguments = (
-                plain_tensor(a) if isinstance(a, Tensor) else a for a in arguments_in_order(module, args, kwargs)
-            )
-            placed = (batch_first(a, place[rule]) if isinstance(a, Tensor) else a for a in arguments)
-            seen = mean_over_copies(rule, placed)
-            if rule.copies == 1 or rule.sees_copies:  # what follows may work in place on what a layer got
-                seen = [a.clone() if isinstance(a, Tensor) else a for a in seen]
-            self._arguments[rule] = seen
-            out = out if out.requires_grad else out.detach().requires_grad_()
-            self._tapped[rule] = out
-            out = out.clone()  # which the next layer may change in place
-            return out if kind is Tensor else out.as_subclass(kind)
-
-        return hook
 
     def of_projections(self, bases: Sequence[SpatialBasis]) -> dict[int, Tensor]:
         """The part of the gradient in bases that the factors' projections have, rows held: of all the fit's data, by the buffers' ids."""
@@ -701,12 +556,7 @@ def _evenly(count: int, most: int) -> Iterator[slice]:
         yield slice(begin, begin + step)
 
 
-def _tensors(calls: Mapping[Rule, SummedCall], alone: Mapping[str, Tensor]) -> list[Tensor]:
-    """What is summed over copies."""
-    return [*(t for call in calls.values() for t in call.tensors()), *alone.values()]
-
-
-def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis: SpatialBasis | None) -> _Cotangent:
+def _cotangent(root: Tensor, like: Tensor, name: str, basis: SpatialBasis | None) -> Cotangent:
     """The root of a factor's cotangent as that of its rows at all positions."""
     rows = root
     if basis is not None:
@@ -714,12 +564,14 @@ def _moment(root: Tensor, groups: int, size: int, like: Tensor, name: str, basis
             psi = basis.matrix().double()
         parts = root.unflatten(1, (-1, psi.shape[0]))  # (G, d/A, A, r)
         rows = torch.einsum("ax,gpar->gpxr", psi, parts).flatten(1, 2)
-    found = _Cotangent(rows, groups, size, like, name, basis)
-    found.before_projection = root
-    return found
+    return Cotangent(rows, root, like, name, basis)
 
 
-def _require_served(rule: Rule) -> None:
-    """ValueError where a layer's factors are more than what one call adds to them."""
-    if reason := more_than_a_call(rule):
-        raise ValueError(f"evidence_gradient: {rule.label} {reason}; freeze its parameters.")
+def _require_served(rules: Sequence[Rule]) -> None:
+    """ValueError where a factor is not a sum of what calls add to it."""
+    merged = merged_shapes(rules)
+    if merged:
+        raise ValueError(
+            f"evidence_gradient: {next(iter(merged))!r} is the weight of one layer and its transpose that of another, whose factors are "
+            "merged; freeze it."
+        )

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rows import OneHot, Rows
 from ella_cuda.laplace.tangent import ReplacedParameters, differ
+from ella_cuda.nn import SpatialBasis
 
 
 class Jacobian(NamedTuple):
@@ -35,6 +37,17 @@ class Jacobian(NamedTuple):
     def of_bias(cls, rows: Tensor) -> Jacobian:
         """Of a parameter without an input side: ``rows`` ``(K, N, b)``."""
         return cls(rows[:, :, None, None])
+
+    @classmethod
+    def of_rows(cls, shape: FactorShape, inputs: Rows | None, outputs: Rows, columns: int) -> Jacobian:
+        """Of a parameter with a factor of this shape, from the rows of a call and of so many columns."""
+        if shape.constant_input:
+            return cls.of_bias(outputs.summed().dense()[:, 0, 0].unflatten(0, (columns, -1)))
+        g = on_basis(outputs.dense(), shape.output_basis).unflatten(0, (columns, -1))
+        if isinstance(inputs, OneHot):
+            return cls(g, index=inputs.values)
+        a = on_basis(inputs.dense(), shape.input_basis)
+        return cls(g, a.expand(-1, -1, g.shape[3], -1), blocks=inputs.blocks)
 
     def dense(self, groups: int) -> Tensor:
         """M, ``(K, N, groups, a, b)``."""
@@ -95,6 +108,14 @@ class Jacobian(NamedTuple):
             return self
         tensor = shape.from_blocks(self.dense(shape.groups), parameter.shape)
         return Jacobian(other.to_blocks(tensor, 2))
+
+
+def on_basis(rows: Tensor, basis: SpatialBasis | None) -> Tensor:
+    """Rows at the positions of a basis as a weight at the basis' anchors sees them."""
+    if basis is None:
+        return rows
+    psi = basis.matrix().to(rows)
+    return (rows.unflatten(-1, (-1, psi.shape[1])) @ psi.T).flatten(-2)
 
 
 def without_repeats(jacobian: Jacobian) -> Tensor:

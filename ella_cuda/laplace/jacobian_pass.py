@@ -15,22 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, take
-from ella_cuda.laplace.check_model import Place
-from ella_cuda.laplace.check_rule import is_own
-from ella_cuda.laplace.curvature import CurvaturePass, at_test_time, in_plain_products, requiring_grad
+from ella_cuda.laplace.call import Call
+from ella_cuda.laplace.curvature import CurvaturePass
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, total
+from ella_cuda.laplace.kronecker_sums import Consumer
 from ella_cuda.laplace.likelihoods import Columns
 from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules.recorded import adds
 from ella_cuda.laplace.second_moment import UnkeptMoment
-from ella_cuda.laplace.weight_sharing import Use, Uses, batch_first
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.nn._autocast import full
 
 POINTS = 16  # data points that go together, before columns do
 ColumnsOf = Callable[[Tensor, slice], Columns | Tensor]  # of outputs and which data points they are of
 
 
-class Consumer:
+class JacobianConsumer:
     """Takes Jacobians: between :meth:`begin` and :meth:`end`, of some data points and some columns, each parameter's once; a parameter
     without a part in the outputs may be missing, and one whose blocks come from several calls comes in parts.
 
@@ -66,15 +67,12 @@ class JacobianPass(CurvaturePass):
     def __init__(
         self, model: nn.Module, rules: Sequence[Rule], shapes: Mapping[str, FactorShape], memory_budget: int
     ) -> None:
-        super().__init__(model, rules, memory_budget)
+        self.jacobians = Jacobians(model, shapes)
+        super().__init__(model, rules, memory_budget, self.jacobians)
         self.shapes = shapes
-        self._names = {id(p): name for name, p in model.named_parameters() if name in shapes}
         for rule in self.rules:
-            if not rule.knows_jacobians() or not is_own(type(rule)):
-                rule.allocate(UnkeptMoment)  # what its inputs add to
-        self.uses = _KeptUses(self._seen)
-        self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
-        self._consumer = Consumer()
+            if adds(type(rule)):
+                rule.allocate(UnkeptMoment)  # whose shapes its methods read
         self.tried_out = False
 
     def try_out(self, x: Inputs, several: bool) -> None:
@@ -82,7 +80,12 @@ class JacobianPass(CurvaturePass):
         self.tried_out = True
 
     def run(
-        self, x: Inputs, columns: ColumnsOf, consumer: Consumer, all_data: bool = False, each_alone: bool = False
+        self,
+        x: Inputs,
+        columns: ColumnsOf,
+        consumer: JacobianConsumer,
+        all_data: bool = False,
+        each_alone: bool = False,
     ) -> Tensor:
         """Hand the Jacobians of all data points out, those of some points at a time; returns the outputs ``(N, ...)``.
 
@@ -115,7 +118,9 @@ class JacobianPass(CurvaturePass):
         room = self.memory_budget // max(column, 1)
         return max(room // max(wanted, 1), min(room, POINTS) if each_alone else 1, 1)
 
-    def _some(self, x: Inputs, which: slice, columns: ColumnsOf, consumer: Consumer, each_alone: bool) -> Tensor:
+    def _some(
+        self, x: Inputs, which: slice, columns: ColumnsOf, consumer: JacobianConsumer, each_alone: bool
+    ) -> Tensor:
         with self.nodes():
             outputs = self.forward(x)
             found = outputs.detach()
@@ -126,21 +131,20 @@ class JacobianPass(CurvaturePass):
                 for begin in range(0, len(back), size):
                     part = slice(begin, min(begin + size, len(back)))
                     consumer.begin(found, which, part)
-                    self._consumer = consumer
                     chunk = back[part]
+                    self.jacobians.take, self.jacobians.together = consumer.take, self.findings.batched
                     self._go_back(outputs, chunk)
-                    self._hand_out()
-                    self._hand_out_per_example(x, chunk)
+                    with torch.no_grad():
+                        self.jacobians.hand_out()
+                    self._hand_out_per_example(x, chunk, consumer)
                     consumer.end()
             finally:
-                self._awaited.clear()
                 self.release()
         return found
 
     def _go_back(self, outputs: Tensor, columns: Tensor) -> None:
-        if not (len(self.uses) and outputs.requires_grad and len(outputs)):
+        if not (self._calls and outputs.requires_grad and len(outputs)):
             return
-        self.uses.together = self.findings.batched
         self._differentiating = True
         try:
             with self._attention():
@@ -154,11 +158,10 @@ class JacobianPass(CurvaturePass):
                 else:
                     for column in columns:
                         vjp(column)
-                    self.uses.join()
         finally:
             self._differentiating = False
 
-    def _hand_out_per_example(self, x: Inputs, columns: Tensor) -> None:
+    def _hand_out_per_example(self, x: Inputs, columns: Tensor, consumer: JacobianConsumer) -> None:
         """Of the parameters that no rule knows."""
         if self.per_example is None or not data_points(x):
             return
@@ -166,113 +169,92 @@ class JacobianPass(CurvaturePass):
             found = self.per_example.gradients(x, columns)
         for name, gradient in found.items():
             if name in self.shapes:
-                self._consumer.take(name, Jacobian(self.shapes[name].to_blocks(gradient, 2)))
-
-    def _seen(self, use: _KeptUse, gradient: Tensor) -> None:
-        """Take what a call's gradients say, ``(K, N, ...)``."""
-        with torch.no_grad():
-            parameters, shapes = use.rule.parameters(), use.rule.shapes()
-            for name, jacobian in use.rule.jacobians(use.arguments, gradient).items():
-                parameter = parameters[name]
-                full = self._names.get(id(parameter))
-                if full is None:
-                    continue
-                jacobian = jacobian.over_copies(use.place.copies)
-                jacobian = jacobian.in_shape(shapes[name], self.shapes[full], parameter)
-                key = full, jacobian.blocks
-                calls = self._awaited.setdefault(key, [])
-                calls.append(jacobian)
-                if len(calls) == self.uses.calls_of(parameter, use.took_part[name]):
-                    self._hand_on(key)
-
-    def _hand_on(self, key: tuple[str, range | None]) -> None:
-        name, _ = key
-        self._consumer.take(name, total(self._awaited.pop(key), self.shapes[name].groups))
-
-    def _hand_out(self) -> None:
-        """What is left: of parameters some of whose calls have no part in the outputs."""
-        with torch.no_grad():
-            for key in list(self._awaited):
-                self._hand_on(key)
+                consumer.take(name, Jacobian(self.shapes[name].to_blocks(gradient, 2)))
 
 
-class _KeptUse(Use):
-    """A call with its arguments, their versions, and the blocks of the parameters that took part."""
+class Jacobians(Consumer):
+    """Makes a parameter's Jacobian once the gradients of all calls that the parameter has a part in are there.
 
-    arguments: Sequence[Any] = ()
-    versions: Sequence[int] = ()
-    took_part: Mapping[str, range | None]
-
-    def takes_samples(self) -> bool:
-        return False  # rows are those of all positions
-
-    def outputs(self, gradient: Tensor) -> None:
-        with self.uses.ready(self):
-            self.uses.see(self, self._batch_first(gradient))
-
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        found = super().vjp(gradient, input_shape)
-        self.uses.see(self, self._batch_first(gradient))
-        return found
-
-    def _vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        with self.uses.ready(self):
-            return self.rule.vjp(gradient, input_shape)
-
-
-class _KeptUses(Uses):
-    """The calls of one batch with their arguments; nothing is accumulated.
+    Args:
+        model: the network.
+        shapes: by name, of the parameters whose Jacobians are wanted, those of their factors.
 
     Attributes:
+        take: gets a parameter's name and its Jacobian.
         together: whether a call gets the gradients of all columns at once.
     """
 
-    def __init__(self, seen: Callable[[_KeptUse, Tensor], None]) -> None:
-        super().__init__()
-        self._seen, self.together = seen, True
+    def __init__(self, model: nn.Module, shapes: Mapping[str, FactorShape]) -> None:
+        self._shapes = shapes
+        self._names = {id(p): name for name, p in model.named_parameters() if name in shapes}
+        self.take: Callable[[str, Jacobian], None] = lambda name, jacobian: None
+        self.together = True
+        self._arguments: dict[Call, tuple[list[Any], list[int]]] = {}  # with their versions
         self._calls: collections.Counter[tuple[int, range | None]] = collections.Counter()
-        self._apart: dict[_KeptUse, list[Tensor]] = {}
+        self._columns: dict[Call, list[Tensor]] = {}  # gradients of calls that get columns one after the other
+        self._awaited: dict[tuple[str, range | None], list[Jacobian]] = {}
 
-    def call(self, rule: Rule, arguments: Sequence[Any], place: Place) -> _KeptUse:
-        use = _KeptUse(self, rule, place)
-        use.arguments = [full(batch_first(a, place)) if isinstance(a, Tensor) else a for a in arguments]
-        use.versions = [a._version for a in use.arguments if isinstance(a, Tensor)]
-        rule.inputs(*use.arguments)
-        use.keep_state()
-        use.took_part = rule.touched()
+    def begin(self) -> None:
+        for each in (self._arguments, self._calls, self._columns, self._awaited):
+            each.clear()
+
+    release = begin
+
+    def forward(self, call: Call, arguments: Sequence[Any]) -> None:
+        rule, arguments = call.rule, [full(a) if isinstance(a, Tensor) else a for a in arguments]
+        self._arguments[call] = arguments, _versions(arguments)
+        if adds(type(rule)):
+            rule.input_rows(*arguments)  # leaves its state on the rule
+        if adds(type(rule)) or rule.has_input_gradient() or type(rule).touched is not Rule.touched:
+            call.kept = rule.keep(*arguments)
+        call.blocks = rule.touched(call.kept)
         parameters = rule.parameters()
-        for name, blocks in use.took_part.items():
+        for name, blocks in call.blocks.items():
             self._calls[id(parameters[name]), blocks] += 1
-        self._all.append(use)
-        self._counts[rule] += 1
-        return use
 
-    def calls_of(self, parameter: nn.Parameter, blocks: range | None) -> int:
-        """How many calls have a part in the gradient of these blocks of a parameter."""
-        return self._calls[id(parameter), blocks]
-
-    def see(self, use: _KeptUse, gradient: Tensor) -> None:
-        """A call's gradients, of some or of all columns."""
-        if [a._version for a in use.arguments if isinstance(a, Tensor)] != use.versions:
+    def backward(self, call: Call, gradient: Tensor, wanted: bool) -> Tensor | None:
+        found = call.rule.input_gradient(gradient, call) if wanted else None
+        arguments, versions = self._arguments[call]
+        if _versions(arguments) != versions:
             raise ValueError(
-                f"{use.rule.label}: its input was changed in place after the call; its Jacobian needs it as it was. Change a copy."
+                f"{call.rule.label}: its input was changed in place after the call; its Jacobian needs it as it was. Change a copy."
             )
         if self.together:
-            self._seen(use, gradient)
+            self._seen(call, gradient)
         else:
-            self._apart.setdefault(use, []).append(gradient)
+            self._columns.setdefault(call, []).append(gradient)
+        return found
 
-    def join(self) -> None:
-        """All columns of calls that got them one after the other are there."""
-        for use, gradients in self._apart.items():
-            with self.ready(use):
-                self._seen(use, torch.cat(gradients))
-        self._apart.clear()
+    def _seen(self, call: Call, gradient: Tensor) -> None:
+        """Take what a call's gradients say, ``(K, N, ...)``."""
+        parameters, shapes = call.rule.parameters(), call.rule.shapes()
+        for name, jacobian in call.rule.jacobians(self._arguments[call][0], gradient).items():
+            parameter = parameters[name]
+            of_model = self._names.get(id(parameter))
+            if of_model is None:
+                continue
+            jacobian = jacobian.over_copies(call.copies)
+            jacobian = jacobian.in_shape(shapes[name], self._shapes[of_model], parameter)
+            key = of_model, jacobian.blocks
+            calls = self._awaited.setdefault(key, [])
+            calls.append(jacobian)
+            if len(calls) == self._calls[id(parameter), call.blocks[name]]:
+                self._hand_on(key)
 
-    def clear(self) -> None:
-        super().clear()
-        self._calls.clear()
-        self._apart.clear()
+    def hand_out(self) -> None:
+        """Take note that all gradients of these columns were there."""
+        for call, gradients in self._columns.items():
+            self._seen(call, torch.cat(gradients))
+        self._columns.clear()
+        for key in list(self._awaited):  # some of whose calls have no part in the outputs
+            self._hand_on(key)
+
+    def _hand_on(self, key: tuple[str, range | None]) -> None:
+        self.take(key[0], total(self._awaited.pop(key), self._shapes[key[0]].groups))
+
+
+def _versions(arguments: Sequence[Any]) -> list[int]:
+    return [a._version for a in arguments if isinstance(a, Tensor)]
 
 
 @contextmanager

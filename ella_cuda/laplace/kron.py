@@ -22,7 +22,7 @@ from ella_cuda.laplace.batches import (
     run_model,
 )
 from ella_cuda.laplace.copies import Chunk, fixed_draws, require_constant_amounts, with_draws
-from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
+from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
@@ -37,6 +37,7 @@ from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import CHECKSUM, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
+from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.laplace.ties import by_parameter
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model

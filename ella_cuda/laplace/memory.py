@@ -19,7 +19,6 @@ from ella_cuda.laplace.eigenvalues import workspace
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import UnkeptMoment
 from ella_cuda.laplace.ties import merged_shapes
-from ella_cuda.laplace.weight_sharing import Uses
 from ella_cuda.ops._precision import without_autocast
 
 ROOT = 100  # bytes for each output that the softmax Hessian's square root takes before its columns are built
@@ -162,11 +161,11 @@ def _of_a_batch(model: nn.Module, rules: Sequence[Rule], memory_budget: int, x: 
             if (chunks := run.chunks(one)) is not None:
                 sums = run.findings.image_bytes // run.copies
                 one = chunks[0][0]
-                stack.enter_context(run.of_copies(one, Uses()))
+                stack.enter_context(run.of_copies(one, run.consumer))
             stack.enter_context(run.nodes())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor))
             outputs = run.forward(one)
-            ours = run.uses.kept_bytes() + run.passage_bytes
+            ours = run.kept_bytes()
             storages = [one.tensor.untyped_storage() for one in held]
             kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in constants}
     together = max(data_points(x), run.merged_images(x))

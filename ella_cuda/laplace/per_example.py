@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,15 +71,17 @@ class PerExampleGradients:
         columns: Columns | Tensor,
         column_bytes: int,
         memory_budget: int,
+        hand_on: Callable[[PerExampleRule, str, Tensor, bool], None],
         most_copies: int | None = None,
     ) -> None:
-        """Add the batch to the rules' factors.
+        """Hand on the gradients of a batch.
 
         Args:
             x: inputs of N data points.
             columns: of the batch.
             column_bytes: of the gradients of a column of the whole batch.
             memory_budget: bytes that gradients may take at a time.
+            hand_on: gets a rule, the name of a parameter, gradients ``(K, N, *parameter.shape)`` and whether columns are the last.
             most_copies: of a data point that are there at a time, where the model averages over copies; None is all.
         """
         count, own = data_points(x), sum(v.numel() * v.element_size() for v in self._parameters.values().values())
@@ -95,7 +97,7 @@ class PerExampleGradients:
                 last_columns = begin + wide >= len(columns)
                 for rule in self.rules:
                     for name in rule.trainable:
-                        rule.add(name, found[rule.full_name(name)], data_too=last_columns)
+                        hand_on(rule, name, found[rule.full_name(name)], last_columns)
 
     def gradients(self, x: Inputs, columns: Tensor, keep: bool = False) -> dict[str, Tensor]:
         """``(K, N, *parameter.shape)`` of every parameter, by name, from columns ``(K, N, *outputs)``, all at once; in the graph of columns

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, tensors_of
 from ella_cuda.laplace.copies import with_draws
-from ella_cuda.laplace.curvature import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
 from ella_cuda.laplace.linear_mode import LinearMode
 from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
@@ -23,6 +22,7 @@ from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
 from ella_cuda.laplace.values import check_choice, check_samples
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._autocast import widened
@@ -385,7 +385,7 @@ class Predictive:
         return consumer.values.view(len(directions), *outputs.shape)
 
 
-class _Along(Consumer):
+class _Along(JacobianConsumer):
     """Adds up the derivatives of outputs along directions.
 
     Args:
@@ -412,7 +412,7 @@ class _Along(Consumer):
         self._place += torch.einsum("kngab,sgab->snk", jacobian.dense(directions.shape[1]), directions)
 
 
-class _Moments(Consumer):
+class _Moments(JacobianConsumer):
     """Adds up the covariance of outputs over parameters.
 
     Attributes:

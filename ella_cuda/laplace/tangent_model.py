@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.check_model import require_no_reentrant_checkpoint
-from ella_cuda.laplace.curvature import at_test_time, in_plain_products, refusing_reentrant
 from ella_cuda.laplace.likelihoods import checked_outputs
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
 from ella_cuda.laplace.randomness import generator_states, require_one_function
@@ -28,6 +27,7 @@ from ella_cuda.laplace.tangent import (
     push_by_gradients,
     rounding_of,
 )
+from ella_cuda.laplace.test_time import at_test_time, in_plain_products, refusing_reentrant
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast

@@ -635,7 +635,7 @@ def test_a_rule_that_sees_copies_and_makes_no_rows_is_named():
     x, y = data(1)
     augment = AffineAugment(MANY, sampling="shared", dtype=torch.float64)
     model = AveragedFunction(nn.Sequential(Slopes(), nn.Linear(SIZE * SIZE, CLASSES)).double(), augment)
-    with pytest.raises(ValueError, match=r"'network.0' \(Slopes\): SlopesRule .* adds to a factor by add_weighted\(\)"):
+    with pytest.raises(ValueError, match=r"'network.0' \(Slopes\): SlopesRule adds to a factor by add_weighted\(\)"):
         in_chunks(model, [(x, y)])
     KronLaplace(model).fit([(x, y)])
 

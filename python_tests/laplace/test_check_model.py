@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ella_cuda.laplace import FactorShape, FullLaplace, KronLaplace, Rule, exact_log_marginal_likelihood, register
+from ella_cuda.laplace import (
+    Dense,
+    FactorShape,
+    FullLaplace,
+    KronLaplace,
+    Rule,
+    exact_log_marginal_likelihood,
+    register,
+)
 from ella_cuda.laplace.tangent import rounding_of
 
 
@@ -190,23 +198,36 @@ class Shift(nn.Module):
         return x + self.shift
 
 
-def test_a_layer_whose_rule_wants_the_batch_in_front_is_refused_sequence_first():
+class Ordered(Shift):
+    """Treats its first axis otherwise than its second."""
+
+    def forward(self, x):
+        return x.cumsum(0) + self.shift
+
+
+@pytest.mark.parametrize("layer", [Shift, Ordered])
+def test_a_layer_that_takes_the_batch_second_treats_both_axes_alike(layer, dense_ggn):
     @register(Shift)
     class ShiftRule(Rule):
         def shapes(self):
             return {"shift": FactorShape.bias(4)}
 
-        def inputs(self, x):
-            pass
+        def input_rows(self, x):
+            return {}
 
-        def outputs(self, gradient):
-            self.factors["shift"].output_moment.add(gradient.sum(2).flatten(0, 1)[:, None])
+        def output_rows(self, gradient, kept):
+            return {"shift": Dense(gradient.flatten(0, 1)[:, :, None])}
 
+    register(Ordered)(ShiftRule)
     x, y = labelled(4, 2, images=4)  # as many positions as images
-    with pytest.raises(
-        ValueError, match=r"layer 'layer' \(Shift\): .*got \(4, 2, 4\) for N = 2 and \(4, 3, 4\) for N = 3"
-    ):
-        KronLaplace(SequenceFirst(Shift()).double()).fit([(x, y)])
+    model = SequenceFirst(layer()).double()
+    if layer is Shift:
+        found = KronLaplace(model).fit([(x, y)]).factors["layer.shift"].to_dense()[0]
+        torch.testing.assert_close(found, dense_ggn(model, x, y)["layer.shift"])
+        return
+    words = r"layer 'layer' \(Ordered\): .*got \(4, 2, 4\) for N = 2 and \(4, 3, 4\) for N = 3"
+    with pytest.raises(ValueError, match=words):
+        KronLaplace(model).fit([(x, y)])
 
 
 # ---- images that are not independent ----

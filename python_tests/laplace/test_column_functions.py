@@ -109,8 +109,10 @@ def test_a_convolution_sampled_by_a_slice(monkeypatch, name, options, settings):
     """It gets the gradients at the samples alone, unless it is circular and of stride one, whose kernel needs all."""
     stem = nn.Conv2d(2, CHANNELS, 1)
     first = nn.Conv2d(CHANNELS, CHANNELS, **{"kernel_size": 3, **options})
-    second, seen, vjp = nn.LazyConv2d(3, 1), [], Conv2dRule.vjp
-    monkeypatch.setattr(Conv2dRule, "vjp", lambda self, *args: seen.append(self.samples) or vjp(self, *args))
+    second, seen, back = nn.LazyConv2d(3, 1), [], Conv2dRule.input_gradient
+    monkeypatch.setattr(
+        Conv2dRule, "input_gradient", lambda self, g, call: seen.append(call.samples) or back(self, g, call)
+    )
     layers = [stem, first, Function(SAMPLED[name]), second, nn.Flatten(), nn.LazyLinear(CLASSES)]
     assert_same_with_autograds(
         monkeypatch, nn.Sequential(*layers).double(), torch.randn(IMAGES, 2, 12, 12).double(), **settings

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, column_functions, exact_log_marginal_likelihood
+from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.rules import rule_for
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -215,6 +216,7 @@ def test_gradients_go_back_by_pieces(options, piece, layout, monkeypatch):
     gradient = torch.randn(3, *layer(x).shape, dtype=torch.float64)
     gradient = gradient.flatten(0, 1).contiguous(memory_format=layout).unflatten(0, (3, 5))
     expected = torch.stack([torch.autograd.grad(layer(x), x, g)[0] for g in gradient])
-    found = rule_for(layer, "layer")._at_input(gradient, x.shape)
+    rule = rule_for(layer, "layer")
+    found = rule.input_gradient(gradient, Call(rule, input_shape=x.shape))
     torch.testing.assert_close(found, expected)
     assert found.flatten(0, 1).is_contiguous(memory_format=layout)

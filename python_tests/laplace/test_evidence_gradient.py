@@ -21,8 +21,6 @@ from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
 from python_tests.laplace.rings import rings, trained
 from python_tests.laplace.test_averaged import CLASSES, COPIES, MANY, NETWORKS, SIZE, averaged, data, many, network
 
-SERVED = [name for name in NETWORKS if name not in ("twice", "sequence")]
-
 
 def evidence_by_hand(
     model: AveragedFunction, eps: Tensor, x: Tensor, y: Tensor, delta: Tensor, noise: float | None
@@ -117,7 +115,7 @@ def test_it_does_not_depend_on_the_batches(size, budget):
 
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
 @pytest.mark.parametrize("columns", ["all", "one"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_chunks_of_copies_are_all_copies(name, columns, approximation):
     x, y = data(2 if columns == "all" else 1)  # signs are drawn for what goes together
     model, seen = many(name), []
@@ -467,7 +465,7 @@ def test_one_column_is_right_on_average():
 
 
 @pytest.mark.parametrize("approximation", ["expand", "reduce"])
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_central_differences_of_fits(name, approximation):
     x, y = data(6)
     x = F.interpolate(x, size=(3, 3), mode="area")
@@ -629,10 +627,6 @@ def test_what_is_refused():
     plain = KronLaplace(network("mlp")).fit([(x, y)])
     with pytest.raises(ValueError, match="it has none"):
         evidence_gradient(plain, [(x, y)])
-    for name, words in (("twice", "is called several times"), ("sequence", "has its projections inside")):
-        la = KronLaplace(averaged(name)).fit([(x, y)])
-        with pytest.raises(ValueError, match=words):
-            evidence_gradient(la, [(x, y)])
     assert not model.augment.raw.requires_grad and all(p.requires_grad for p in model.parameters())
 
 

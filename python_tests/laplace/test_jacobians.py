@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.jacobian import Jacobian
-from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
+from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import unit_columns
 from ella_cuda.laplace.rules import Rule
 from python_tests.laplace.checks import randomised
 from python_tests.laplace.jacobians import NETWORKS, OwnTanh, dense_jacobians, network
 
 
-class Collected(Consumer):
+class Collected(JacobianConsumer):
     """Jacobians by name, ``(N, K, *parameter.shape)``."""
 
     def __init__(self, la: KronLaplace, rules: list[Rule], count: int) -> None:

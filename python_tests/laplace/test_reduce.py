@@ -380,7 +380,7 @@ class OwnInputsRule(ella_cuda.laplace.rules.ConvNdRule):
     """Its class says nothing of the inputs that it defines."""
 
     def inputs(self, x):
-        super().inputs(x)
+        self.factors["weight"].input_moment.add(x.unfold(2, 2, 1).transpose(1, 2).flatten(2).flatten(0, 1)[:, None])
 
 
 def test_rules_that_do_not_reduce_are_refused_in_one_message():

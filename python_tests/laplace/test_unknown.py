@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, TangentModel, exact_log_marginal_likelihood
-from ella_cuda.laplace.curvature import _differentiable_recurrence
+from ella_cuda.laplace.test_time import _differentiable_recurrence
 from python_tests.laplace import checks
 
 IMAGES, CLASSES = 6, 3

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.base import Rule, arguments_in_order, register
+from ella_cuda.nn._autocast import full
 
 # (arguments of inputs, output, axis of the batch) -> the output, of which the rule gets the gradient
 Tap = Callable[[tuple[Any, ...], Tensor, int], Tensor]
@@ -32,11 +33,6 @@ class MultiheadAttentionRule(Rule):
 
     The rule finds the projections by their weights while the module's own forward runs, whatever that does between them.
     """
-
-    batch_second = True
-    knows_all = False
-    reduces = True
-    averages = True
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
@@ -93,53 +89,29 @@ class MultiheadAttentionRule(Rule):
 
         return wrapped
 
-    def inputs(self, x: Tensor, name: str, blocks: range) -> None:
-        self.name_of_call, self.blocks_of_call, self.positions = name, blocks, x.shape[1]
-        if name not in self.factors:
-            return
-        rows = (x.mean(1) if self.approximation == "reduce" else x.reshape(-1, x.shape[-1]))[:, None]
-        moment = self.factors[name].input_moment
-        if name == "in_proj_weight":
-            moment.add_to(blocks, rows)
-        else:
-            moment.add(rows)
+    def require_known(self, unknown: Sequence[str]) -> None:
+        """Nothing: others serve ``bias_k`` and ``bias_v``."""
 
-    def touched(self) -> dict[str, range | None]:
-        weight = self.name_of_call
-        bias = "out_proj.bias" if weight == "out_proj.weight" else "in_proj_bias"
-        blocks = {weight: self.blocks_of_call if weight == "in_proj_weight" else None, bias: None}
-        return {name: part for name, part in blocks.items() if name in self.trainable}
+    def input_rows(self, x: Tensor, name: str, blocks: range) -> dict[str, Rows]:
+        return {name: Dense(full(x)[:, :, None], blocks if name == "in_proj_weight" else None)}
 
-    def outputs(self, gradient: Tensor) -> None:
-        name, blocks = self.name_of_call, self.blocks_of_call
-        summed = gradient.sum(2)  # over positions
-        if name in self.factors:
-            moment = self.factors[name].output_moment
-            rows, alpha = (summed, 1.0) if self.approximation == "reduce" else (gradient, 1 / max(gradient.shape[2], 1))
-            rows = rows.reshape(-1, len(blocks), self.module.embed_dim)
-            if name == "in_proj_weight":
-                moment.add_to(blocks, rows, alpha)
-            else:
-                moment.add(rows, alpha)
+    def keep(self, x: Tensor, name: str, blocks: range) -> tuple[str, range]:
+        return name, blocks
+
+    def touched(self, kept: tuple[str, range]) -> dict[str, range | None]:
+        name, blocks = kept
         bias = "out_proj.bias" if name == "out_proj.weight" else "in_proj_bias"
-        if bias in self.factors:
-            e = self.module.embed_dim
-            around = (blocks.start * e, (3 - blocks.stop) * e) if bias == "in_proj_bias" else (0, 0)
-            self.factors[bias].output_moment.add(F.pad(summed.flatten(0, 1), around)[:, None])
+        parts = {name: blocks if name == "in_proj_weight" else None, bias: None}
+        return {name: part for name, part in parts.items() if name in self.trainable}
 
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        x, name, blocks = arguments
-        e = self.module.embed_dim
-        found = {}
-        if name in self.trainable:
-            rows = x[:, :, None].expand(-1, -1, len(blocks), -1)
-            part = blocks if name == "in_proj_weight" else None
-            found[name] = Jacobian(gradient.unflatten(3, (len(blocks), e)), rows, blocks=part)
-        bias = "out_proj.bias" if name == "out_proj.weight" else "in_proj_bias"
-        if bias in self.trainable:
-            around = (blocks.start * e, (3 - blocks.stop) * e) if bias == "in_proj_bias" else (0, 0)
-            found[bias] = Jacobian.of_bias(F.pad(gradient.sum(2), around))
-        return found
+    def output_rows(self, gradient: Tensor, kept: tuple[str, range]) -> dict[str, Rows]:
+        (name, blocks), e = kept, self.module.embed_dim
+        rows, part = gradient.flatten(0, 1), blocks if name == "in_proj_weight" else None
+        found: dict[str, Rows] = {name: Dense(rows.unflatten(2, (len(blocks), e)), part)}
+        if name == "out_proj.weight":
+            return found | {"out_proj.bias": Dense(rows[:, :, None])}
+        around = (blocks.start * e, (3 - blocks.stop) * e)
+        return found | {"in_proj_bias": Dense(F.pad(rows.sum(1), around)[:, None, None])}
 
 
 class _Projections(TorchFunctionMode):

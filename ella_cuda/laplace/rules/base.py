@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +14,35 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ella_cuda.laplace.column_functions import Before
+from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
-from ella_cuda.laplace.jacobian import Jacobian, by_autograd
+from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Rows
+from ella_cuda.laplace.rules.recorded import AddsToMoments, complete, promises, pulls_back
 from ella_cuda.laplace.second_moment import SecondMoment
 
 RESOLUTIONS = ("shared", "per_channel")
 APPROXIMATIONS = ("expand", "reduce")
 
 
-class Rule(ABC):
-    """Turns one layer's inputs and output gradients into the Kronecker factors of its parameters.
+class Rule(AddsToMoments, ABC):
+    """Says what a layer's call is to the curvature of the layer's parameters: input rows a and output rows g, whose products summed over a
+    data point's shared positions are the parameters' gradients.
 
-    Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`inputs` and :meth:`outputs`. A
-    rule with ``differentiates = True`` also computes the layer's vector-Jacobian product itself, in :meth:`vjp`; otherwise
-    autograd does. With ``batch_second = True`` the layer treats all axes but the last alike, so that the batch may also be the
-    second; the rule's methods get it in front. With ``takes_reduced = True`` the class that defines :meth:`inputs` accepts
-    bfloat16 and float16, as a network with an autocast of its own has them; otherwise it gets a float32 copy of these.
+    Subclass it, decorate it with :func:`register`, and define :meth:`shapes`, :meth:`input_rows` and :meth:`output_rows`; see
+    :mod:`ella_cuda.laplace.rows`. What becomes of the rows is not the rule's business: KFAC-expand and KFAC-reduce, calls that share a
+    weight, copies of data points, Jacobians and hypergradients are made of them. A rule that defines :meth:`input_gradient` takes the
+    gradients at the layer's output back through the layer; otherwise autograd does.
 
-    A layer may be called several times in a forward pass. What :meth:`inputs` leaves on the rule is there again when the gradient of
-    the same call comes back; what the calls' rows mean together is the business of :mod:`ella_cuda.laplace.weight_sharing`.
-
-    A class that defines :meth:`inputs`, :meth:`outputs` or :meth:`vjp` says with ``reduces = True`` that these follow
-    :attr:`approximation`. With "reduce" (KFAC-reduce) ``inputs`` adds one row a data point, the mean over the data point's shared
-    positions, and sets :attr:`positions`; ``outputs`` adds the sum of its gradients over positions. A rule whose layers have no shared
-    positions, or whose blocks are exact, says so too.
-
-    Of an :class:`ella_cuda.augment.AveragedFunction` a layer sees S copies of each data point. A class that defines :meth:`inputs`,
-    :meth:`outputs` or :meth:`vjp` says with ``averages = True`` that the rows of the input side are linear in the layer's inputs, those of
-    the output side in the gradient and independent of the inputs, and that :meth:`vjp` adds to those of :attr:`factors` that are there: its
-    methods then get the inputs' mean over copies, and the gradients' sum. With ``sees_copies = True`` too, they get all copies, those of
-    a data point one after the other, and add rows that are means and sums over :attr:`copies`, by ``add`` or ``add_to``: where copies come in
-    chunks, these rows are summed. A class that says neither is refused.
+    A class may define, in the place of these, methods that add to the moments of :attr:`factors`: ``inputs(*arguments)`` adds to
+    ``input_moment`` the rows whose outer products, divided by the number of data points, are A; ``outputs(gradient)``, of gradients
+    ``(K, N, ...)``, adds to ``output_moment`` those whose outer products are B; with ``differentiates = True``, ``vjp(gradient,
+    input_shape)`` does as ``outputs`` and returns the gradient at the input, unless ``input_shape`` is None. What ``inputs`` leaves on the
+    rule is there again when the gradient of the same call comes back. Such a class says with ``takes_reduced = True`` that ``inputs``
+    accepts bfloat16 and float16; with ``reduces = True`` that its methods follow :attr:`approximation`: with "reduce" ``inputs`` adds the
+    mean over positions and sets :attr:`positions`, ``outputs`` the sum; with ``averages = True`` that its rows are linear in inputs and
+    gradients, of which it gets means and sums over :attr:`copies`; with ``sees_copies = True`` too that it gets all copies and adds means
+    and sums itself.
 
     Attributes:
         module: the layer.
@@ -53,16 +50,10 @@ class Rule(ABC):
         resolution: "shared" or "per_channel": whether blocks that share an output-side factor in the paper keep doing
             so.
         approximation: "expand" or "reduce", what is done about shared positions; set by :func:`rules_for`.
-        positions: with "reduce", how many positions a data point had in the last call of :meth:`inputs`.
         factors: parameter name (inside the layer) -> :class:`KroneckerFactor`, for the trainable parameters only.
-        kept: what :meth:`inputs` leaves of a call for :meth:`outputs` or :meth:`vjp`.
-        before: what stands before the input of the call whose gradient comes back, for a :meth:`vjp` that takes it further at once.
-        takes_samples: whether :meth:`vjp` does as ``samples`` says.
-        samples: None, or of the output's size along each axis of an image and the steps between positions, ``(H, W, down, right)``: the
-            gradient is at every so-manieth position alone, from the first on, and zero elsewhere.
         tied: parameters of the layer whose factor is that of another layer that has them too: name -> (its rule, the name there).
         lent: parameters of the layer that others have in their ``tied``.
-        copies: S, of each data point; 1 unless the network averages over copies.
+        copies: of each data point, that methods which add to moments see; 1 unless the network averages over copies.
 
     Args:
         module: the layer.
@@ -77,30 +68,23 @@ class Rule(ABC):
     (KFAC-expand and KFAC-reduce).
     """
 
-    differentiates: bool = False
-    batch_second: bool = False
-    takes_reduced: ClassVar[bool] = False
-    reduces: ClassVar[bool] = False
-    averages: ClassVar[bool] = False
-    sees_copies: ClassVar[bool] = False
     approximation: str = "expand"
     copies: int = 1
     positions: int = 1
-    before: Before = Before()
-    takes_samples: bool = False
-    samples: tuple[int, ...] | None = None
-    knows_all: ClassVar[bool] = True  # else others serve trainable parameters that :meth:`shapes` lacks
+    differentiates: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        complete(cls)
 
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         self.module, self.name, self.resolution = module, name, resolution
         self.factors: dict[str, KroneckerFactor] = {}
-        self.kept: Tensor | None = None
         self.tied: dict[str, tuple[Rule, str]] = {}
         self.lent: set[str] = set()
         self.trainable = tuple(n for n, p in self.parameters().items() if p.requires_grad)
         known = self.shapes()
-        if self.knows_all and any(parameter not in known for parameter in self.trainable):
-            raise self.unknown_to_it([parameter for parameter in self.trainable if parameter not in known])
+        self.require_known([parameter for parameter in self.trainable if parameter not in known])
         self.trainable = tuple(parameter for parameter in self.trainable if parameter in known)
         for parameter in self.trainable:
             size = module.get_parameter(parameter).numel()
@@ -140,70 +124,68 @@ class Rule(ABC):
         """Sizes of the factors of every parameter the rule knows, and the order of the parameter's elements (``FactorShape.layout``), which
         predictions and samples follow; called before anything is allocated."""
 
-    @abstractmethod
-    def inputs(self, *args: Tensor) -> None:
-        """Accumulate the input side from the layer's arguments, ``(N, ...)``.
+    def input_rows(self, *arguments: Any) -> dict[str, Rows]:
+        """Rows a of parameters with an input side, from the layer's arguments, ``(N, ...)``. They may be more than the trainable ones'."""
+        raise NotImplementedError(f"{type(self).__name__} must define input_rows.")
 
-        Add to ``self.factors[name].input_moment`` the rows whose outer products, divided by the number of data points,
-        give A.
-        """
+    def output_rows(self, gradient: Tensor, kept: Any) -> dict[str, Rows]:
+        """Rows g of the parameters, from K gradients at the layer's output, ``(K, N, ...)``. Of a parameter without an input side they are
+        the gradients, summed over positions by whoever wants them."""
+        raise NotImplementedError(f"{type(self).__name__} must define output_rows.")
 
-    def outputs(self, gradient: Tensor) -> None:
-        """Accumulate the output side from K gradients at the layer's output, ``(K, N, ...)``.
+    def keep(self, *arguments: Any) -> Any:
+        """What :meth:`output_rows` and :meth:`input_gradient` need of a call's arguments."""
+        return None
 
-        Add to ``self.factors[name].output_moment`` the rows whose outer products, summed over the data and K, give B.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must define outputs (or vjp, with differentiates = True).")
+    def input_gradient(self, gradient: Tensor, call: Call) -> Tensor:
+        """The gradient at the layer's input, ``(K, *call.input_shape)``, of K gradients at its output, ``(K, N, ...)``."""
+        raise NotImplementedError(f"{type(self).__name__} leaves the layer's vector-Jacobian product to autograd.")
 
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        """As :meth:`outputs`, and return the layer's vector-Jacobian product, the gradient at its input, ``(K, *input_shape)``,
-        unless ``input_shape`` is None.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has differentiates = True and must define vjp.")
+    def has_input_gradient(self) -> bool:
+        """Whether the rule, not autograd, takes gradients back through the layer."""
+        return type(self).input_gradient is not Rule.input_gradient and pulls_back(self)
+
+    def takes_samples(self) -> bool:
+        """Whether :meth:`input_gradient` takes gradients at some positions alone; see :class:`Call`."""
+        return False
+
+    def backward(
+        self, gradient: Tensor, call: Call, take: Callable[[dict[str, Rows]], None], wanted: bool
+    ) -> Tensor | None:
+        """Hand :meth:`output_rows` on, and return :meth:`input_gradient` if it is wanted; for rules that have both by one product. Rows may
+        come in several parts of data points or columns."""
+        take(self.output_rows(gradient, call.kept))
+        return self.input_gradient(gradient, call) if wanted else None
 
     def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        """Of the trainable parameters that took part in a call, the gradients of single data points, which predictions need.
-
-        Here they are autograd's, of the layer alone. A rule that knows them as products of input and gradient rows defines this anew, and
-        saves most of the time and memory.
+        """The gradients of single data points in the parameters that took part in a call, which predictions need.
 
         Args:
-            arguments: of the call, as :meth:`inputs` gets them.
+            arguments: of the call, as :meth:`input_rows` gets them.
             gradient: K gradients at its output, ``(K, N, ...)``.
         """
-        shapes, names = self.shapes(), list(self.touched())
-        found = by_autograd(self.module, names, arguments, gradient)
-        return {name: Jacobian(shapes[name].to_blocks(found[name], 2)) for name in names}
-
-    def knows_jacobians(self) -> bool:
-        """Whether :meth:`jacobians` is of the class that defines the factors, or of one derived from it."""
-        order = type(self).__mro__
-        owners = {m: next(i for i, c in enumerate(order) if m in vars(c)) for m in ("jacobians", "shapes", "inputs")}
-        return owners["jacobians"] <= min(owners.values()) and order[owners["jacobians"]] is not Rule
-
-    def release(self) -> None:
-        """Drop what was kept of a batch; called when its columns are done."""
-        self.kept, self.before, self.samples = None, Before(), None
-
-    def reads_reduced(self) -> bool:
-        """Whether :meth:`inputs` accepts bfloat16 and float16. Means over positions would be rounded to these."""
-        return self.approximation == "expand" and self._promises("takes_reduced", "inputs")
+        kept, shapes = self.keep(*arguments), self.shapes()
+        inputs, outputs = self.input_rows(*arguments), self.output_rows(gradient, kept)
+        return {
+            name: Jacobian.of_rows(shapes[name], inputs.get(name), outputs[name], len(gradient))
+            for name in self.touched(kept)
+        }
 
     def serves(self, approximation: str) -> bool:
         """Whether the rule follows the approximation."""
-        return approximation == "expand" or self._promises("reduces", "inputs", "outputs", "vjp")
+        return approximation == "expand" or promises(type(self), "reduces", "inputs", "outputs", "vjp")
 
     def serves_copies(self) -> bool:
         """Whether the rule follows a network that averages over copies."""
-        return self._promises("averages", "inputs", "outputs", "vjp")
+        return promises(type(self), "averages", "inputs", "outputs", "vjp")
 
-    def _promises(self, flag: str, *methods: str) -> bool:
-        """Whether the classes that define these methods set the flag; one that defines a method anew has not given the promise."""
-        owners = {next(c for c in type(self).__mro__ if method in vars(c)) for method in methods} - {Rule}
-        return all(vars(owner).get(flag, False) for owner in owners)
+    def require_known(self, unknown: Sequence[str]) -> None:
+        """TypeError where trainable parameters are unknown to the rule; a rule whose others are served otherwise defines this anew."""
+        if unknown:
+            raise self.unknown_to_it(unknown)
 
-    def touched(self) -> dict[str, Any]:
-        """Of the last call: the parameters that took part in it, each with the blocks of its factor that did; None is all of them."""
+    def touched(self, kept: Any) -> dict[str, range | None]:
+        """Parameters that took part in a call, each with the blocks of its factor that did; None is all of them."""
         return dict.fromkeys(self.trainable)
 
     def shares_outputs(self) -> dict[str, str]:
@@ -313,8 +295,8 @@ def register(module_class: type[nn.Module]) -> Callable[[RuleType], RuleType]:
         @ella_cuda.laplace.register(MyScale)
         class MyScaleRule(ella_cuda.laplace.Rule):
             def shapes(self): ...
-            def inputs(self, x): ...
-            def outputs(self, gradient): ...
+            def input_rows(self, x): ...
+            def output_rows(self, gradient, kept): ...
 
     Raises:
         TypeError: ``module_class`` is no Module class, or the decorated class no Rule.

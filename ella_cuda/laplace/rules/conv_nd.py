@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Patches, Rows
 from ella_cuda.laplace.rules.base import Rule, register
-from ella_cuda.laplace.rules.conv import (
-    add_mean_patches,
-    add_output_sides,
-    convolution_jacobians,
-    convolution_shapes,
-    pad,
-    patches,
-    side_padding,
-    summed_patches,
-)
-from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.rules.conv import convolution_shapes, patches_of, planes_of
+from ella_cuda.nn._autocast import full
 
 
 @register(nn.Conv1d)
@@ -37,29 +25,14 @@ class ConvNdRule(Rule):
     Source: Grosse and Martens, ICML 2016.
     """
 
-    reduces = True
-    averages = True
-
     def shapes(self) -> dict[str, FactorShape]:
         return convolution_shapes(self.module)
 
-    def inputs(self, x: Tensor) -> None:
-        if "weight" not in self.factors:
-            return
-        m = self.module
-        if self.approximation == "reduce":
-            add_mean_patches(self, x, m.kernel_size, m.stride, m.dilation, side_padding(m), m.padding_mode)
-            return
-        x = pad(x, side_padding(m), m.padding_mode)
-        _add_patches(self.factors["weight"].input_moment, x, m, (0,) * len(m.kernel_size), 1.0)
+    def input_rows(self, x: Tensor) -> dict[str, Rows]:
+        return {"weight": patches_of(full(x), self.module)}
 
-    def outputs(self, gradient: Tensor) -> None:
-        add_output_sides(self, gradient.flatten(3)[..., None, :], math.prod(gradient.shape[3:]))
-
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        m, x = self.module, arguments[0]
-        rows = patches(pad(x, side_padding(m), m.padding_mode), m) if "weight" in self.trainable else None
-        return convolution_jacobians(self, rows, gradient)
+    def output_rows(self, gradient: Tensor, kept: None) -> dict[str, Rows]:
+        return planes_of(gradient, self.module)
 
 
 @register(nn.ConvTranspose1d)
@@ -78,9 +51,6 @@ class ConvTransposeRule(Rule):
         ValueError: ``output_padding`` is not below the stride.
     """
 
-    reduces = True
-    averages = True
-
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         if any(extra >= step for extra, step in zip(module.output_padding, module.stride, strict=True)):
@@ -97,55 +67,11 @@ class ConvTransposeRule(Rule):
             "bias": FactorShape.bias(m.out_channels),
         }
 
-    def inputs(self, x: Tensor, output_size: object = None) -> None:
-        self.positions = math.prod(x.shape[2:])
-        if "weight" in self.factors:
-            rows = x.flatten(2).transpose(1, 2).unflatten(2, (self.module.groups, -1))
-            reduced = self.approximation == "reduce"
-            self.factors["weight"].input_moment.add(
-                rows.sum(1) / max(self.positions, 1) if reduced else rows.flatten(0, 1)
-            )
+    def input_rows(self, x: Tensor, output_size: object = None) -> dict[str, Rows]:
+        return {"weight": Patches.of_planes(full(x), self.module.groups)}
 
-    def outputs(self, gradient: Tensor) -> None:
-        flat = gradient.flatten(0, 1)
-        if "weight" in self.factors:
-            moment, m = self.factors["weight"].output_moment, self.module
-            if self.approximation == "reduce":
-                sides = [(p, p) for p in m.padding]
-                sums, _ = summed_patches(flat, m.kernel_size, m.stride, m.dilation, sides, "zeros")
-                moment.add(sums.flatten(1).unflatten(1, (m.groups, -1)))
-            else:
-                _add_patches(moment, flat, m, m.padding, 1 / max(self.positions, 1))
-        if "bias" in self.factors:
-            self.factors["bias"].output_moment.add(flat.flatten(2).sum(2)[:, None])
-
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        m, x = self.module, arguments[0]
-        found = {}
-        if "weight" in self.trainable:
-            rows = x.flatten(2).transpose(1, 2).unflatten(2, (m.groups, -1))
-            seen = patches(pad(gradient.flatten(0, 1), [(p, p) for p in m.padding], "zeros"), m)
-            found["weight"] = Jacobian(seen.unflatten(0, gradient.shape[:2]), rows)
-        if "bias" in self.trainable:
-            found["bias"] = Jacobian.of_bias(gradient.flatten(3).sum(3))
-        return found
-
-
-def _add_patches(moment: SecondMoment, x: Tensor, m: nn.Module, padding: tuple[int, ...], alpha: float) -> None:
-    """Add the outer products of the patches of x, ``(R, G*C, ...)`` padded with zeros, that a convolution like the layer reads."""
-    axes = len(m.kernel_size)
-    if axes == 3:
-        x = F.pad(x, [p for side in reversed(padding) for p in (side, side)])
-        moment.add_windows(x, m.kernel_size, m.stride, m.dilation, alpha)
-        return
-    lift = (0,) * (2 - axes)
-    geometry = {
-        "stride": (1,) * (2 - axes) + m.stride,
-        "padding": lift + padding,
-        "dilation": (1,) * (2 - axes) + m.dilation,
-    }
-    image = x if axes == 2 else x[:, :, None]
-    moment.add_patches(image, (1,) * (2 - axes) + m.kernel_size, "zeros", alpha, **geometry)
-    reach = [d * (k - 1) + 1 for d, k in zip(m.dilation, m.kernel_size, strict=True)]
-    sides = zip(x.shape[2:], padding, reach, m.stride, strict=True)
-    moment.count(x.shape[0] * math.prod((size + 2 * p - r) // s + 1 for size, p, r, s in sides))
+    def output_rows(self, gradient: Tensor, kept: None) -> dict[str, Rows]:
+        m, flat = self.module, gradient.flatten(0, 1)
+        sides = [(p, p) for p in m.padding]
+        weight = Patches(flat, m.kernel_size, m.groups, stride=m.stride, dilation=m.dilation, sides=sides)
+        return {"weight": weight, "bias": Patches.of_planes(flat)}

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Dense, OneHot, Rows
 from ella_cuda.laplace.rules.base import Rule, register
+
+
+class Weights(NamedTuple):
+    """Weights of a table's output rows ``(R, T, 1, d)`` at the positions of N data points.
+
+    Attributes:
+        mean: ``(N, T)``: squared, those of the mean of outer products over the positions that are no padding.
+        sum: ``(N, T)``, those of the sum over these.
+        each: ``(N, L)``, those of every look-up; T is L, or 1 where the rows of all look-ups are the same.
+    """
+
+    mean: Tensor
+    sum: Tensor
+    each: Tensor
+
+
+class LookedUp(Dense):
+    """Output rows of a table, of which padding has none.
+
+    Args:
+        values: ``(K N, T, 1, d)``.
+        weights: of the positions.
+    """
+
+    def __init__(self, values: Tensor, weights: Weights) -> None:
+        super().__init__(values)
+        self.weights = weights
+
+    @property
+    def positions(self) -> int:
+        return 1  # the weights are those of a mean
+
+    def _times(self, weights: Tensor) -> Tensor:
+        apart = self.values.unflatten(0, (-1, len(weights)))
+        return (apart * weights.to(self.values.dtype)[:, :, None, None]).flatten(0, 1)
+
+    def _weighted(self) -> Tensor:
+        return self._times(self.weights.mean)
+
+    def dense(self) -> Tensor:
+        return self._times(self.weights.each)
+
+    def summed(self) -> Rows:
+        return Dense(self._times(self.weights.sum).sum(1, keepdim=True))
 
 
 @register(nn.Embedding)
@@ -30,8 +72,6 @@ class EmbeddingRule(Rule):
         ValueError: the layer has ``max_norm``, which changes its weight when it is called.
     """
 
-    reduces = True
-
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         if module.max_norm is not None:
@@ -39,50 +79,28 @@ class EmbeddingRule(Rule):
                 f"{self.label} has max_norm={module.max_norm}, by which a call changes its weight; build it with max_norm=None, or freeze it."
             )
 
+    def serves_copies(self) -> bool:
+        return False  # indices have no mean
+
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
         return {"weight": FactorShape(m.num_embeddings, 1, m.embedding_dim, 1, layout="gab")}
 
-    def inputs(self, indices: Tensor) -> None:
-        m, self.positions = self.module, math.prod(indices.shape[1:])
-        padding = -1 if m.padding_idx is None else m.padding_idx
-        counts = (indices != padding).double()
-        each = counts.flatten(1).sum(1).clamp(min=1) if indices.dim() > 1 else counts.new_ones(len(indices))
-        if self.approximation == "reduce":
-            self.kept = counts[..., None]
-            images = torch.arange(len(indices), device=indices.device).view(-1, *[1] * (indices.dim() - 1))
-            looked_up = (images * m.num_embeddings + indices)[indices != padding]
-            pairs, times = torch.unique(looked_up, return_counts=True)
-            shares = times / each[pairs // m.num_embeddings]
-            seen = shares.new_zeros(m.num_embeddings)
-            seen.index_put_((pairs % m.num_embeddings,), shares.square(), accumulate=True)  # in a fixed order on CUDA
-        else:
-            # Squared, the weights of a data point's positions are those of a mean.
-            self.kept = (counts / each.sqrt().view(-1, *[1] * (indices.dim() - 1)))[..., None]
-            seen = torch.bincount(indices[indices != padding], minlength=m.num_embeddings)
-        if "weight" not in self.factors:
-            return
-        moment = self.factors["weight"].input_moment
-        moment.add_counts(seen)
-        # Several calls share the output side by their positions, padding included: how much of a batch is padding must not matter.
-        moment.count(int((indices == padding).sum()))
+    def _counted(self, indices: Tensor) -> Tensor:
+        """Where look-ups are no padding."""
+        return indices != (-1 if self.module.padding_idx is None else self.module.padding_idx)
 
-    def outputs(self, gradient: Tensor) -> None:
-        rows = gradient * self.kept.to(gradient.dtype)
-        if self.approximation == "reduce" and rows.dim() > 3:
-            rows = rows.flatten(2, -2).sum(2)
-        self.factors["weight"].output_moment.add(rows.reshape(-1, 1, rows.shape[-1]))
+    def input_rows(self, indices: Tensor) -> dict[str, Rows]:
+        flat = indices.reshape(len(indices), math.prod(indices.shape[1:]))
+        return {"weight": OneHot(flat, self._counted(flat), self.module.num_embeddings)}
 
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        indices = arguments[0]
-        rows = gradient.flatten(2, -2) if gradient.dim() > 3 else gradient[:, :, None]  # (K, N, T, b)
-        return self._looked_up(indices.reshape(len(indices), -1), rows)
+    def keep(self, indices: Tensor) -> Weights:
+        counted = self._counted(indices.reshape(len(indices), math.prod(indices.shape[1:]))).double()
+        return Weights(counted / counted.sum(1, keepdim=True).clamp(min=1).sqrt(), counted, counted)
 
-    def _looked_up(self, indices: Tensor, rows: Tensor) -> dict[str, Jacobian]:
-        """From gradients at the look-ups, ``(K, N, T, b)``; none goes to ``padding_idx``."""
-        if self.module.padding_idx is not None:
-            rows = rows.masked_fill((indices == self.module.padding_idx)[None, :, :, None], 0)
-        return {"weight": Jacobian(rows[:, :, :, None], index=indices)}
+    def output_rows(self, gradient: Tensor, kept: Weights) -> dict[str, Rows]:
+        rows = gradient.flatten(0, 1)
+        return {"weight": LookedUp(rows.reshape(len(rows), kept.sum.shape[1], 1, rows.shape[-1]), kept)}
 
 
 @register(nn.EmbeddingBag)
@@ -97,8 +115,6 @@ class EmbeddingBagRule(EmbeddingRule):
         ValueError: ``max_norm``, another mode, or a call with offsets or weights.
     """
 
-    reduces = True
-
     def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
         super().__init__(module, name, resolution)
         if module.mode not in ("sum", "mean"):
@@ -106,20 +122,18 @@ class EmbeddingBagRule(EmbeddingRule):
                 f"{self.label}: mode must be 'sum' or 'mean', got {module.mode!r}; freeze the layer, or use one of these."
             )
 
-    def inputs(self, indices: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> None:
+    def input_rows(
+        self, indices: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> dict[str, Rows]:
         if indices.dim() != 2 or offsets is not None or per_sample_weights is not None:
             raise ValueError(
                 f"{self.label}: expected bags of one length as indices (N, L), without offsets and per_sample_weights; pad shorter ones with "
                 "padding_idx."
             )
-        super().inputs(indices)
-        counted = (self.kept != 0).sum(1).double()
-        each = 1 / counted.clamp(min=1) if self.module.mode == "mean" else torch.ones_like(counted)
-        self.kept = each * counted if self.approximation == "reduce" else each
+        return super().input_rows(indices)
 
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        indices = arguments[0]
-        if self.module.mode == "mean":
-            counted = indices != (-1 if self.module.padding_idx is None else self.module.padding_idx)
-            gradient = gradient / counted.sum(1).clamp(min=1)[:, None]
-        return self._looked_up(indices, gradient[:, :, None].expand(-1, -1, indices.shape[1], -1))
+    def keep(self, indices: Tensor, *_: object) -> Weights:
+        counted = self._counted(indices).double()
+        length = counted.sum(1, keepdim=True)
+        each = 1 / length.clamp(min=1) if self.module.mode == "mean" else (length >= 0).double()
+        return Weights(each * (length > 0), each * length, each * counted)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ella_cuda import ops
+from ella_cuda.laplace.call import Call
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Dense, Rows, same
 from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.laplace.second_moment import SecondMoment
 from ella_cuda.nn import FactoredLinear2d, SparseFactoredLinear2d
+from ella_cuda.nn._autocast import full
 
 # The largest dz in bytes that exists at a time on the CPU, and the smallest number of rows of g in a chunk: the C library maps larger
 # memory anew every time, and its pages cost more than all products do.
@@ -34,17 +36,9 @@ class FactoredLinear2dRule(Rule):
     Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
     """
 
-    differentiates = True
-    reduces = True
-    averages = True
-
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def weights(self, kept: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The weights at all positions, ``(D, C, X)`` and ``(D, C, Y)``."""
         return self.module.weight_in.detach().flatten(2), self.module.weight_out.detach().flatten(2)
-
-    def collect_weights(self) -> None:
-        """Keep :meth:`weights` for this batch and the gradients that come back for it."""
-        self._weight_in, self._weight_out = self.weights()
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -56,93 +50,162 @@ class FactoredLinear2dRule(Rule):
         }
         return shapes | {"bias_in": FactorShape.bias(d), "bias_out": FactorShape.bias(y)}
 
-    def inputs(self, x: Tensor) -> None:
-        x = x.flatten(2)
-        self.collect_weights()
-        if "weight_in" in self.factors:
-            self.factors["weight_in"].input_moment.add(x)
-        if "weight_out" in self.factors:
-            self.factors["weight_out"].input_moment.add(self.intermediate(x))
+    def input_rows(self, x: Tensor) -> dict[str, Rows]:
+        x, bias = full(x).flatten(2), self.module.bias_in
+        weight_in = self.weights()[0] if "weight_out" in self.trainable else None
+        return {"weight_in": Dense(x[:, None]), "weight_out": Intermediate(x, weight_in, bias)}
 
-    def vjp(self, gradient: Tensor, input_shape: torch.Size | None) -> Tensor | None:
-        factors = self.factors
-        columns, g = gradient.shape[0], gradient.flatten(3).flatten(0, 1)  # (KN, D, Y)
-        per_channel = self.resolution == "per_channel"
-        if "weight_out" in factors:
-            rows, alpha = (g, 1.0) if per_channel else (g.reshape(-1, 1, g.shape[2]), 1 / g.shape[1])
-            factors["weight_out"].output_moment.add(rows, alpha)
-        if "bias_out" in factors:
-            factors["bias_out"].output_moment.add(g.sum(1, keepdim=True))
-        inner_sides, of_one_position = "weight_in" in factors or "bias_in" in factors, g.shape[2] == 1
-        if inner_sides and of_one_position:
-            self._inner_sides_of_one_position(g[:, :, 0])
-        wants_x, wants_z = input_shape is not None, inner_sides and not of_one_position
-        found = []
-        for rows in g.split(self._rows_at_once(g)) if wants_z else [g]:
-            dx, dz = ops.factored_linear_vjp(rows, self._weight_in, self._weight_out, wants_x, wants_z)
-            if dz is not None:
-                self._inner_sides(dz)
-            found.append(dx)
-        if not wants_x:
-            return None
-        dx = found[0] if len(found) == 1 else torch.cat(found)
-        return dx.unflatten(2, input_shape[2:]).unflatten(0, (columns, -1))
+    def output_rows(self, gradient: Tensor, kept: tuple[Tensor, Tensor] | None) -> dict[str, Rows]:
+        g, weight_out = gradient.flatten(3).flatten(0, 1), self.weights(kept)[1]
+        return self._outer_rows(g, weight_out) | {"weight_in": IntermediateGradients(g, weight_out)}
 
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        x, g = arguments[0].flatten(2), gradient.flatten(3)  # (N, C, X), (K, N, D, Y)
-        found = {}
-        if "weight_out" in self.trainable:
-            found["weight_out"] = Jacobian(self.on_basis(g, "out")[:, :, None], self.intermediate(x)[:, None])
-        if "weight_in" in self.trainable or "bias_in" in self.trainable:
-            rows = g.flatten(0, 1).transpose(0, 1)  # (D, KN, Y)
-            dz = torch.bmm(rows, self._weight_out.transpose(1, 2)).unflatten(1, gradient.shape[:2])  # (D, K, N, C)
-            if "weight_in" in self.trainable:
-                found["weight_in"] = Jacobian(dz.permute(1, 2, 3, 0)[:, :, None], self.on_basis(x, "in")[:, None])
-            if "bias_in" in self.trainable:
-                found["bias_in"] = Jacobian.of_bias(dz.sum(3).permute(1, 2, 0))
-        if "bias_out" in self.trainable:
-            found["bias_out"] = Jacobian.of_bias(g.sum(2))
+    def _outer_rows(self, g: Tensor, weight_out: Tensor) -> dict[str, Rows]:
+        """Output rows of all parameters but ``weight_in``, of g ``(K N, D, Y)``."""
+        found = {"weight_out": Dense(g[:, None]), "bias_out": Dense(g.sum(1)[:, None, None])}
+        if "bias_in" in self.trainable:
+            summed = torch.einsum("rdy,dy->rd", g, weight_out.sum(1))  # the intermediate's gradient, over channels
+            found["bias_in"] = Dense(summed[:, None, None])
         return found
 
-    def on_basis(self, values: Tensor, side: str) -> Tensor:
-        """What a side's weight sees of values at all positions, ``(..., X)``."""
-        return values
+    def input_gradient(self, gradient: Tensor, call: Call) -> Tensor:
+        g = gradient.flatten(3).flatten(0, 1)
+        dx, _ = ops.factored_linear_vjp(g, *self.weights(call.kept), True, False)
+        return self._shaped(dx, gradient, call)
 
-    def intermediate(self, x: Tensor) -> Tensor:
-        """z ``(N, D, C)`` of x ``(N, C, X)``."""
-        z = torch.bmm(x.transpose(0, 1), self._weight_in.permute(1, 2, 0))  # (C, N, D)
-        if self.module.bias_in is not None:
-            z += self.module.bias_in.detach()
-        return z.permute(1, 2, 0)
+    def backward(
+        self, gradient: Tensor, call: Call, take: Callable[[dict[str, Rows]], None], wanted: bool
+    ) -> Tensor | None:
+        g, weights = gradient.flatten(3).flatten(0, 1), self.weights(call.kept)
+        if not wanted or "weight_in" not in self.trainable or g.shape[2] == 1:
+            return super().backward(gradient, call, take, wanted)
+        take(self._outer_rows(g, weights[1]))
+        found = []
+        for part in parts_of(g, weights[1]):
+            dx, dz = ops.factored_linear_vjp(part, *weights, True, True)
+            take({"weight_in": Dense(dz.permute(2, 1, 0)[:, None])})
+            found.append(dx)
+        return self._shaped(found[0] if len(found) == 1 else torch.cat(found), gradient, call)
 
-    def _rows_at_once(self, g: Tensor) -> int:
-        """Rows of g in a chunk: a multiple of :data:`MIN_ROWS` whose dz takes at most :data:`MAX_INTERMEDIATE`; on other devices than
-        the CPU all."""
-        row = self._weight_out[:, :, 0].numel() * g.element_size()
-        return max(MAX_INTERMEDIATE // row // MIN_ROWS, 1) * MIN_ROWS if g.is_cpu else max(g.shape[0], 1)
+    def _shaped(self, dx: Tensor, gradient: Tensor, call: Call) -> Tensor:
+        return dx.unflatten(2, call.input_shape[2:]).unflatten(0, gradient.shape[:2])
 
-    def _inner_sides(self, dz: Tensor) -> None:
-        """Add the output sides of weight_in and bias_in, dz ``(D, C, KN)``."""
-        if "weight_in" in self.factors:
-            moment = self.factors["weight_in"].output_moment
-            if self.resolution == "per_channel":
-                moment.add(dz.permute(2, 1, 0))
-            else:
-                moment.add(dz.flatten(1).t()[:, None], 1 / dz.shape[1])
-        if "bias_in" in self.factors:
-            self.factors["bias_in"].output_moment.add(dz.sum(1).t()[:, None])
 
-    def _inner_sides_of_one_position(self, g: Tensor) -> None:
-        """The same where Y = 1, g ``(KN, D)``, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of
-        g[n,d] g[n,e], times V[d,c] V[e,c]. No sum of these cancels.
+class Intermediate(Rows):
+    """Rows z ``(N, 1, D, C)`` between the two maps of an F-FC layer.
+
+    Args:
+        values: x ``(N, C, X)``.
+        weight: U ``(D, C, X)``.
+        bias: ``(D,)``, or None.
+    """
+
+    def __init__(self, values: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(values)
+        self.weight, self.bias, self.scale = weight, bias, 1.0
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
+        Dense(self.dense()).gram_(moment, alpha)
+
+    def settled(self) -> Rows:
+        return Dense(self.dense()) if self.weight.requires_grad else self
+
+    def dense(self) -> Tensor:
+        z = torch.bmm(self.values.transpose(0, 1), self.weight.permute(1, 2, 0))  # (C, N, D)
+        if self.bias is not None:
+            z = z + self.scale * self.bias.detach()
+        return z.permute(1, 2, 0)[:, None]
+
+    def summed(self) -> Rows:
+        return self
+
+    def times(self, weight: float) -> Rows:
+        rows = super().times(weight)
+        if rows is not self:
+            rows.scale = self.scale * weight  # rows are affine in x
+        return rows
+
+    def plus(self, other: Rows) -> Rows:
+        scale = self.scale + getattr(other, "scale", 0.0)
+        rows = super().plus(other)
+        if isinstance(rows, Intermediate):
+            rows.scale = scale
+        return rows
+
+    def put(self, tensors: Iterator[Tensor]) -> None:
+        super().put(tensors)
+        self.scale = 1.0  # of sums over all copies
+
+    def _alike(self, other: Rows) -> bool:
+        own = isinstance(other, Intermediate) and other.values.shape == self.values.shape
+        return own and same(self.weight, other.weight) and self.bias is other.bias
+
+
+class IntermediateGradients(Rows):
+    """Rows dz ``(K N, 1, C, D)``, gradients between the two maps of an F-FC layer.
+
+    Args:
+        values: g ``(K N, D, Y)``.
+        weight: V ``(D, C, Y)``.
+    """
+
+    def __init__(self, values: Tensor, weight: Tensor) -> None:
+        super().__init__(values)
+        self.weight = weight
+
+    @property
+    def positions(self) -> int:
+        return 1
+
+    def gram_(self, moment: SecondMoment, alpha: float = 1.0) -> None:
+        if self.values.shape[2] == 1:
+            self._gram_of_one_position(moment, alpha)
+            return
+        for part in parts_of(self.values, self.weight):
+            Dense(_inner(part, self.weight)).gram_(moment, alpha)
+
+    def _gram_of_one_position(self, moment: SecondMoment, alpha: float) -> None:
+        """Where Y = 1, without dz[n,d,c] = g[n,d] V[d,c]: the sum over n of dz[n,d,c] dz[n,e,c] is that of g[n,d] g[n,e], times
+        V[d,c] V[e,c]. No sum of these cancels.
         """
-        v = self._weight_out[:, :, 0]  # (D, C)
-        if "weight_in" in self.factors:
-            per_channel = self.resolution == "per_channel"
-            weights = v.t()[:, :, None] * v.t()[:, None, :] if per_channel else (v @ v.t())[None] / v.shape[1]
-            self.factors["weight_in"].output_moment.add_weighted(g, weights)
-        if "bias_in" in self.factors:
-            self.factors["bias_in"].output_moment.add((g * v.sum(1))[:, None])
+        g, v = self.values[:, :, 0], self.weight[:, :, 0]  # (KN, D), (D, C)
+        apart = moment.total.shape[0] > 1 or v.shape[1] == 1
+        weights = v.t()[:, :, None] * v.t()[:, None, :] if apart else (v @ v.t())[None] / v.shape[1]
+        moment.add_weighted(g, weights if alpha == 1 else weights * alpha)
+
+    def quadratic(self, matrix: Tensor) -> Tensor:
+        if self.values.shape[2] > 1:
+            return super().quadratic(matrix)
+        g, v = self.values[:, :, 0], self.weight[:, :, 0]
+        products = v.t()[:, :, None] * v.t()[:, None, :]  # (C, D, D)
+        weighted = (matrix.to(g.dtype) * products).sum(0)
+        return ((g @ weighted) * g).sum() / (v.shape[1] if matrix.shape[0] == 1 else 1)
+
+    def settled(self) -> Rows:
+        return Dense(self.dense()) if self.weight.requires_grad else self
+
+    def dense(self) -> Tensor:
+        return _inner(self.values, self.weight)
+
+    def summed(self) -> Rows:
+        return self
+
+
+def _inner(g: Tensor, weight: Tensor) -> Tensor:
+    """dz ``(R, 1, C, D)`` of g ``(R, D, Y)`` and V ``(D, C, Y)``."""
+    dz = torch.bmm(g.transpose(0, 1), weight.transpose(1, 2))  # (D, R, C)
+    return dz.permute(1, 2, 0)[:, None]
+
+
+def parts_of(g: Tensor, weight: Tensor) -> Iterator[Tensor]:
+    """Parts of g ``(R, D, Y)``, a multiple of :data:`MIN_ROWS` each whose intermediate takes at most :data:`MAX_INTERMEDIATE`; on other
+    devices than the CPU all."""
+    row = weight[:, :, 0].numel() * g.element_size()
+    size = max(MAX_INTERMEDIATE // row // MIN_ROWS, 1) * MIN_ROWS if g.is_cpu else max(g.shape[0], 1)
+    yield from g.split(size)
 
 
 @register(SparseFactoredLinear2d)
@@ -156,9 +219,12 @@ class SparseFactoredLinear2dRule(FactoredLinear2dRule):
     Source: van der Ouderaa et al., NeurIPS 2023, section 4 and appendix.
     """
 
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def weights(self, kept: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         m = self.module
-        return m.basis_in.expand(m.weight_in.detach()), m.basis_out.expand(m.weight_out.detach())
+        return kept or (m.basis_in.expand(m.weight_in.detach()), m.basis_out.expand(m.weight_out.detach()))
+
+    def keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weights()
 
     def shapes(self) -> dict[str, FactorShape]:
         m = self.module
@@ -169,9 +235,3 @@ class SparseFactoredLinear2dRule(FactoredLinear2dRule):
             "weight_out": FactorShape(d, c, b, d if per_channel else 1, output_basis=m.basis_out, layout="gab"),
             "bias_in": FactorShape.bias(d),
         }
-
-    def on_basis(self, values: Tensor, side: str) -> Tensor:
-        return values @ getattr(self.module, f"basis_{side}").matrix().to(values).T
-
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        return super().jacobians(arguments, gradient)

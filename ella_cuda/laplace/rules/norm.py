@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ella_cuda.laplace.factors import FactorShape
-from ella_cuda.laplace.jacobian import Jacobian
+from ella_cuda.laplace.rows import Dense, Rows
 from ella_cuda.laplace.rules.base import Rule, register
+from ella_cuda.nn._autocast import full
 
 
 class ScaleRule(Rule):
@@ -22,10 +21,6 @@ class ScaleRule(Rule):
     ``weight``: B = sum over data of s sᵀ with s the sum over shared positions of g ⊙ n(x), the exact GGN block of γ. ``bias``: B = sum
     over data of s sᵀ with s the sum over positions of g, the exact block of β. Neither has an input side.
     """
-
-    reduces = True
-    averages = True
-    sees_copies = True
 
     def shapes(self) -> dict[str, FactorShape]:
         size = self._size()
@@ -39,30 +34,22 @@ class ScaleRule(Rule):
     def _normalised(self, x: Tensor) -> Tensor:
         """n(x), of x's shape."""
 
-    def _rows(self, values: Tensor) -> Tensor:
-        """``(K, N, ...)``, summed over positions: ``(K*N, 1, size)``. Channels are the axis after the batch."""
-        return values.flatten(3).sum(3).flatten(0, 1)[:, None] if values.dim() > 3 else values.flatten(0, 1)[:, None]
+    def _summed(self, values: Tensor) -> Tensor:
+        """``(R, ...)``, summed over positions: ``(R, size)``. Channels are the axis after the batch."""
+        return values.flatten(2).sum(2) if values.dim() > 2 else values
 
-    def inputs(self, x: Tensor) -> None:
-        if "weight" in self.factors:
-            self.kept = self._normalised(x)
+    def input_rows(self, x: Tensor) -> dict[str, Rows]:
+        return {}
 
-    def outputs(self, gradient: Tensor) -> None:
-        if "weight" in self.factors:
-            self._add("weight", self._rows(gradient * self.kept))
-        if "bias" in self.factors:
-            self._add("bias", self._rows(gradient))
+    def keep(self, x: Tensor) -> Tensor | None:
+        return self._normalised(full(x)) if "weight" in self.trainable else None
 
-    def _add(self, name: str, rows: Tensor) -> None:
-        """Rows ``(K*N*S, 1, size)``, summed over the copies of a data point."""
-        rows = rows.unflatten(0, (-1, self.copies)).sum(1) if self.copies > 1 else rows
-        self.factors[name].output_moment.add(rows)
-
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        values = {"weight": lambda: gradient * self._normalised(arguments[0]), "bias": lambda: gradient}
+    def output_rows(self, gradient: Tensor, kept: Tensor | None) -> dict[str, Rows]:
+        values = {} if kept is None else {"weight": gradient * kept}
         return {
-            name: Jacobian.of_bias(self._rows(values[name]()).unflatten(0, gradient.shape[:2])[:, :, 0])
-            for name in self.trainable
+            name: Dense(self._summed(of.flatten(0, 1))[:, None, None])
+            for name, of in (values | {"bias": gradient}).items()
+            if name in self.trainable
         }
 
 
@@ -131,18 +118,12 @@ class GroupNormRule(ScaleRule):
 class LayerNormRule(ScaleRule):
     """:class:`torch.nn.LayerNorm` on ``(N, ..., *normalized_shape)``; over one axis also on ``(T, N, ..., C)``."""
 
-    def __init__(self, module: nn.Module, name: str, resolution: str = "shared") -> None:
-        super().__init__(module, name, resolution)
-        self.batch_second = len(module.normalized_shape) == 1
-
     def _size(self) -> int:
         return int(torch.Size(self.module.normalized_shape).numel())
 
-    def _rows(self, values: Tensor) -> Tensor:
+    def _summed(self, values: Tensor) -> Tensor:
         values = values.flatten(-len(self.module.normalized_shape))
-        if values.dim() > 3:
-            values = values.flatten(2, -2).sum(2)
-        return values.reshape(-1, 1, values.shape[-1])
+        return values.flatten(1, -2).sum(1) if values.dim() > 2 else values
 
     def _normalised(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.module.normalized_shape, eps=self.module.eps)
@@ -163,15 +144,9 @@ class PReLURule(ScaleRule):
     def shapes(self) -> dict[str, FactorShape]:
         return {"weight": FactorShape.bias(self.module.num_parameters)}
 
-    def _rows(self, values: Tensor) -> Tensor:
-        return (
-            super()._rows(values)
-            if self.module.num_parameters > 1
-            else values.reshape(*values.shape[:2], -1).sum(2).reshape(-1, 1, 1)
-        )
+    def _summed(self, values: Tensor) -> Tensor:
+        one = self.module.num_parameters == 1
+        return values.reshape(len(values), -1).sum(1, keepdim=True) if one else super()._summed(values)
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.clamp(max=0)
-
-    def jacobians(self, arguments: Sequence[Any], gradient: Tensor) -> dict[str, Jacobian]:
-        return super().jacobians(arguments, gradient)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from ella_cuda.laplace.factors import FactorShape
+from ella_cuda.laplace.rows import Dense, Diagonal, Rows
 from ella_cuda.laplace.rules.base import Rule
 
 
@@ -22,9 +24,6 @@ class PerExampleRule(Rule):
         module, name, resolution: as of :class:`Rule`.
         names: the parameters that it serves.
     """
-
-    averages = True  # gradients of a data point are those of outputs that are averaged already
-    sees_copies = True
 
     def __init__(self, module: nn.Module, name: str, resolution: str, names: Sequence[str]) -> None:
         self._names = tuple(names)
@@ -44,21 +43,23 @@ class PerExampleRule(Rule):
             for name, p in self.parameters().items()
         }
 
-    def inputs(self, *args: Tensor) -> None:
+    def input_rows(self, *arguments: Any) -> dict[str, Rows]:
         raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
 
-    def add(self, name: str, gradients: Tensor, data_too: bool) -> None:
-        """Add the gradients of K columns of N data points, ``(K, N, *parameter.shape)``.
+    def output_rows(self, gradient: Tensor, kept: Any) -> dict[str, Rows]:
+        raise NotImplementedError("PerExampleRule takes gradients, not inputs.")
+
+    def rows(self, name: str, gradients: Tensor, data_too: bool) -> tuple[Rows | None, Rows | None]:
+        """Rows of both sides of a parameter's factor, from the gradients of K columns of N data points, ``(K, N, *parameter.shape)``.
 
         Args:
             name: of the parameter.
             gradients: theirs.
             data_too: whether these are the data points' last columns, with which the points are counted.
         """
-        factor, rows = self.factors[name], gradients.reshape(-1, self.module.get_parameter(name).numel())
-        if factor.shape.constant_input:
-            factor.output_moment.add(rows[:, None])
-            return
-        factor.input_moment.add_diagonal(rows.double().square().sum(0), len(rows))
-        if data_too:
-            factor.output_moment.add_diagonal(rows.new_full((1,), gradients.shape[1]), gradients.shape[1])
+        rows = gradients.reshape(-1, self.module.get_parameter(name).numel())
+        if self.shapes()[name].constant_input:
+            return None, Dense(rows[:, None, None])
+        squares = Diagonal(rows.double().square().sum(0), len(rows))
+        count = gradients.shape[1]
+        return squares, Diagonal(rows.new_full((1,), count), count) if data_too else None

@@ -48,15 +48,6 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, bool circular, float alpha, bool allow_tf32=False) -> ()");
 
-  // y[k,n,d,m] = the convolution of x (K,N,C,H,W) with weight (D,C,kh,kw) and zeros as padding, at position places[n,d,m] of
-  // the flat plane of its results; places (N,D,M) int64 -> contiguous (K,N,D,M). CPU only: on CUDA Python calls torch.
-  m.def("conv2d_at(Tensor x, Tensor weight, Tensor places, int[2] stride, int[2] padding, int[2] dilation) -> Tensor");
-
-  // Its transpose, of values (K,N,D,M) -> contiguous (K,N,C,H,W) of that size (H,W).
-  m.def(
-      "conv2d_at_transpose(Tensor values, Tensor weight, Tensor places, int[2] size, int[2] stride, int[2] padding, "
-      "int[2] dilation) -> Tensor");
-
   // sum_{g,i,j} log(eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), (G,a), (G,b) or (1,b), () -> ()
   m.def("kron_logdet(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> Tensor");
 

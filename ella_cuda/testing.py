@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ella_cuda import ops
-from ella_cuda.ops.conv2d_at import conv2d_at, conv2d_at_torch, conv2d_at_transpose, conv2d_at_transpose_torch
 from ella_cuda.ops.symmetric_eigenvalues import symmetric_eigenvalues, symmetric_eigenvalues_torch
 
 Tensors = tuple[Tensor, ...]
@@ -132,13 +131,6 @@ def kernel_cases() -> list[KernelCase]:
 
     def incoming() -> Tensors:
         return normal(70, 12, 9), normal(12, 5, 40), normal(12, 5, 9)
-
-    def sampled(*shape: int) -> Callable[[], Tensors]:
-        """Of a convolution with that plane of results, its first argument of that shape, four positions of two channels."""
-        return lambda: (normal(*shape), normal(2, 3, 3, 2), torch.arange(48).view(6, 2, 4) % 15)
-
-    def images(function: Callable[..., Tensor]) -> Callable[..., Tensors]:
-        return lambda *inputs: (function(*inputs, (5, 6)),)
 
     def spectrum() -> Tensors:
         positive = (normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1)
@@ -288,8 +280,6 @@ def kernel_cases() -> list[KernelCase]:
                 (" many images", (4200, 3, 7, 5, 3)),  # and a backward that does not store the intermediate
             )
         ),
-        ("conv2d_at", sampled(9, 6, 3, 5, 6), one(conv2d_at), one(conv2d_at_torch)),
-        ("conv2d_at_transpose", sampled(9, 6, 2, 4), images(conv2d_at_transpose), images(conv2d_at_transpose_torch)),
         ("factored_linear_vjp", incoming, ops.factored_linear_vjp, ops.factored_linear_vjp_torch),
         *(
             (name, rows(count, d), one(ops.kron_accumulate_), one(ops.kron_accumulate_torch_))

@@ -44,8 +44,6 @@ OPS = {
     "circular_conv2d_scattered_weight_grad": ([("N D 2 2",), ("N", INT64), ("N C 4 4",)], (3, 3)),
     "kron_accumulate_": ([("G d d",), ("N G d",)], (1.0,)),
     "conv_kron_accumulate_": ([("C C",), ("N C H W",)], ([1, 1], [1, 1], [0, 0], [1, 1], True, 1.0)),
-    "conv2d_at": ([("K N C H W",), ("D C 3 3",), ("N D M", INT64)], ([1, 1], [0, 0], [1, 1])),
-    "conv2d_at_transpose": ([("K N D M",), ("D C 3 3",), ("N D M", INT64)], ([4, 4], [1, 1], [0, 0], [1, 1])),
     "kron_variance_": (
         [("N K K",), ("K N T G b",), ("N T G a",), ("G a", FLOAT64), ("G b", FLOAT64), ("", FLOAT64)],
         (),
@@ -151,7 +149,6 @@ def test_tensors_without_memory_are_checked_as_others_are(name):
 
 IMAGE, KERNEL, SIDE = ("1 1 4 4",), ("1 1 3 3",), ("1 1 2 2",)
 CHOICE = ("1", INT64)
-PLANES, SOME, PLAIN_AT = ("1 1 1 4 4",), ("1 1 3", INT64), ([1, 1], [0, 0], [1, 1])
 PLAIN_CONV = ([1, 1], [1, 1], [0, 0], [1, 1], True, 1.0)
 
 
@@ -207,35 +204,6 @@ VALUES = [
     ("circular_fold2d", [SIDE], (0, 2, None), "grad must have a pixel in each direction that is padded"),
     ("circular_fold2d", [SIDE], (-1, 1, None), "pad_h and pad_w must be from 0 to 2^30, got -1 and 1"),
     ("circular_fold2d", [("2 1 3 3",)], (1, 1, CHOICE), "index must have shape (N,) = (2,), got (1,)"),
-    (
-        "conv2d_at",
-        [PLANES, KERNEL, SOME],
-        ([1, 1], [0, 0], [2, 1]),
-        "dilation (2, 1) does not fit the padded image (4, 4)",
-    ),
-    (
-        "conv2d_at",
-        [PLANES, ("1 1 3 0",), SOME],
-        PLAIN_AT,
-        "the kernel must be at least 1 and at most 1073741824, got (3, 0)",
-    ),
-    (
-        "conv2d_at",
-        [("1 1 0 4 4",), (f"1 0 {2**34 + 1} 1",), SOME],
-        ([1, 1], [0, 0], [1 << 30, 1]),
-        "the kernel must be",
-    ),
-    ("conv2d_at", [PLANES, KERNEL, SOME], ([0, 1], [0, 0], [1, 1]), "stride must be at least 1 and at most 1073741824"),
-    ("conv2d_at", [PLANES, KERNEL, SOME], ([1, 1], [0, -1], [1, 1]), "padding must be at least 0 and at most"),
-    ("conv2d_at", [PLANES, KERNEL, SOME], ([1, 1], [0, 0], [1, 1 << 31]), "dilation must be at least 1 and at most"),
-    ("conv2d_at", [PLANES, KERNEL, SOME], ([1, 1, 1], [0, 0], [1, 1]), "stride must have 2 values"),
-    ("conv2d_at_transpose", [("1 1 1 4",), KERNEL, ("1 1 4", INT64)], ([-1, 4], *PLAIN_AT), "size must be at least 0"),
-    (
-        "conv2d_at_transpose",
-        [("1 1 1 4",), KERNEL, ("1 1 4", INT64)],
-        ([2, 4], *PLAIN_AT),
-        "not fit the padded image (2, 4)",
-    ),
     ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (math.nan,), "alpha must be a finite number"),
     ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (-math.inf,), "alpha must be a finite number"),
     ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (1e39,), "factor (float32), got 1e+39"),

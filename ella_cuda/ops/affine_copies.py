@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -312,3 +313,13 @@ _copies = differentiable(
     jvp=_copies_jvp,
     vmap=_copies_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs(maps: int) -> tuple[Tensor, Tensor]:
+        return normal(4, 6, 9, 11), torch.eye(2, 3, dtype=torch.float64) + 0.3 * normal(maps, 5, 2, 3)
+
+    return [
+        *cases("affine_copies", lambda: inputs(4), affine_copies, affine_copies_torch, derivatives=2),
+        *cases("affine_copies of shared maps", lambda: inputs(1), affine_copies, affine_copies_torch, derivatives=2),
+    ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -303,3 +304,21 @@ _forward = differentiable(
     jvp=_forward_jvp,
     vmap=_forward_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def case(name: str, activation: str, n: int, s: int, h: int, d: int, derivatives: int) -> list[KernelCase]:
+        return cases(
+            name,
+            lambda: (normal(n, d), normal(s, h, d) / d**0.5, normal(h)),
+            lambda *inputs: averaged_filters(*inputs, activation),
+            lambda *inputs: averaged_filters_torch(*inputs, activation),
+            derivatives,
+        )
+
+    return [  # CUDA in float32: copies of four numbers, and of one
+        *case("averaged_filters", "tanh", 6, 3, 5, 7, derivatives=2),
+        *case("averaged_filters relu", "relu", 70, 5, 68, 132, derivatives=1),
+        *case("averaged_filters tanh", "tanh", 9, 3, 66, 37, derivatives=1),
+        *case("averaged_filters gaussian", "gaussian", 130, 4, 5, 20, derivatives=1),
+    ]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -255,3 +256,10 @@ convolve = differentiable(
     jvp=_forward_jvp,
     vmap=_forward_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4)
+
+    return cases("circular_conv2d", inputs, circular_conv2d, circular_conv2d_torch, derivatives=1)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, loop, nested_forward_mode, operand_sizes
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.circular_conv2d import (
@@ -316,3 +317,10 @@ _scattered = differentiable(
 _pool = differentiable(
     "circular_conv2d_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4)
+
+    return cases("circular_conv2d_pool", inputs, circular_conv2d_pool, circular_conv2d_pool_torch, derivatives=1)

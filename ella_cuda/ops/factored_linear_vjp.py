@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import operand_sizes, plain_autograd
 from ella_cuda.ops._precision import without_autocast
 
@@ -96,3 +97,10 @@ def _fake(
         grad.new_empty((s["N"], s["C"], s["X"]) if grad_x else (0,)),
         grad.new_empty((s["D"], s["C"], s["N"]) if grad_intermediate else (0,)),
     )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(70, 12, 9), normal(12, 5, 40), normal(12, 5, 9)
+
+    return cases("factored_linear_vjp", inputs, factored_linear_vjp, factored_linear_vjp_torch)

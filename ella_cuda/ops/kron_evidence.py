@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     INDEX,
     carries_tangent,
@@ -306,3 +307,25 @@ _evidence = differentiable(
     jvp=_evidence_jvp,
     vmap=loop("kron_evidence"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def network() -> tuple[Tensor, ...]:  # eigenvalues of two tensors, square norms, log precisions
+        sides = (normal(3, 17), normal(1, 9), normal(1, 300), normal(1, 70))
+        return *(side.square() + 0.1 for side in sides), normal(2).square(), normal(2)
+
+    def value(function: Callable[..., KronEvidence]) -> Callable[..., KronEvidence]:
+        return lambda l, m, n, o, *rest: function(pack_spectra([(l, m), (n, o)]), *rest)
+
+    def second(function: Callable[..., KronEvidence]) -> Callable[..., Tensor]:
+        def call(*inputs: Tensor) -> Tensor:
+            leaf = inputs[-1].requires_grad_()
+            return torch.autograd.grad(value(function)(*inputs[:-1], leaf)[1].sum(), leaf)[0]
+
+        return call
+
+    op, reference = kron_evidence, kron_evidence_torch
+    return [
+        *cases("kron_evidence", network, value(op), value(reference)),
+        *cases("kron_evidence second derivative", network, second(op), second(reference)),
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode, operand_sizes
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -180,3 +181,11 @@ _logdet = differentiable(
     jvp=_logdet_jvp,
     vmap=loop("kron_logdet"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def spectrum() -> tuple[Tensor, ...]:
+        sides = normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1
+        return *sides, torch.tensor(0.7, dtype=torch.float64)
+
+    return cases("kron_logdet", spectrum, kron_logdet, kron_logdet_torch, derivatives=2)

@@ -10,6 +10,7 @@ import torch
 from ella_cuda import ops, testing
 from ella_cuda.cli.info import kernel_table
 from ella_cuda.testing import check_kernel, check_kernels, kernel_cases
+from python_tests.ops import checks as of_ops
 
 PLAIN_TORCH = {"basis_matrix", "pack_spectra"}  # on every device
 PUBLIC = {n for n in ops.__all__ if n.islower() and "_torch" not in n} - PLAIN_TORCH
@@ -55,6 +56,16 @@ def test_a_wrong_kernel_fails(monkeypatch, name, damage):
     table = kernel_table(checks)
     assert "FAILED" in table
     assert damage != "raises" or "FAILED: no kernel" in table
+
+
+CASES = kernel_cases()
+TWICE = [case for case in CASES if " " not in case[0] and f"{case[0]} backward" in {name for name, *_ in CASES}]
+
+
+@pytest.mark.parametrize("case", TWICE, ids=lambda case: case[0])
+def test_forward_over_forward_is_that_of_the_reference(case):
+    _, inputs, op, reference = case
+    of_ops.check_forward_over_forward(op, reference, inputs())
 
 
 def test_the_check_leaves_the_random_state_alone():

@@ -14,6 +14,10 @@ from ella_cuda.ops import factored_linear_vjp, factored_linear_vjp_torch
 from python_tests.ops import checks
 from python_tests.ops.test_factored_linear import GUARDED, ONE_OUTPUT, SHAPES, calls
 
+OPERANDS = {
+    "factored_linear_vjp": checks.Operands([("N D Y",), ("D C X",), ("D C Y",)], (True, True)),
+}
+
 EMPTY = [(0, 2, 3, 4, 5), (2, 0, 3, 4, 5), (2, 2, 0, 4, 5), (2, 2, 3, 0, 5), (2, 2, 3, 4, 0)]
 
 

@@ -30,12 +30,6 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "Tensor intermediate, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, "
       "bool allow_tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Of the same gradients that of x alone, (N,C,X), and those of the sums over x, sum_y grad[n,d,y] weight_out[d,c,y], as
-  // (D,C,N); both contiguous, one not asked for has shape (0,). CPU only: on CUDA Python calls torch's products.
-  m.def(
-      "factored_linear_vjp(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_intermediate) "
-      "-> (Tensor, Tensor)");
-
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
   // float64 factor takes float32 rows too: short sums of products in float32, summed in float64. Rows may also be bfloat16 or
   // float16, which are multiplied as float32.

@@ -12,7 +12,7 @@ from .checking import SCHEDULES
 from .simulator import Simulator
 
 CASES = kernel_cases()
-LIBRARIES = {"circular_conv2d", "circular_conv2d_pool", "factored_linear_vjp"}  # on CUDA, in place of kernels
+LIBRARIES = {"circular_conv2d", "circular_conv2d_pool"}  # on CUDA, in place of kernels
 
 
 @pytest.mark.parametrize("case", CASES, ids=[name.replace(" ", "-") for name, *_ in CASES])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from ella_cuda.ops._cases import KernelCase, cases, few_bits, normal
 from ella_cuda.ops._operator import (
-    map_in_place_over_batch,
     operand_sizes,
     refuse_graph,
     register_in_place,
@@ -145,11 +143,7 @@ def _fake(
         )
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:
-    return map_in_place_over_batch(torch.ops.ella_cuda.conv_kron_accumulate_, info, in_dims, args)
-
-
-_accumulate = register_in_place("conv_kron_accumulate_", fake=_fake, vmap=_vmap)
+_accumulate = register_in_place("conv_kron_accumulate_", fake=_fake)
 
 
 def kernel_cases() -> list[KernelCase]:

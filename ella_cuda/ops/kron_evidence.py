@@ -14,9 +14,9 @@ from ella_cuda.ops._operator import (
     carries_tangent,
     differentiable,
     keep,
-    loop,
     nested_forward_mode,
     operand_sizes,
+    sum_of_parts,
 )
 
 # One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
@@ -223,10 +223,10 @@ def _evidence_backward(
         along = _minus(slope, effective) * _bend(*spectra, v - u)
         if slope is not None:
             prior = slope * u.exp()
-            d_norms = _plus(d_norms, prior) if wants_norms else None
-            d_u = _plus(d_u, prior * norms) if wants_u else None
-        d_u = _plus(d_u, along) if wants_u else None
-        d_v = _plus(d_v, -along.sum()) if wants_v else None
+            d_norms = sum_of_parts(d_norms, prior) if wants_norms else None
+            d_u = sum_of_parts(d_u, prior * norms) if wants_u else None
+        d_u = sum_of_parts(d_u, along) if wants_u else None
+        d_v = sum_of_parts(d_v, -along.sum()) if wants_v else None
     return None, None, None, d_norms, d_u, d_v
 
 
@@ -239,10 +239,6 @@ def _evidence_jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, T
     value = (slopes * u_t).sum() + gammas.sum() * v_t + (precision * norms_t).sum()
     effective = (v_t - u_t) * _bend(*spectra, v - u)
     return value, precision * (norms * u_t + norms_t) - effective, effective
-
-
-def _plus(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a + b
 
 
 def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -297,7 +293,6 @@ _bend = differentiable(
     save=_bend_save,
     backward=_bend_backward,
     jvp=_bend_jvp,
-    vmap=loop("kron_evidence_bend"),
 )
 _evidence = differentiable(
     "kron_evidence",
@@ -305,7 +300,6 @@ _evidence = differentiable(
     save=_evidence_save,
     backward=_evidence_backward,
     jvp=_evidence_jvp,
-    vmap=loop("kron_evidence"),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda.ops._cases import KernelCase, cases, normal
-from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode, operand_sizes
+from ella_cuda.ops._operator import differentiable, keep, nested_forward_mode, operand_sizes
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -163,7 +163,6 @@ _hvp = differentiable(
     save=_save_inputs,
     backward=_hvp_backward,
     jvp=_hvp_jvp,
-    vmap=loop("kron_logdet_hvp"),
 )
 _gradient = differentiable(
     "kron_logdet_gradient",
@@ -171,7 +170,6 @@ _gradient = differentiable(
     save=_save_inputs,
     backward=_gradient_backward,
     jvp=_gradient_jvp,
-    vmap=loop("kron_logdet_gradient"),
 )
 _logdet = differentiable(
     "kron_logdet",
@@ -179,7 +177,6 @@ _logdet = differentiable(
     save=_save_inputs,
     backward=_logdet_backward,
     jvp=_logdet_jvp,
-    vmap=loop("kron_logdet"),
 )
 
 

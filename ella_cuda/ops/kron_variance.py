@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     COORDINATES,
-    map_in_place_over_batch,
     operand_sizes,
     refuse_graph,
     register_in_place,
@@ -129,11 +127,7 @@ def _fake(
     torch._check(variance.is_contiguous(), lambda: f"{op}: variance must be contiguous, it is updated in place")
 
 
-def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[None, None]:
-    return map_in_place_over_batch(torch.ops.ella_cuda.kron_variance_, info, in_dims, args)
-
-
-_add = register_in_place("kron_variance_", fake=_fake, vmap=_vmap)
+_add = register_in_place("kron_variance_", fake=_fake)
 
 
 def kernel_cases() -> list[KernelCase]:

@@ -1,9 +1,8 @@
 """Ablation of a fit's special paths: a fit as it is, and with a path replaced by the general one, in turns.
 
 The paths are the batched vector-Jacobian products of functions without parameters, their fusion with those of layers, the layers' own
-vector-Jacobian products, and for evidence gradients the chain of layers with its convolution at chosen positions. A variant switches them
-off in its own process, and must find the same numbers. The time is the processor's, the least of the rounds; times and memory are over
-those of the fit as it is.
+vector-Jacobian products, and for evidence gradients the chain of layers. A variant switches them off in its own process, and must find the
+same numbers. The time is the processor's, the least of the rounds; times and memory are over those of the fit as it is.
 
     python -m benchmarks.ablation [--threads 2] [--rounds 3] [CASE ...]
 """
@@ -25,7 +24,7 @@ from benchmarks import bench_augmentation_evidence as augmentation
 from benchmarks.bench_factors import batches
 from benchmarks.bench_networks import CASES, CLASSES, network
 from benchmarks.memory import peak_bytes
-from ella_cuda.laplace import KronLaplace, Rule, chains, curvature, evidence_gradient, hypergradients
+from ella_cuda.laplace import KronLaplace, Rule, curvature, evidence_gradient, hypergradients
 from ella_cuda.laplace.column_functions import Before
 
 FITS = ("vgg16", "vgg32", "resnet18", "resnet18_exact", "conv")
@@ -67,11 +66,6 @@ def autograd_layers() -> None:
     Rule.has_input_gradient = lambda self: False
 
 
-def without_chosen_positions() -> None:
-    """Chains compute convolutions at all positions."""
-    chains.LEAST_COLUMNS = 1 << 30
-
-
 def without_chains() -> None:
     """Evidence gradients are autograd's of every column's graph."""
     hypergradients.chain_of_average = lambda model: None
@@ -87,7 +81,6 @@ OF_FITS: dict[str, Callable[[], None]] = {
 }
 OF_GRADIENTS: dict[str, Callable[[], None]] = {
     ALL: lambda: None,
-    "without conv2d_at": without_chosen_positions,
     "without chains": without_chains,
 }
 

@@ -30,12 +30,6 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
       "Tensor intermediate, bool grad_x, bool grad_weight_in, bool grad_weight_out, bool grad_bias_in, bool grad_bias_out, "
       "bool allow_tf32=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // Of the same gradients that of x alone, (N,C,X), and those of the sums over x, sum_y grad[n,d,y] weight_out[d,c,y], as
-  // (D,C,N); both contiguous, one not asked for has shape (0,). CPU only: on CUDA Python calls torch's products.
-  m.def(
-      "factored_linear_vjp(Tensor grad, Tensor weight_in, Tensor weight_out, bool grad_x, bool grad_intermediate) "
-      "-> (Tensor, Tensor)");
-
   // factor[g] += alpha rows[:,g]^T rows[:,g]; factor contiguous (G,d,d), rows (N,G,d). Keeps a symmetric factor symmetric. A
   // float64 factor takes float32 rows too: short sums of products in float32, summed in float64. Rows may also be bfloat16 or
   // float16, which are multiplied as float32.
@@ -47,15 +41,6 @@ STABLE_TORCH_LIBRARY(ELLA_LIBRARY, m) {
   m.def(
       "conv_kron_accumulate_(Tensor(a!) factor, Tensor x, int[2] kernel_size, int[2] stride, int[2] padding, "
       "int[2] dilation, bool circular, float alpha, bool allow_tf32=False) -> ()");
-
-  // y[k,n,d,m] = the convolution of x (K,N,C,H,W) with weight (D,C,kh,kw) and zeros as padding, at position places[n,d,m] of
-  // the flat plane of its results; places (N,D,M) int64 -> contiguous (K,N,D,M). CPU only: on CUDA Python calls torch.
-  m.def("conv2d_at(Tensor x, Tensor weight, Tensor places, int[2] stride, int[2] padding, int[2] dilation) -> Tensor");
-
-  // Its transpose, of values (K,N,D,M) -> contiguous (K,N,C,H,W) of that size (H,W).
-  m.def(
-      "conv2d_at_transpose(Tensor values, Tensor weight, Tensor places, int[2] size, int[2] stride, int[2] padding, "
-      "int[2] dilation) -> Tensor");
 
   // sum_{g,i,j} log(eigenvalues_in[g,i] eigenvalues_out[g,j] + precision), (G,a), (G,b) or (1,b), () -> ()
   m.def("kron_logdet(Tensor eigenvalues_in, Tensor eigenvalues_out, Tensor precision) -> Tensor");

@@ -132,9 +132,6 @@ CPU_ONLY = {
     "circular_conv2d_scattered",
     "circular_conv2d_scattered_weight_grad",
     "circular_conv2d_weight_grad",
-    "conv2d_at",  # and here
-    "conv2d_at_transpose",
-    "factored_linear_vjp",  # and torch's products
 }
 
 

@@ -1,4 +1,4 @@
-"""Walks CONTRIBUTING.md: every op has the files it lists, and its example layer and learner are right."""
+"""Walks CONTRIBUTING.md: every op has the files of its list and no others, and its example layer and learner are right."""
 
 from __future__ import annotations
 
@@ -24,28 +24,47 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 COMPOSED = {
     "basis_matrix": None,
     "basis_project": "gaussian_project",
+    "factored_linear_vjp": None,
     "pack_spectra": None,
 }  # of torch and, where there is one, an op of another name
-LIBRARIES_ON_CUDA = ("circular_conv2d", "circular_conv2d_pool", "factored_linear_vjp")  # as the page says
+LIBRARIES_ON_CUDA = ("circular_conv2d", "circular_conv2d_pool")  # as the page says
 PUBLIC = {name.rstrip("_") for name in ops.__all__ if name.islower() and not name.rstrip("_").endswith("_torch")}
 OPS = sorted(PUBLIC - COMPOSED.keys() | {op for op in COMPOSED.values() if op})
 
 
+SECTION = PAGE.split("## Adding an op")[1].split("## Adding a layer or a curvature rule")[0]
+
+
+def files_of(op: str) -> set[str]:
+    """Files of the page's list, each item's first, for an op."""
+    named = [re.findall(r"`([\w/<>.]+\.\w+)`", item)[0] for item in re.findall(r"^\d\. (.*)", SECTION, re.MULTILINE)]
+    (family,) = {source.parent.parent.name for source in (ROOT / "csrc").glob(f"*/*/{op}.c*")}
+    return {path.replace("<op>", op).replace("<family>", family) for path in named}
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_the_files_of_the_page(op):
-    section = PAGE.split("## Adding an op")[1].split("## Adding a layer or a curvature rule")[0]
-    paths = [p for p in re.findall(r"`([\w/<>.]+\.\w+)`", section) if "/" in p]
-    assert len(paths) >= 8
-    (family,) = {source.parent.parent.name for source in (ROOT / "csrc").glob(f"*/*/{op}.c*")}
-    for path in paths:
-        if path == "csrc/<family>/cuda/<op>.cu" and op in LIBRARIES_ON_CUDA:
-            continue
-        pattern = path.replace("<op>", op).replace("<family>", family)
-        assert (ROOT / pattern).is_file(), f"{op} lacks {path}"
+    files = {path for path in files_of(op) if not (path.endswith(".cu") and op in LIBRARIES_ON_CUDA)}
+    assert len(files) >= 6
+    assert [path for path in sorted(files) if not (ROOT / path).is_file()] == []
     module = importlib.import_module(f"ella_cuda.ops.{op}")
     in_place = hasattr(ops, f"{op}_")
     assert callable(getattr(module, f"{op}_torch_" if in_place else f"{op}_torch"))
     assert f'"{op}' in (ROOT / "csrc/schemas.cpp").read_text()
+
+
+@pytest.mark.parametrize("op", ["affine_copies", "averaged_filters"])
+def test_no_other_file_lists_the_simplest_op(op):
+    """Those that mention it use it: layers and data, their tests, benchmarks; in the simulator, tests of paths."""
+    files = files_of(op)
+    assert len(files) == 7
+    places = ("csrc", "ella_cuda/ops", "ella_cuda", "python_tests/ops", "python_tests")
+    sources = [p for place in places for p in (ROOT / place).glob("**/*" if place == "csrc" else "*") if p.is_file()]
+    text = {
+        str(p.relative_to(ROOT)): p.read_text() for p in sources if p.suffix in (".py", ".cpp", ".cu", ".h", ".inc")
+    }
+    mentioned = {path for path, source in text.items() if op in source} - {"python_tests/test_contributing.py"}
+    assert mentioned <= files and len(mentioned) >= 6
 
 
 def executed(section: str) -> dict[str, Any]:

@@ -44,20 +44,9 @@ inline FactoredLinearSizes check_factored_linear_backward(const Tensor& grad, co
   return s;
 }
 
-inline FactoredLinearSizes check_factored_linear_vjp(const Tensor& grad, const Tensor& weight_in, const Tensor& weight_out) {
-  const ArgumentCheck check("factored_linear_vjp", "grad", grad);
-  check.tensor("grad", grad, {-1, -1, -1}, "(N, D, Y)");
-  const int64_t N = grad.size(0), D = grad.size(1), Y = grad.size(2);
-  check.tensor("weight_out", weight_out, {D, -1, Y}, "(D, C, Y)");
-  const int64_t C = weight_out.size(1);
-  check.tensor("weight_in", weight_in, {D, C, -1}, "(D, C, X)");
-  return countable("factored_linear_vjp", {N, C, weight_in.size(2), D, Y});
-}
-
 // Which gradients are asked for.
 struct FactoredLinearWanted {
   bool x, weight_in, weight_out, bias_in, bias_out;
-  bool intermediate = false;  // and whether those of the sums over x
 };
 
 // z as the forward pass kept it, in `shape`.

@@ -1,5 +1,5 @@
 """Functions on tensors, each a compiled op with CPU and CUDA kernels and a plain-torch reference (``<name>_torch``) of the same signature;
-:func:`basis_matrix`, which is as small as a weight, is plain torch itself."""
+:func:`basis_matrix`, which is as small as a weight, and :func:`factored_linear_vjp` are plain torch themselves."""
 
 from ella_cuda.ops.affine_copies import affine_copies, affine_copies_torch
 from ella_cuda.ops.averaged_filters import averaged_filters, averaged_filters_torch
@@ -9,7 +9,7 @@ from ella_cuda.ops.circular_conv2d_pool import circular_conv2d_pool, circular_co
 from ella_cuda.ops.circular_pad2d import circular_pad2d, circular_pad2d_torch
 from ella_cuda.ops.conv_kron_accumulate import conv_kron_accumulate_, conv_kron_accumulate_torch_
 from ella_cuda.ops.factored_linear import factored_linear, factored_linear_torch
-from ella_cuda.ops.factored_linear_vjp import factored_linear_vjp, factored_linear_vjp_torch
+from ella_cuda.ops.factored_linear_vjp import factored_linear_vjp
 from ella_cuda.ops.kron_accumulate import kron_accumulate_, kron_accumulate_torch_
 from ella_cuda.ops.kron_evidence import (
     KronEvidence,
@@ -43,7 +43,6 @@ __all__ = [
     "factored_linear",
     "factored_linear_torch",
     "factored_linear_vjp",
-    "factored_linear_vjp_torch",
     "kron_accumulate_",
     "kron_accumulate_torch_",
     "kron_evidence",

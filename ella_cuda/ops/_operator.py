@@ -215,7 +215,7 @@ def differentiable(
     save: Callable[..., None],
     backward: Callable[..., Any],
     jvp: Callable[..., Any],
-    vmap: Callable[..., Any],
+    vmap: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register the rules of ``torch.ops.ella_cuda.<name>`` and return a callable that uses whichever mechanism applies.
 
@@ -225,13 +225,13 @@ def differentiable(
         save: ``save(ctx, inputs, output)``; keeps tensors with :func:`keep`.
         backward: ``backward(ctx, *grads)`` -> one gradient or None per input; may only call differentiable code.
         jvp: ``jvp(ctx, *tangents)`` -> tangents of the outputs.
-        vmap: ``vmap(info, in_dims, *inputs)`` -> ``(outputs, out_dims)``, on physical tensors.
+        vmap: ``vmap(info, in_dims, *inputs)`` -> ``(outputs, out_dims)``, on physical tensors; by default a call per batch entry.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name).default
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake)
     torch.library.register_autograd(qualified, backward, setup_context=save)
-    torch.library.register_vmap(qualified, vmap)
+    torch.library.register_vmap(qualified, vmap or _loop(name))
 
     def below_autograd(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -306,13 +306,43 @@ def map_over_batch(
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def loop(name: str) -> Callable[..., Any]:
+def _loop(name: str) -> Callable[..., Any]:
     """The vmap rule of the op of that name by :func:`map_over_batch`."""
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         return map_over_batch(getattr(getattr(torch.ops, NAMESPACE), name), info, in_dims, args)
 
     return vmap
+
+
+def joins_rows(name: str) -> Callable[..., Any]:
+    """The vmap rule of the op of that name whose results have a row for each of the first argument's: where no other argument is batched,
+    the batch joins the rows; else a call per batch entry."""
+
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        op = getattr(getattr(torch.ops, NAMESPACE), name)
+        if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
+            return map_over_batch(op, info, in_dims, args)
+        x = batched_first(args[0], in_dims[0])
+        found = op(x.flatten(0, 1), *args[1:])
+        if isinstance(found, Tensor):
+            return found.unflatten(0, x.shape[:2]), 0
+        return tuple(part.unflatten(0, x.shape[:2]) for part in found), (0,) * len(found)
+
+    return vmap
+
+
+def sum_of_parts(*parts: Any) -> Any:
+    """The sum of tensors, or of tuples of tensors by their parts, that are not None; None where there is none."""
+    total = None
+    for part in parts:
+        if total is None or part is None:
+            total = part if total is None else total
+        elif isinstance(part, tuple):
+            total = tuple(map(sum_of_parts, total, part))
+        else:
+            total = total + part
+    return total
 
 
 def carries_tangent(tensor: Tensor) -> bool:
@@ -339,10 +369,13 @@ def refuse_graph(name: str, **tensors: Tensor) -> None:
             )
 
 
-def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..., Any]) -> Callable[..., None]:
+def register_in_place(
+    name: str, *, fake: Callable[..., None], vmap: Callable[..., Any] | None = None
+) -> Callable[..., None]:
     """Register the rules of an op that writes its first argument, and return a callable that keeps the version counter honest.
 
-    Autograd notices a tensor changed after it was saved by its version counter, which the dispatcher does not move for such ops.
+    Autograd notices a tensor changed after it was saved by its version counter, which the dispatcher does not move for such ops. Without
+    a vmap rule there is a call per batch entry.
     """
     op = getattr(getattr(torch.ops, NAMESPACE), name)
     written, operand, *_ = (argument.name for argument in op.default._schema.arguments)
@@ -354,6 +387,8 @@ def register_in_place(name: str, *, fake: Callable[..., None], vmap: Callable[..
                 f"ella_cuda.ops.{name}: under vmap the first argument, which is written, must have the vmapped axis too."
             )
         require_own_memory(name, written, operand, target, rest[0])
+        if vmap is None:
+            return _map_in_place_over_batch(op, info, in_dims, (target, *rest))
         return vmap(info, in_dims, target, *rest)
 
     torch.library.register_vmap(f"{NAMESPACE}::{name}", physical)
@@ -407,7 +442,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def map_in_place_over_batch(
+def _map_in_place_over_batch(
     op: Callable[..., None], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
 ) -> tuple[None, None]:
     """One in-place call per batch entry, each on its own slice of the first argument."""

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
     keep,
-    loop,
     nested_forward_mode,
     operand_sizes,
+    sum_of_parts,
 )
 
 MAX_PLANE = (1 << 31) - 1  # pixels of a plane with its border; the kernels' limit
@@ -157,12 +158,6 @@ def _second_tangent_in_x(grad: Tensor, maps: Tensor, first: Tensor, second: Tens
 # copies -----------------------------------------------------------------------------------------------------------------------
 
 
-def _add(*parts: Tensor | None) -> Tensor | None:
-    """The sum of those that are there."""
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], there[0]) if there else None
-
-
 def _sizes(op: str, x: Tensor, maps: Tensor, direction: Tensor | None, grad: Tensor | None = None) -> dict[str, int]:
     s = operand_sizes(op, x=(x, "N C H W"), maps=(maps, "M S 2 3"))
     torch._check(
@@ -200,7 +195,7 @@ def _copies_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]
 
 def _copies_jvp(ctx: Any, x_t: Tensor | None, maps_t: Tensor | None, direction_t: Tensor | None) -> Tensor:
     x, maps, direction = ctx.saved_tensors
-    return _add(
+    return sum_of_parts(
         None if x_t is None else _copies(x_t, maps, direction),
         None if maps_t is None else _along(x, maps, direction, maps_t),
         None if direction_t is None else _copies(x, maps, direction_t),
@@ -255,7 +250,7 @@ def _gradients_backward(ctx: Any, by_x: Tensor | None, by_maps: Tensor | None) -
     needs_grad, needs_x, needs_maps, needs_direction = ctx.needs_input_grad[:4]
     to_grad = to_x = to_maps = to_direction = None
     if needs_grad:
-        to_grad = _add(
+        to_grad = sum_of_parts(
             None if by_x is None else _copies(by_x, maps, direction),
             None if by_maps is None else _along(x, maps, direction, by_maps),
         )
@@ -268,7 +263,7 @@ def _gradients_backward(ctx: Any, by_x: Tensor | None, by_maps: Tensor | None) -
         moved = _gradients(grad, by_x, maps, direction, False, True)[1]
         to_maps = moved if to_maps is None else to_maps + moved
     if needs_direction:
-        to_direction = _add(
+        to_direction = sum_of_parts(
             None if by_x is None else _gradients(grad, by_x, maps, None, False, True)[1],
             None if by_maps is None else _gradients(grad, x, maps, by_maps, False, True)[1],
         )
@@ -291,7 +286,7 @@ def _gradients_jvp(
         parts.append((_second_tangent_in_x(grad, maps, direction, maps_t), None))
     if direction_t is not None:
         parts.append(_gradients(grad, x, maps, direction_t, wants_x, wants_maps))
-    totals = (_add(*(part[k] for part in parts if wanted)) for k, wanted in enumerate((wants_x, wants_maps)))
+    totals = (sum_of_parts(*(part[k] for part in parts if wanted)) for k, wanted in enumerate((wants_x, wants_maps)))
     shapes = _gradients_fake(grad, x, maps, direction, wants_x, wants_maps)
     return tuple(torch.zeros_like(like) if t is None else t for t, like in zip(totals, shapes, strict=True))
 
@@ -302,7 +297,6 @@ _gradients = differentiable(
     save=_gradients_save,
     backward=_gradients_backward,
     jvp=_gradients_jvp,
-    vmap=loop("affine_copies_backward"),
 )
 _copies = differentiable(
     "affine_copies",
@@ -312,3 +306,13 @@ _copies = differentiable(
     jvp=_copies_jvp,
     vmap=_copies_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs(maps: int) -> tuple[Tensor, Tensor]:
+        return normal(4, 6, 9, 11), torch.eye(2, 3, dtype=torch.float64) + 0.3 * normal(maps, 5, 2, 3)
+
+    return [
+        *cases("affine_copies", lambda: inputs(4), affine_copies, affine_copies_torch, derivatives=2),
+        *cases("affine_copies of shared maps", lambda: inputs(1), affine_copies, affine_copies_torch, derivatives=2),
+    ]

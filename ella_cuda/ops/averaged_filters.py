@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
     keep,
-    loop,
     map_over_batch,
     nested_forward_mode,
     operand_sizes,
     plain_autograd,
+    sum_of_parts,
 )
 from ella_cuda.ops._precision import allows_tf32, without_autocast
 
@@ -111,12 +112,6 @@ def _bend(z: Tensor, activation: int) -> Tensor | None:
     return (z.square() - 1) * torch.exp(-0.5 * z.square()) if activation == GAUSSIAN else None
 
 
-def _add(*parts: Tensor | None) -> Tensor | None:
-    """The sum of those that are there."""
-    there = [part for part in parts if part is not None]
-    return sum(there[1:], there[0]) if there else None
-
-
 def _linear(x: Tensor | None, filters: Tensor | None) -> Tensor | None:
     return None if x is None or filters is None else x @ filters.mT
 
@@ -138,9 +133,9 @@ def _tangent(
     total = None
     with without_autocast(x.device.type):
         for s in range(len(bank)):
-            moved = _add(_linear(x_t, bank[s]), _linear(x, _of(bank_t, s)), bias_t)
+            moved = sum_of_parts(_linear(x_t, bank[s]), _linear(x, _of(bank_t, s)), bias_t)
             if moved is not None:
-                total = _add(total, _slope(_add(_linear(x, bank[s]), bias), activation) * moved)
+                total = sum_of_parts(total, _slope(sum_of_parts(_linear(x, bank[s]), bias), activation) * moved)
         return x.new_zeros(len(x), bank.shape[1]) if total is None else total / len(bank)
 
 
@@ -163,19 +158,19 @@ def _moved_gradients(
     with without_autocast(x.device.type):
         share = grad / len(bank)
         for s in range(len(bank)):
-            z = _add(_linear(x, bank[s]), bias)
+            z = sum_of_parts(_linear(x, bank[s]), bias)
             slopes, bends = share * _slope(z, activation), _bend(z, activation)
             if bends is not None:
-                moved = _add(_linear(x_t, bank[s]), _linear(x, _of(bank_t, s)), bias_t)
+                moved = sum_of_parts(_linear(x_t, bank[s]), _linear(x, _of(bank_t, s)), bias_t)
                 bends = share * bends * moved
             if wanted[0]:
                 parts = (None if bends is None else bends @ bank[s]), (None if bank_t is None else slopes @ bank_t[s])
-                to_x = _add(to_x, *parts)
+                to_x = sum_of_parts(to_x, *parts)
             if wanted[1]:
                 parts = (None if bends is None else bends.mT @ x), (None if x_t is None else slopes.mT @ x_t)
-                to_bank.append(_add(*parts))
+                to_bank.append(sum_of_parts(*parts))
             if wanted[2] and bends is not None:
-                to_bias = _add(to_bias, bends.sum(0))
+                to_bias = sum_of_parts(to_bias, bends.sum(0))
     return to_x, torch.stack(to_bank) if to_bank and to_bank[0] is not None else None, to_bias
 
 
@@ -282,7 +277,7 @@ def _gradients_jvp(ctx: Any, grad_t: Tensor | None, *tangents: Any) -> tuple[Ten
     moved = _moved_gradients(grad, x, bank, bias, ctx.activation, tangents[:3], wanted)
     if grad_t is not None:
         own = _gradients(grad_t, x, bank, bias, kept, ctx.activation, *wanted, ctx.allow_tf32)
-        moved = tuple(_add(part, g) if want else None for part, g, want in zip(moved, own, wanted, strict=True))
+        moved = tuple(sum_of_parts(part, g) if want else None for part, g, want in zip(moved, own, wanted, strict=True))
     shapes = _gradients_fake(grad, x, bank, bias, kept, ctx.activation, *wanted)
     return tuple(torch.zeros_like(like) if t is None else t for t, like in zip(moved, shapes, strict=True))
 
@@ -293,7 +288,6 @@ _gradients = differentiable(
     save=_gradients_save,
     backward=_gradients_backward,
     jvp=_gradients_jvp,
-    vmap=loop("averaged_filters_backward"),
 )
 _forward = differentiable(
     "averaged_filters",
@@ -303,3 +297,21 @@ _forward = differentiable(
     jvp=_forward_jvp,
     vmap=_forward_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def case(name: str, activation: str, n: int, s: int, h: int, d: int, derivatives: int) -> list[KernelCase]:
+        return cases(
+            name,
+            lambda: (normal(n, d), normal(s, h, d) / d**0.5, normal(h)),
+            lambda *inputs: averaged_filters(*inputs, activation),
+            lambda *inputs: averaged_filters_torch(*inputs, activation),
+            derivatives,
+        )
+
+    return [  # CUDA in float32: copies of four numbers, and of one
+        *case("averaged_filters", "tanh", 6, 3, 5, 7, derivatives=2),
+        *case("averaged_filters relu", "relu", 70, 5, 68, 132, derivatives=1),
+        *case("averaged_filters tanh", "tanh", 9, 3, 66, 37, derivatives=1),
+        *case("averaged_filters gaussian", "gaussian", 130, 4, 5, 20, derivatives=1),
+    ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.gaussian_project import gaussian_matrix, gaussian_project
 
@@ -227,4 +228,17 @@ def _readable(tensor: Tensor) -> bool:
         and not torch.jit.is_tracing()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and _get_current_dispatch_mode() is None
+    )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(50, 40), 3 * normal(40, 2), 3 * normal(20, 2), torch.tensor(0.6, dtype=torch.float64)
+
+    return cases(
+        "basis_project",
+        inputs,
+        lambda *inputs: basis_project(*inputs, "exponential"),  # the other kind is torch's own on every device
+        lambda *inputs: basis_project_torch(*inputs, "exponential"),
+        derivatives=2,
     )

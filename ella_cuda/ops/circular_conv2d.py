@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -19,6 +20,7 @@ from ella_cuda.ops._operator import (
     map_over_batch,
     nested_forward_mode,
     operand_sizes,
+    sum_of_parts,
 )
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.circular_pad2d import circular_pad2d
@@ -124,14 +126,6 @@ def require_odd(op: str, name: str, kernel_h: int, kernel_w: int) -> None:
 def mirrored(weight: Tensor) -> Tensor:
     """The kernel of the transposed map, ``(D, C, kh, kw) -> (C, D, kh, kw)``."""
     return weight.flip(2, 3).transpose(0, 1)
-
-
-def sum_of_parts(*parts: Tensor | None) -> Tensor | None:
-    total = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
-    return total
 
 
 # circular_conv2d ------------------------------------------------------------------------------------------------------------
@@ -255,3 +249,10 @@ convolve = differentiable(
     jvp=_forward_jvp,
     vmap=_forward_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(5, 3, 8, 16), normal(4, 3, 3, 3), normal(4)
+
+    return cases("circular_conv2d", inputs, circular_conv2d, circular_conv2d_torch, derivatives=1)

@@ -15,7 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, loop, nested_forward_mode, operand_sizes
+from ella_cuda.ops._cases import KernelCase, cases, normal
+from ella_cuda.ops._operator import (
+    INDEX,
+    batched_first,
+    differentiable,
+    joins_rows,
+    keep,
+    map_over_batch,
+    nested_forward_mode,
+    operand_sizes,
+    sum_of_parts,
+)
 from ella_cuda.ops._precision import without_autocast
 from ella_cuda.ops.circular_conv2d import (
     circular_conv2d,
@@ -24,7 +35,6 @@ from ella_cuda.ops.circular_conv2d import (
     mirrored,
     require_convolution,
     require_odd,
-    sum_of_parts,
 )
 from ella_cuda.ops.circular_pad2d import circular_fold2d, circular_pad2d
 from ella_cuda.ops.polyphase_pool import (
@@ -191,18 +201,6 @@ def _pool_jvp(
     return (torch.zeros_like(_pool_fake(x, weight, None, 2.0)[0]) if total is None else total.contiguous()), None
 
 
-def _pool_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    x, weight, bias, norm = args
-    if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
-        return _pool_loop(info, in_dims, *args)
-    x = batched_first(x, in_dims[0])  # every image chooses for itself: the batch joins N
-    parts = torch.ops.ella_cuda.circular_conv2d_pool(x.flatten(0, 1), weight, bias, norm)
-    return tuple(part.unflatten(0, x.shape[:2]) for part in parts), (0, 0)
-
-
-_pool_loop = loop("circular_conv2d_pool")
-
-
 # circular_conv2d_scattered ---------------------------------------------------------------------------------------------------
 
 
@@ -246,13 +244,10 @@ def _scattered_jvp(ctx: Any, x_t: Tensor | None, _: Any, weight_t: Tensor | None
 def _scattered_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
     x, index, weight = args
     if in_dims[0] is None or any(dim is not None for dim in in_dims[1:]):
-        return _scattered_loop(info, in_dims, *args)
+        return map_over_batch(torch.ops.ella_cuda.circular_conv2d_scattered, info, in_dims, args)
     x = batched_first(x, in_dims[0])  # as columns of gradients of one choice are: the batch joins N
     found = torch.ops.ella_cuda.circular_conv2d_scattered(x.flatten(0, 1), index.repeat(info.batch_size), weight)
     return found.unflatten(0, x.shape[:2]), 0
-
-
-_scattered_loop = loop("circular_conv2d_scattered")
 
 
 # circular_conv2d_scattered_weight_grad ---------------------------------------------------------------------------------------
@@ -303,7 +298,6 @@ _scattered_weight_grad = differentiable(
     save=_scattered_weight_grad_save,
     backward=_scattered_weight_grad_backward,
     jvp=_scattered_weight_grad_jvp,
-    vmap=loop("circular_conv2d_scattered_weight_grad"),
 )
 _scattered = differentiable(
     "circular_conv2d_scattered",
@@ -314,5 +308,17 @@ _scattered = differentiable(
     vmap=_scattered_vmap,
 )
 _pool = differentiable(
-    "circular_conv2d_pool", fake=_pool_fake, save=_pool_save, backward=_pool_backward, jvp=_pool_jvp, vmap=_pool_vmap
+    "circular_conv2d_pool",
+    fake=_pool_fake,
+    save=_pool_save,
+    backward=_pool_backward,
+    jvp=_pool_jvp,
+    vmap=joins_rows("circular_conv2d_pool"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def inputs() -> tuple[Tensor, ...]:
+        return normal(19, 3, 8, 6), normal(4, 3, 3, 3), normal(4)
+
+    return cases("circular_conv2d_pool", inputs, circular_conv2d_pool, circular_conv2d_pool_torch, derivatives=1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import INDEX, differentiable, keep, nested_forward_mode, operand_sizes
 
 MAX_PADDED = 1 << 30  # rows or columns on a side; the kernels' limit
@@ -149,3 +151,14 @@ _fold = differentiable(
     jvp=_fold_jvp,
     vmap=_batch_joins_n("circular_fold2d"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def case(name: str, moved: bool) -> list[KernelCase]:
+        def of(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+            # Once around and a pixel; of four images, each by another component.
+            return lambda x: function(x, 1, 9, torch.arange(4, device=x.device) if moved else None)
+
+        return cases(name, lambda: (normal(4, 6, 8, 8),), of(circular_pad2d), of(circular_pad2d_torch), derivatives=1)
+
+    return [*case("circular_pad2d", moved=False), *case("circular_pad2d of moved images", moved=True)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, few_bits, normal
 from ella_cuda.ops._operator import (
-    map_in_place_over_batch,
     operand_sizes,
     refuse_graph,
     register_in_place,
@@ -143,8 +143,27 @@ def _fake(
         )
 
 
-def _vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[None, None]:
-    return map_in_place_over_batch(torch.ops.ella_cuda.conv_kron_accumulate_, info, in_dims, args)
+_accumulate = register_in_place("conv_kron_accumulate_", fake=_fake)
 
 
-_accumulate = register_in_place("conv_kron_accumulate_", fake=_fake, vmap=_vmap)
+def kernel_cases() -> list[KernelCase]:
+    def patches(channels: int) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: (torch.zeros(*[9 * channels] * 2, dtype=torch.float64), normal(4, channels, 9, 7))
+
+    def of(function: Callable[..., Tensor], mode: str) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda factor, x: function(factor, x, 3, mode, 0.5)
+
+    def reduced(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda factor, x: function(factor, x.bfloat16(), 3, "circular", 0.5)
+
+    op, reference = conv_kron_accumulate_, conv_kron_accumulate_torch_
+    name, narrow = "conv_kron_accumulate_", few_bits(patches(4), torch.bfloat16)
+    return [
+        *cases(f"{name} of bfloat16", narrow, reduced(op), reduced(reference)),
+        *(
+            case
+            for mode in ("circular", "zeros")
+            for channels, more in ((3, ""), (4, ", 4 channels"), (12, ", 12 channels"), (15, ", 15 channels"))
+            for case in cases(f"{name} {mode}{more}", patches(channels), of(op, mode), of(reference, mode))
+        ),
+    ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ella_cuda._extension import _C
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     batched_first,
     differentiable,
@@ -411,3 +412,15 @@ class _Keeping(torch.autograd.Function):
         else:
             grads = _backward(grad, *inputs, *wanted, ctx.allow_tf32)
         return *(g if want else None for g, want in zip(grads, wanted, strict=True)), None
+
+
+def kernel_cases() -> list[KernelCase]:
+    def case(name: str, n: int, c: int, x: int, d: int, y: int) -> list[KernelCase]:
+        inputs = lambda: (normal(n, c, x), normal(d, c, x), normal(d, c, y), normal(d), normal(y))  # noqa: E731
+        return cases(name, inputs, factored_linear, factored_linear_torch, derivatives=1)
+
+    return [
+        *case("factored_linear", 6, 3, 40, 5, 12),
+        *case("factored_linear of sizes of 4", 72, 4, 132, 68, 20),  # CUDA in float32: copies of four numbers
+        *case("factored_linear of many images", 4200, 3, 7, 5, 3),  # a backward that does not store the intermediate
+    ]

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ella_cuda.ops._operator import (
     COORDINATES,
-    batched_first,
     differentiable,
+    joins_rows,
     keep,
-    loop,
-    map_over_batch,
     nested_forward_mode,
     operand_sizes,
+    sum_of_parts,
 )
 
 Pair = tuple[Tensor, Tensor]
@@ -63,21 +62,6 @@ def gaussian_matrix(u: Tensor, v: Tensor) -> Tensor:
 
 def _differences(u: Tensor, v: Tensor) -> Tensor:
     return u - v[:, None]  # (A, X, P)
-
-
-def _sum(parts: list[Any]) -> Any:
-    """The sum of those that are not None (pairs are added by parts); None where there is none."""
-    total = None
-    for part in parts:
-        if part is None:
-            continue
-        if total is None:
-            total = part
-        elif isinstance(part, tuple):
-            total = tuple(t + p for t, p in zip(total, part, strict=True))
-        else:
-            total = total + part
-    return total
 
 
 def _direction(du: Tensor | None, dv: Tensor | None, u: Tensor, v: Tensor) -> Pair | None:
@@ -125,11 +109,9 @@ def _project_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...
 def _project_jvp(ctx: Any, x_t: Tensor | None, u_t: Tensor | None, v_t: Tensor | None) -> Tensor:
     x, u, v = ctx.saved_tensors
     moved = _direction(u_t, v_t, u, v)
-    return _sum(
-        [
-            None if x_t is None else _project(x_t, u, v),
-            None if moved is None else _tangent(x, u, v, *moved),
-        ]
+    return sum_of_parts(
+        None if x_t is None else _project(x_t, u, v),
+        None if moved is None else _tangent(x, u, v, *moved),
     )
 
 
@@ -149,12 +131,10 @@ def _tangent_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...
 def _tangent_jvp(ctx: Any, x_t: Tensor | None, *tangents: Tensor | None) -> Tensor:
     x, u, v, du, dv = ctx.saved_tensors
     moved, turned = _direction(*tangents[:2], u, v), _direction(*tangents[2:], u, v)
-    return _sum(
-        [
-            None if x_t is None else _tangent(x_t, u, v, du, dv),
-            None if moved is None else _second_tangent(x, u, v, (du, dv), moved),
-            None if turned is None else _tangent(x, u, v, *turned),
-        ]
+    return sum_of_parts(
+        None if x_t is None else _tangent(x_t, u, v, du, dv),
+        None if moved is None else _second_tangent(x, u, v, (du, dv), moved),
+        None if turned is None else _tangent(x, u, v, *turned),
     )
 
 
@@ -178,12 +158,10 @@ def _gradient_backward(ctx: Any, cu: Tensor | None, cv: Tensor | None) -> tuple[
 def _gradient_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, *tangents: Tensor | None) -> Pair:
     grad, x, u, v = ctx.saved_tensors
     moved = _direction(*tangents, u, v)
-    return _sum(
-        [
-            None if grad_t is None else _gradient(grad_t, x, u, v),
-            None if x_t is None else _gradient(grad, x_t, u, v),
-            None if moved is None else _hvp(grad, x, u, v, *moved),
-        ]
+    return sum_of_parts(
+        None if grad_t is None else _gradient(grad_t, x, u, v),
+        None if x_t is None else _gradient(grad, x_t, u, v),
+        None if moved is None else _hvp(grad, x, u, v, *moved),
     )
 
 
@@ -209,30 +187,15 @@ def _hvp_backward(ctx: Any, cu: Tensor | None, cv: Tensor | None) -> tuple[Tenso
 def _hvp_jvp(ctx: Any, grad_t: Tensor | None, x_t: Tensor | None, *tangents: Tensor | None) -> Pair:
     grad, x, u, v, du, dv = ctx.saved_tensors
     moved, turned = _direction(*tangents[:2], u, v), _direction(*tangents[2:], u, v)
-    return _sum(
-        [
-            None if grad_t is None else _hvp(grad_t, x, u, v, du, dv),
-            None if x_t is None else _hvp(grad, x_t, u, v, du, dv),
-            None if moved is None else _third_derivative(grad, x, u, v, (du, dv), moved),
-            None if turned is None else _hvp(grad, x, u, v, *turned),
-        ]
+    return sum_of_parts(
+        None if grad_t is None else _hvp(grad_t, x, u, v, du, dv),
+        None if x_t is None else _hvp(grad, x_t, u, v, du, dv),
+        None if moved is None else _third_derivative(grad, x, u, v, (du, dv), moved),
+        None if turned is None else _hvp(grad, x, u, v, *turned),
     )
 
 
 # registration -----------------------------------------------------------------------------------------------------------------
-
-
-def _rows_or_loop(name: str) -> Any:
-    """Signals that are batched alone join the rows; else one call per batch entry."""
-
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Any, Any]:
-        op = getattr(torch.ops.ella_cuda, name)
-        if in_dims[0] is not None and all(dim is None for dim in in_dims[1:]):
-            x = batched_first(args[0], in_dims[0])
-            return op(x.flatten(0, 1), *args[1:]).unflatten(0, x.shape[:2]), 0
-        return map_over_batch(op, info, in_dims, args)
-
-    return vmap
 
 
 def _like_product(x: Tensor, u: Tensor, v: Tensor, *direction: Tensor) -> Tensor:
@@ -260,7 +223,6 @@ _hvp = differentiable(
     save=_save_inputs,
     backward=_hvp_backward,
     jvp=_hvp_jvp,
-    vmap=loop("gaussian_project_hvp"),
 )
 _gradient = differentiable(
     "gaussian_project_gradient",
@@ -268,7 +230,6 @@ _gradient = differentiable(
     save=_save_inputs,
     backward=_gradient_backward,
     jvp=_gradient_jvp,
-    vmap=loop("gaussian_project_gradient"),
 )
 _tangent = differentiable(
     "gaussian_project_tangent",
@@ -276,7 +237,7 @@ _tangent = differentiable(
     save=_save_inputs,
     backward=_tangent_backward,
     jvp=_tangent_jvp,
-    vmap=_rows_or_loop("gaussian_project_tangent"),
+    vmap=joins_rows("gaussian_project_tangent"),
 )
 _project = differentiable(
     "gaussian_project",
@@ -284,5 +245,5 @@ _project = differentiable(
     save=_save_inputs,
     backward=_project_backward,
     jvp=_project_jvp,
-    vmap=_rows_or_loop("gaussian_project"),
+    vmap=joins_rows("gaussian_project"),
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, few_bits, normal
 from ella_cuda.ops._operator import (
     begin_together,
     operand_sizes,
@@ -80,3 +82,26 @@ def _vmap(
 
 
 _accumulate = register_in_place("kron_accumulate_", fake=_fake, vmap=_vmap)
+
+
+def kernel_cases() -> list[KernelCase]:
+    def rows(count: int, d: int) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: (torch.zeros(3, d, d, dtype=torch.float64), normal(count, 3, d))
+
+    def reduced(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda factor, numbers: function(factor, numbers.to(dtype))
+
+    name, op, reference, found = "kron_accumulate_", kron_accumulate_, kron_accumulate_torch_, []
+    for more, count, d in (
+        ("", 50, 20),
+        (" blocks of 32", 600, 32),  # CUDA: tensor cores in float32 from here on
+        (" blocks of 61", 600, 61),
+        (" blocks of 100", 600, 100),  # and tiles of 128 here, one and
+        (" blocks of 230", 200, 230),  # several
+        (" blocks of 132", 50, 132),
+    ):
+        found += cases(name + more, rows(count, d), op, reference)
+    for dtype, d in ((torch.bfloat16, 100), (torch.float16, 20), (torch.float16, 40)):
+        words = f"{name} of {str(dtype).removeprefix('torch.')}, blocks of {d}"
+        found += cases(words, few_bits(rows(600, d), dtype), reduced(op, dtype), reduced(reference, dtype))
+    return found

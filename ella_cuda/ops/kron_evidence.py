@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     INDEX,
     carries_tangent,
     differentiable,
     keep,
-    loop,
     nested_forward_mode,
     operand_sizes,
+    sum_of_parts,
 )
 
 # One tile is a block's work on CUDA, 64 products a thread, and a task on the CPU, a few microseconds; its columns fit the first cache.
@@ -222,10 +223,10 @@ def _evidence_backward(
         along = _minus(slope, effective) * _bend(*spectra, v - u)
         if slope is not None:
             prior = slope * u.exp()
-            d_norms = _plus(d_norms, prior) if wants_norms else None
-            d_u = _plus(d_u, prior * norms) if wants_u else None
-        d_u = _plus(d_u, along) if wants_u else None
-        d_v = _plus(d_v, -along.sum()) if wants_v else None
+            d_norms = sum_of_parts(d_norms, prior) if wants_norms else None
+            d_u = sum_of_parts(d_u, prior * norms) if wants_u else None
+        d_u = sum_of_parts(d_u, along) if wants_u else None
+        d_v = sum_of_parts(d_v, -along.sum()) if wants_v else None
     return None, None, None, d_norms, d_u, d_v
 
 
@@ -238,10 +239,6 @@ def _evidence_jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, Tensor, T
     value = (slopes * u_t).sum() + gammas.sum() * v_t + (precision * norms_t).sum()
     effective = (v_t - u_t) * _bend(*spectra, v - u)
     return value, precision * (norms * u_t + norms_t) - effective, effective
-
-
-def _plus(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a + b
 
 
 def _minus(a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -296,7 +293,6 @@ _bend = differentiable(
     save=_bend_save,
     backward=_bend_backward,
     jvp=_bend_jvp,
-    vmap=loop("kron_evidence_bend"),
 )
 _evidence = differentiable(
     "kron_evidence",
@@ -304,5 +300,26 @@ _evidence = differentiable(
     save=_evidence_save,
     backward=_evidence_backward,
     jvp=_evidence_jvp,
-    vmap=loop("kron_evidence"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def network() -> tuple[Tensor, ...]:  # eigenvalues of two tensors, square norms, log precisions
+        sides = (normal(3, 17), normal(1, 9), normal(1, 300), normal(1, 70))
+        return *(side.square() + 0.1 for side in sides), normal(2).square(), normal(2)
+
+    def value(function: Callable[..., KronEvidence]) -> Callable[..., KronEvidence]:
+        return lambda l, m, n, o, *rest: function(pack_spectra([(l, m), (n, o)]), *rest)
+
+    def second(function: Callable[..., KronEvidence]) -> Callable[..., Tensor]:
+        def call(*inputs: Tensor) -> Tensor:
+            leaf = inputs[-1].requires_grad_()
+            return torch.autograd.grad(value(function)(*inputs[:-1], leaf)[1].sum(), leaf)[0]
+
+        return call
+
+    op, reference = kron_evidence, kron_evidence_torch
+    return [
+        *cases("kron_evidence", network, value(op), value(reference)),
+        *cases("kron_evidence second derivative", network, second(op), second(reference)),
+    ]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ella_cuda.ops._operator import differentiable, keep, loop, nested_forward_mode, operand_sizes
+from ella_cuda.ops._cases import KernelCase, cases, normal
+from ella_cuda.ops._operator import differentiable, keep, nested_forward_mode, operand_sizes
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -162,7 +163,6 @@ _hvp = differentiable(
     save=_save_inputs,
     backward=_hvp_backward,
     jvp=_hvp_jvp,
-    vmap=loop("kron_logdet_hvp"),
 )
 _gradient = differentiable(
     "kron_logdet_gradient",
@@ -170,7 +170,6 @@ _gradient = differentiable(
     save=_save_inputs,
     backward=_gradient_backward,
     jvp=_gradient_jvp,
-    vmap=loop("kron_logdet_gradient"),
 )
 _logdet = differentiable(
     "kron_logdet",
@@ -178,5 +177,12 @@ _logdet = differentiable(
     save=_save_inputs,
     backward=_logdet_backward,
     jvp=_logdet_jvp,
-    vmap=loop("kron_logdet"),
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    def spectrum() -> tuple[Tensor, ...]:
+        sides = normal(3, 17).square() + 0.1, normal(1, 9).square() + 0.1
+        return *sides, torch.tensor(0.7, dtype=torch.float64)
+
+    return cases("kron_logdet", spectrum, kron_logdet, kron_logdet_torch, derivatives=2)

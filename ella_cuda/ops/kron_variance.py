@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import (
     COORDINATES,
-    map_in_place_over_batch,
     operand_sizes,
     refuse_graph,
     register_in_place,
@@ -127,8 +127,29 @@ def _fake(
     torch._check(variance.is_contiguous(), lambda: f"{op}: variance must be contiguous, it is updated in place")
 
 
-def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[None, None]:
-    return map_in_place_over_batch(torch.ops.ella_cuda.kron_variance_, info, in_dims, args)
+_add = register_in_place("kron_variance_", fake=_fake)
 
 
-_add = register_in_place("kron_variance_", fake=_fake, vmap=_vmap)
+def kernel_cases() -> list[KernelCase]:
+    def case(name: str, n: int, k: int, t: int, g: int, a: int, b: int, jacobian: bool = False) -> list[KernelCase]:
+        def inputs() -> tuple[Tensor, ...]:
+            spectra = normal(g, a).square() + 0.1, normal(1, b).square() + 0.1
+            rows = normal(n, t, g, a), normal(k, n, t, g, b)
+            return torch.zeros(n, k, k).double(), *rows, *spectra, torch.tensor(0.7, dtype=torch.float64)
+
+        def of(function: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+            def call(total: Tensor, rows: Tensor | None, outputs: Tensor, *spectra: Tensor) -> tuple[Tensor, Tensor]:
+                if jacobian:
+                    rows, outputs = None, torch.einsum("ntgi,kntgj->kngij", rows, outputs)
+                arguments = rows, outputs, *(t.double() for t in spectra), 1.5
+                return function(total, *arguments), function(total.new_zeros(total.shape[:2]), *arguments)
+
+            return call
+
+        return cases(name, inputs, of(kron_variance_), of(kron_variance_torch_))
+
+    return [
+        *case("kron_variance_ at one position", 70, 3, 1, 2, 40, 130),
+        *case("kron_variance_ at several positions", 5, 7, 20, 2, 33, 18),
+        *case("kron_variance_ of a Jacobian", 5, 7, 1, 2, 33, 18, jacobian=True),
+    ]

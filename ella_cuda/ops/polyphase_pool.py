@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import INDEX, batched_first, differentiable, keep, operand_sizes
 
 
@@ -162,3 +163,9 @@ polyphase_scatter = differentiable(
     jvp=_scatter_jvp,
     vmap=_scatter_vmap,
 )
+
+
+def kernel_cases() -> list[KernelCase]:
+    of = lambda function: lambda x: function(x, 2)  # noqa: E731
+    inputs = lambda: (normal(4, 6, 8, 8),)  # noqa: E731
+    return cases("polyphase_pool", inputs, of(polyphase_pool), of(polyphase_pool_torch), derivatives=1)

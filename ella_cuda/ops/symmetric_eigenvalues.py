@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ella_cuda.ops._cases import KernelCase, cases, normal
 from ella_cuda.ops._operator import require_countable
 
 MOST_ROWS = 1024  # csrc/kron/checks.h knows it too
@@ -101,3 +102,14 @@ def _or_nan(block: Tensor) -> Tensor:
 
 torch.library.register_fake("ella_cuda::symmetric_eigenvalues", _fake)
 torch.library.impl("ella_cuda::symmetric_eigenvalues", "CPU", _on_cpu)
+
+
+def kernel_cases() -> list[KernelCase]:
+    def matrices() -> tuple[Tensor, ...]:
+        halves = normal(1, 301, 301), normal(2, 70, 70), normal(3, 64, 64), normal(3, 17, 17), normal(2, 1, 1)
+        return tuple(half @ half.mT for half in halves)
+
+    def of(function: Callable[[Sequence[Tensor]], list[Tensor]]) -> Callable[..., list[Tensor]]:
+        return lambda *sets: function(sets)
+
+    return cases("symmetric_eigenvalues", matrices, of(symmetric_eigenvalues), of(symmetric_eigenvalues_torch))

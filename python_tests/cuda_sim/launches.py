@@ -1,10 +1,12 @@
-"""Every kernel launched, by ops on shapes small enough to run and odd enough to reach all kernels."""
+"""Every kernel launched: by the self-check's cases, and by ops on small shapes that take other paths."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from ella_cuda.testing import check_kernel, kernel_cases
 
 from .simulator import Launch, Simulator
 
@@ -15,7 +17,10 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
     """How the launchers launch each kernel in the simulator: threads of a block and bytes of dynamic shared memory."""
     simulator.launches()
     with simulator.scheduled(multiprocessors=PROCESSORS):
-        call_every_op(simulator.ops)
+        with simulator.on_cpu_tensors():
+            for case in kernel_cases():
+                assert all(check.ok for check in check_kernel(case, "cpu"))
+        call_ops_by_other_paths(simulator.ops)
         accumulate_16_bits(simulator.ops)
     with simulator.scheduled(multiprocessors=PROCESSORS, warpgroups=True):
         accumulate(simulator.ops, torch.float32, [100])
@@ -24,12 +29,10 @@ def launch_every_kernel(simulator: Simulator) -> list[Launch]:
     return simulator.launches()
 
 
-def call_every_op(ops: Any) -> None:
-    """Reaches every kernel that launchers choose themselves but those of warpgroups, on a device of PROCESSORS multiprocessors
-    with a small cache."""
+def call_ops_by_other_paths(ops: Any) -> None:
+    """Reaches the kernels that launchers choose themselves, but for those of warpgroups, beside those of the self-check: of other norms,
+    of places counted in 63 bits, of a large intermediate, of TF32."""
     for dtype in (torch.float32, torch.float64):
-        precision = torch.tensor(0.5, dtype=dtype)
-        eigenvalues = torch.rand(1, 3, dtype=dtype), torch.rand(1, 2, dtype=dtype)
         for channels in (1, 9):  # of nine the intermediate is too large to be stored
             x, weight = torch.randn(65, channels, 1, dtype=dtype), torch.randn(channels, channels, 1, dtype=dtype)
             ops.factored_linear(x, weight, weight, None, None)
@@ -38,31 +41,7 @@ def call_every_op(ops: Any) -> None:
                 x, weight = (torch.randint(-3, 4, values.shape).to(dtype) for values in (x, weight))
                 ops.factored_linear(x, weight, weight, None, None, True)
                 ops.factored_linear_backward(x, x, weight, weight, None, *[True] * 6)
-        x, bank, bias = torch.randn(5, 4, dtype=dtype), torch.randn(3, 2, 4, dtype=dtype), torch.randn(2, dtype=dtype)
-        for allow_tf32 in (False, True):  # of which float64 takes no notice
-            y, _ = ops.averaged_filters(x, bank, bias, 2, False, allow_tf32)
-            ops.averaged_filters_backward(y, x, bank, bias, None, 2, *[True] * 3, allow_tf32)
         accumulate(ops, dtype, [4, 20, 32, 40, 100])
-        points = [torch.randn(n, 2, dtype=torch.float64) for n in (130, 3, 130, 3)]
-        for rows in (1, 70):
-            x, grad = torch.randn(rows, 130, dtype=dtype), torch.randn(rows, 3, dtype=dtype)
-            ops.gaussian_project(x, *points[:2])
-            ops.gaussian_project_tangent(x, *points)
-            ops.gaussian_project_gradient(grad, x, *points[:2])
-            ops.gaussian_project_hvp(grad, x, *points)
-        ops.kron_logdet(*eigenvalues, precision)
-        ops.kron_logdet_gradient(*eigenvalues, precision)
-        ops.kron_logdet_hvp(*eigenvalues, precision, *eigenvalues, precision)
-        variance, rows = torch.zeros(2, 3, 3, dtype=dtype), torch.randn(2, 2, 1, 3, dtype=dtype)
-        outputs, known = torch.randn(3, 2, 2, 1, 2, dtype=dtype), [t.double() for t in (*eigenvalues, precision)]
-        ops.kron_variance_(variance, outputs[:, :, :1], rows[:, :1], *known)
-        ops.kron_variance_(variance, outputs, rows, *known)
-        ops.kron_variance_(variance, torch.randn(3, 2, 1, 3, 2, dtype=dtype), None, *known)
-        tile = torch.tensor([[0, 0, 3, 3, 2]])  # of the only tensor, the first three numbers times the next two
-        spectra = torch.cat([side.flatten() for side in eigenvalues]), tile, torch.tensor([0, 1])
-        norms = 20 * precision[None]  # so large that terms do not cancel
-        ops.kron_evidence(*spectra, norms, precision[None], precision)
-        ops.kron_evidence_bend(*spectra, precision[None])
         for norm in (1.0, 2.0, float("inf")):
             for side in (1, 56):  # places counted in 31 bits and in 63
                 _, index = ops.polyphase_pool(torch.randn(1, 1, 2 * side, 2 * side, dtype=dtype), norm)
@@ -73,19 +52,16 @@ def call_every_op(ops: Any) -> None:
             for circular in (True, False):
                 ones = (1, 1)
                 ops.conv_kron_accumulate_(torch.zeros(1, 1, dtype=dtype), image, ones, ones, ones, ones, circular, 1.0)
-        for side in (5, 60):  # places counted in 31 bits and in 63
-            image, maps = torch.randn(1, 1, side, side, dtype=dtype), torch.eye(2, 3, dtype=dtype)[None, None] * 0.99
-            for direction in (None, maps):
-                copies = ops.affine_copies(image, maps, direction)
-                ops.affine_copies_backward(copies, image, maps, direction, True, True)
-        for width in (3, 5):  # by lags
-            images, kernel = torch.randn(8, 2, 10, 10, dtype=dtype), (3, width)
-            for total in {dtype, torch.float64}:
-                factor = torch.zeros(6 * width, 6 * width, dtype=total)
-                ops.conv_kron_accumulate_(factor, images, kernel, ones, (1, width // 2), ones, True, 1.0)
-    half = torch.arange(18.0, dtype=torch.float64).view(2, 3, 3)
-    blocks = torch.arange(65.0, dtype=torch.float64).diag(), half + half.mT  # of 65 rows by other threads than of three
-    ops.symmetric_eigenvalues(torch.cat([block.reshape(-1) for block in blocks]), [1, 2], [65, 3])
+        image, maps = torch.randn(1, 1, 60, 60, dtype=dtype), torch.eye(2, 3, dtype=dtype)[None, None] * 0.99
+        for direction in (None, maps):
+            copies = ops.affine_copies(image, maps, direction)
+            ops.affine_copies_backward(copies, image, maps, direction, True, True)
+        for total in {dtype, torch.float64}:  # by lags
+            images, factor = torch.randn(8, 2, 10, 10, dtype=dtype), torch.zeros(30, 30, dtype=total)
+            ops.conv_kron_accumulate_(factor, images, (3, 5), ones, (1, 2), ones, True, 1.0)
+    x, bank, bias = torch.randn(5, 4), torch.randn(3, 2, 4), torch.randn(2)
+    y, _ = ops.averaged_filters(x, bank, bias, 2, False, True)
+    ops.averaged_filters_backward(y, x, bank, bias, None, 2, *[True] * 3, True)
 
 
 def accumulate_16_bits(ops: Any) -> None:

@@ -226,6 +226,20 @@ class Simulator:
             self.schedule()
 
     @contextmanager
+    def on_cpu_tensors(self) -> Iterator[None]:
+        """For the duration of a block ops of ``torch.ops.ella_cuda`` that have a CUDA kernel run it, on tensors of the CPU."""
+        library = torch.library.Library("ella_cuda", "IMPL")
+        prefix = "ella_sim::"
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+            if name.startswith(prefix):
+                op = getattr(self.ops, name.removeprefix(prefix)).default
+                library.impl(name.removeprefix(prefix), op, "CPU", allow_override=True)
+        try:
+            yield
+        finally:
+            library._destroy()
+
+    @contextmanager
     def path(self, **choices: str | int) -> Iterator[None]:
         """`ella_cuda.cuda_path.cuda_path` for this library, for the duration of a block; none is fixed outside of it."""
         text = ",".join(f"{key}={value}" for key, value in choices.items())

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ella_cuda.augment import AffineAugment, AveragedFunction
-from ella_cuda.laplace import KronLaplace, chains, evidence_gradient, exact_log_marginal_likelihood
+from ella_cuda.laplace import KronLaplace, evidence_gradient, exact_log_marginal_likelihood
 from ella_cuda.laplace.chains import _largest, chain_of
 from ella_cuda.laplace.copies import FEW
 from ella_cuda.nn import SparseConv2d, SparseFactoredLinear2d
@@ -234,6 +232,15 @@ CHAINS = {
         *(nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 17, 2, dilation=2, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
         *(nn.Conv2d(17, 18, (1, 2)), nn.Flatten(), nn.Linear(36, CLASSES)),
     ],
+    "functions before pools": lambda: [
+        *(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Tanh(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 3, 2, padding=1), nn.GELU(), nn.MaxPool2d((2, 3), (2, 1)), nn.Flatten(), nn.Linear(12, CLASSES)),
+    ],
+    "pools before functions": lambda: [
+        *(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 4, (1, 2), dilation=2, groups=2), nn.MaxPool2d((1, 2)), nn.Tanh()),
+        *(nn.Conv2d(4, 4, (3, 1), (1, 2), padding=1), nn.Tanh(), nn.MaxPool2d((2, 1), 1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()),
+        nn.Linear(8, CLASSES),
+    ],
     "planes without channels": lambda: [
         *(nn.Flatten(1, 2), nn.Linear(6, 6), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Linear(5, 5), nn.GELU(), nn.MaxPool2d(2, padding=1)),
         *(nn.Flatten(), nn.Linear(9, CLASSES)),
@@ -261,63 +268,6 @@ def test_chains_of_layers_are_differentiated_as_autograd_does(name, copies):
             ]
             torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
             assert found[0].abs().min() > 1e-8
-
-
-POOLED = {
-    "function": lambda: [
-        *(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Tanh(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(4, 3, 2, padding=1), nn.GELU(), nn.MaxPool2d((2, 3), (2, 1)), nn.Flatten(), nn.Linear(12, 6)),
-    ],
-    "alone": lambda: [
-        *(nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 3, (1, 2), dilation=2), nn.MaxPool2d((1, 2)), nn.Tanh()),
-        *(nn.Conv2d(3, 4, (3, 1), (1, 2), padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 6)),
-    ],
-    "groups": lambda: [
-        *(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.Tanh(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(36, 6)),
-    ],
-    "wide": lambda: [
-        *(nn.Conv2d(1, 17, 3, padding=1), nn.ReLU(), nn.Conv2d(17, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(36, 6)),
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("several", [True, False])
-@pytest.mark.parametrize(
-    ("name", "places"), [("function", (2, 2)), ("alone", (2, 1)), ("groups", (0, 0)), ("wide", (0, 0))]
-)
-def test_convolutions_before_pools_are_computed_at_the_largest_values(name, places, several, monkeypatch):
-    """Enough columns and few channels: the gradient autograd has. The layer behind the first has its gradients everywhere."""
-    x, _ = data()
-    y = torch.arange(len(x)) % 6
-    torch.manual_seed(4)
-    network = nn.Sequential(*POOLED[name]()).double()
-    augment = AffineAugment(COPIES, init=0.3, dtype=torch.float64)
-    called = {"conv2d_at": 0, "conv2d_at_transpose": 0}
-
-    def counted(op: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(*args: Any) -> Tensor:
-            called[op] += 1
-            return kernel(*args)
-
-        return call
-
-    for op in called:
-        monkeypatch.setattr(chains, op, counted(op, getattr(chains, op)))
-    with augment.held():
-        found = [
-            evidence_gradient(
-                fitted(model, [(x, y)]),
-                [(x, y)],
-                columns="all" if several else "one",
-                generator=torch.Generator().manual_seed(1),
-            )["augment.raw"]
-            for model in (AveragedFunction(network, augment), AveragedFunction(Hidden(network), augment))
-        ]
-    assert tuple(called.values()) == (places if several else (0, 0))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
-    assert found[0].abs().min() > 1e-8
 
 
 POOLS = [

@@ -8,7 +8,7 @@ import math
 import mmap
 import platform
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,20 @@ for _capability in ("AVX2", "AVX512"):
         KERNEL_SETS[_capability.lower()] = _capability.lower()
 # Those that this process, and so the suite, does not run anyway.
 OTHER_KERNEL_SETS = [held for held, name in KERNEL_SETS.items() if name != ella_cuda.build_info()["cpu_kernels"]]
+
+
+class Operands(NamedTuple):
+    """The arguments of an op, by which ``test_refusals.py`` makes right and wrong ones. A test's module has ``OPERANDS`` by its ops' names.
+
+    Attributes:
+        tensors: for each its axes, as in ``"N C 3 3"``, equal letters for equal sizes; and its dtype where it is not float32.
+        rest: the arguments that follow.
+        contiguous: whether the op takes contiguous tensors alone.
+    """
+
+    tensors: list[tuple[Any, ...]]
+    rest: tuple[Any, ...] = ()
+    contiguous: bool = False
 
 
 def assert_same(actual: Any, expected: Any, **tolerances: float) -> None:
@@ -138,6 +152,25 @@ def check_func_transforms(
     zero = tuple(torch.zeros_like(a) for a in args)
     assert torch.func.jvp(function, args, tangents)[1].abs().max() > 0, "a tangent was lost"
     assert_same(torch.func.jvp(function, args, zero)[1], torch.zeros_like(cotangent))
+
+
+def check_forward_over_forward(
+    function: Callable[..., Any], reference: Callable[..., Any], args: tuple[Tensor, ...]
+) -> None:
+    """The second derivative along two directions is the reference's, and that the difference of first ones. Torch runs an op's jvp rule
+    there with forward mode off."""
+    first, second = (tuple(torch.randn_like(a) for a in args) for _ in range(2))
+    jvp, step, found = torch.func.jvp, 1e-5, []
+    for call in (function, reference):
+
+        def slope(*at: Tensor, call=call) -> Tensor:
+            square = lambda *a: sum(part.square().sum() for part in tree_leaves(call(*(t.square() for t in a))))  # noqa: E731
+            return jvp(square, at, first)[1]
+
+        found.append(jvp(slope, args, second)[1])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+    ahead, behind = (slope(*(a + sign * s for a, s in zip(args, second, strict=True))) for sign in (step, -step))
+    torch.testing.assert_close(found[0], (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
 
 
 def check_vmap(function: Callable[..., Tensor], args: tuple[Tensor, ...], batch: int = 3) -> None:

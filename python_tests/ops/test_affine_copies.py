@@ -17,6 +17,17 @@ from ella_cuda import ops
 from ella_cuda.ops.affine_copies import _copies, _gradients, _second_tangent, _second_tangent_in_x, affine_adjoint
 from python_tests.ops import checks
 
+IMAGE = ("1 1 4 4",)
+OPERANDS = {
+    "affine_copies": checks.Operands([("N C H W",), ("N S 2 3",)], (None,)),
+    "affine_copies_backward": checks.Operands([("N S C H W",), ("N C H W",), ("N S 2 3",)], (None, True, True)),
+}
+REFUSALS = [
+    ("affine_copies", [("2 1 3 3",), ("3 4 2 3",)], (None,), "M = N = 2 or M = 1, got (3, 4, 2, 3)"),
+    ("affine_copies", [("1 0 65536 32768",), ("1 1 2 3",)], (None,), "fewer than 2^31 pixels in a plane with a border"),
+    ("affine_copies", [IMAGE, ("1 3 2 3",), ("1 2 2 3",)], (), "(M, S, 2, 3) = (1, 3, 2, 3), got (1, 2, 2, 3)"),
+]
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*unit-size grids")
 
 # N, S, C, H, W and whether all images share maps: odd sides, sides of one pixel, whole vectors of places and not, several blocks of

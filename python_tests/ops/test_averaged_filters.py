@@ -16,6 +16,22 @@ from ella_cuda import ops
 from ella_cuda.ops.averaged_filters import ACTIVATIONS, RELU, _forward, _gradients
 from python_tests.ops import checks
 
+OPERANDS = {
+    "averaged_filters": checks.Operands([("N D",), ("S H D",)], (None, 1, False)),
+    "averaged_filters_backward": checks.Operands([("N H",), ("N D",), ("S H D",)], (None, None, 1, True, True, True)),
+}
+REFUSALS = [
+    (
+        "averaged_filters",
+        [("2 3",), ("0 5 3",)],
+        (None, 1, False),
+        "bank must have at least one transform, got (0, 5, 3)",
+    ),
+    ("averaged_filters", [("2 3",), ("4 5 3",), ("4",)], (1, False), "bias must have shape (H,) = (5,), got (4,)"),
+    ("averaged_filters", [("2 3",), ("4 5 3",)], (None, 4, False), "activation must be from 0 to 3, got 4"),
+    ("averaged_filters", [("2 3",), ("4 5 3",)], (None, -1, False), "activation must be from 0 to 3, got -1"),
+]
+
 # N, S, H, D: single numbers, panels and tiles that are whole, less than whole and one more than whole, several groups of panels, more
 # transforms than are summed at once, sums of nothing.
 SHAPES = [

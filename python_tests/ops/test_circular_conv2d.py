@@ -15,6 +15,21 @@ from ella_cuda import ops
 from ella_cuda.ops.circular_conv2d import weight_grad
 from python_tests.ops import checks
 
+IMAGE = ("1 1 4 4",)
+KERNEL = ("1 1 3 3",)
+OPERANDS = {
+    "circular_conv2d": checks.Operands([("N C H W",), ("D C 3 3",)], (None,)),
+    "circular_conv2d_weight_grad": checks.Operands([("N D H W",), ("N C H W",)], (3, 3)),
+}
+REFUSALS = [
+    ("circular_conv2d", [IMAGE, ("1 1 2 3",)], (None,), r"weight must have odd height and width, got (2, 3)"),
+    ("circular_conv2d", [IMAGE, ("1 1 3 0",)], (None,), r"weight must have odd height and width, got (3, 0)"),
+    ("circular_conv2d", [IMAGE, KERNEL, ("2",)], (), "bias must have shape (D,) = (1,), got (2,)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (2, 3), "the kernel must have odd height and width, got (2, 3)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (3, 0), "the kernel must have odd height and width, got (3, 0)"),
+    ("circular_conv2d_weight_grad", [IMAGE, IMAGE], (-1, 3), "the kernel must have odd height and width, got (-1, 3)"),
+]
+
 # N, C, D, H, W, kh, kw: images wider than a vector (whole vectors and not), narrower, and smaller than the kernel; then weights
 # so many that their gradient is a product of matrices, whose patches are of all images, of some at a time, or of a part of one;
 # then narrow images too few to fill vectors, packed at once or not, and so few with so much work that threads share each of them.

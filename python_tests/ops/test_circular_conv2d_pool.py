@@ -20,6 +20,30 @@ from python_tests.ops.test_circular_conv2d import arguments, rolled
 from python_tests.ops.test_one_component import COMPONENT_SHAPES, MANY_WEIGHTS, back
 from python_tests.ops.test_polyphase_pool import explicit
 
+IMAGE = ("1 1 4 4",)
+KERNEL = ("1 1 3 3",)
+SIDE = ("1 1 2 2",)
+CHOICE = ("1", torch.int64)
+OPERANDS = {
+    "circular_conv2d_pool": checks.Operands([("N C H H",), ("D C 3 3",)], (None, 2.0)),
+    "circular_conv2d_scattered": checks.Operands([("N C H W",), ("N", torch.int64), ("D C 3 3",)]),
+    "circular_conv2d_scattered_weight_grad": checks.Operands([("N D 2 2",), ("N", torch.int64), ("N C 4 4",)], (3, 3)),
+}
+REFUSALS = [
+    ("circular_conv2d_pool", [("1 1 3 4",), KERNEL], (None, 2.0), "x must have even height and width"),
+    ("circular_conv2d_pool", [("1 1 4 3",), KERNEL], (None, 2.0), "x must have even height and width"),
+    ("circular_conv2d_pool", [IMAGE, ("1 1 3 2",)], (None, 2.0), "weight must have odd height and width"),
+    ("circular_conv2d_pool", [IMAGE, ("1 1 0 3",)], (None, 2.0), "weight must have odd height and width"),
+    ("circular_conv2d_pool", [IMAGE, KERNEL], (None, 0.5), "norm must be 1, 2 or inf, got 0.5"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 2 3",)], (), "weight must have odd height and width"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 3 0",)], (), "weight must have odd height and width"),
+    ("circular_conv2d_scattered", [SIDE, CHOICE, ("1 1 1 3",)], (), "height and width of at least 3, got (1, 3)"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (2, 3), "the kernel must have odd"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, IMAGE], (3, 0), "the kernel must have odd"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 6 4",)], (3, 3), "(1, *, 3, 2), got (1, 1, 2, 2)"),
+    ("circular_conv2d_scattered_weight_grad", [SIDE, CHOICE, ("1 1 5 4",)], (3, 3), "x must have even height"),
+]
+
 CPU = torch.device("cpu")
 # N, C, D, H, W, kh, kw: beside those, kernels that see one component only, kernels of one row, few channels, wide images.
 SHAPES = [

@@ -13,6 +13,25 @@ from ella_cuda.ops.circular_conv2d import _padded
 from ella_cuda.ops.circular_pad2d import circular_fold2d
 from python_tests.ops import checks
 
+IMAGE = ("1 1 4 4",)
+SIDE = ("1 1 2 2",)
+CHOICE = ("1", torch.int64)
+OPERANDS = {
+    "circular_pad2d": checks.Operands([("N C H W",)], (1, 1, None)),
+    "circular_fold2d": checks.Operands([("N C H W",)], (1, 1, None)),
+}
+REFUSALS = [
+    ("circular_pad2d", [IMAGE], (-1, 1, None), "pad_h and pad_w must be from 0 to 2^30, got -1 and 1"),
+    ("circular_pad2d", [IMAGE], (1, 1 << 31, None), "pad_h and pad_w must be from 0 to 2^30, got 1 and 2147483648"),
+    ("circular_pad2d", [("1 1 0 3",)], (1, 1, None), "x must have a pixel in each direction that is padded"),
+    ("circular_pad2d", [("1 1 3 0",)], (0, 1, None), "x must have a pixel in each direction that is padded"),
+    ("circular_pad2d", [("2 1 3 3",)], (1, 1, CHOICE), "index must have shape (N,) = (2,), got (1,)"),
+    ("circular_fold2d", [SIDE], (1, 0, None), "grad must have a pixel in each direction that is padded"),
+    ("circular_fold2d", [SIDE], (0, 2, None), "grad must have a pixel in each direction that is padded"),
+    ("circular_fold2d", [SIDE], (-1, 1, None), "pad_h and pad_w must be from 0 to 2^30, got -1 and 1"),
+    ("circular_fold2d", [("2 1 3 3",)], (1, 1, CHOICE), "index must have shape (N,) = (2,), got (1,)"),
+]
+
 # N, C, H, W, pad_h, pad_w: the usual border; none in one direction; as wide as the image, and wider, more than once around.
 SHAPES = [
     (3, 2, 5, 6, 1, 1),

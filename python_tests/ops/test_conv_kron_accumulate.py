@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,51 @@ from torch import Tensor
 
 from ella_cuda import ops
 from python_tests.ops import checks
+
+IMAGE = ("1 1 4 4",)
+SIDE = ("1 1 2 2",)
+
+PLAIN = ([1, 1], [1, 1], [0, 0], [1, 1], True, 1.0)
+
+
+def geometry(**other: Any) -> tuple[Any, ...]:
+    """What follows the tensors of conv_kron_accumulate_, some of them others."""
+    names = ("kernel_size", "stride", "padding", "dilation", "circular", "alpha")
+    return tuple((dict(zip(names, PLAIN, strict=True)) | other).values())
+
+
+OPERANDS = {
+    "conv_kron_accumulate_": checks.Operands([("C C",), ("N C H W",)], PLAIN),
+}
+REFUSALS = [
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(alpha=math.inf), "alpha must be a finite number"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(alpha=math.nan), "alpha must be a finite number"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(kernel_size=[1]), "kernel_size must have 2 values"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(kernel_size=[1, 1, 1]), "kernel_size must have 2 values"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), IMAGE],
+        geometry(kernel_size=[-1, -1]),
+        "kernel_size must be at least 1 and at most",
+    ),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(stride=[0, 1]), "stride must be at least 1 and at most"),
+    ("conv_kron_accumulate_", [("1 1",), IMAGE], geometry(padding=[0, -1]), "padding must be at least 0 and at most"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), IMAGE],
+        geometry(dilation=[1, 1 << 31]),
+        "dilation must be at least 1 and at most",
+    ),
+    ("conv_kron_accumulate_", [("9 9",), SIDE], geometry(kernel_size=[3, 3]), "does not fit the padded image (2, 2)"),
+    ("conv_kron_accumulate_", [("3 3",), SIDE], geometry(kernel_size=[1, 3]), "does not fit the padded image (2, 2)"),
+    (
+        "conv_kron_accumulate_",
+        [("1 1",), SIDE],
+        geometry(padding=[1, 3]),
+        "circular padding must not exceed the image (2, 2)",
+    ),
+    ("conv_kron_accumulate_", [("4 4",), IMAGE], geometry(), "(C*kh*kw, C*kh*kw) = (1, 1), got (4, 4)"),
+]
 
 GEOMETRIES = [  # kernel, stride, padding, dilation, padding_mode
     (3, 1, None, 1, "circular"),

@@ -17,6 +17,11 @@ from ella_cuda import ops
 from ella_cuda.ops.factored_linear import _backward
 from python_tests.ops import checks
 
+OPERANDS = {
+    "factored_linear": checks.Operands([("N C X",), ("D C X",), ("D C Y",)], (None, None)),
+    "factored_linear_backward": checks.Operands([("N D Y",), ("N C X",), ("D C X",), ("D C Y",)], (None, *[True] * 5)),
+}
+
 factored_linear_module = importlib.import_module(
     "ella_cuda.ops.factored_linear"
 )  # the package's attribute is the function

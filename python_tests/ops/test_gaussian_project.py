@@ -12,6 +12,14 @@ from torch import Tensor
 from ella_cuda.ops.gaussian_project import _gradient, _hvp, _tangent, gaussian_project, gaussian_project_torch
 from python_tests.ops import checks
 
+POINTS = [("X P", torch.float64), ("A P", torch.float64)]
+OPERANDS = {
+    "gaussian_project": checks.Operands([("M X",), *POINTS]),
+    "gaussian_project_tangent": checks.Operands([("M X",), *POINTS, *POINTS]),
+    "gaussian_project_gradient": checks.Operands([("M A",), ("M X",), *POINTS]),
+    "gaussian_project_hvp": checks.Operands([("M A",), ("M X",), *POINTS, *POINTS]),
+}
+
 # M, X, A, P: one of everything; whole vectors and not; few anchors; several tiles, panels, shares and reduction lengths
 SHAPES = [
     (1, 1, 1, 1),

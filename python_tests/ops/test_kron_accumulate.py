@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,15 @@ from torch import Tensor
 
 from ella_cuda import ops
 from python_tests.ops import checks
+
+OPERANDS = {
+    "kron_accumulate_": checks.Operands([("G d d",), ("N G d",)], (1.0,)),
+}
+REFUSALS = [
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (math.nan,), "alpha must be a finite number"),
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (-math.inf,), "alpha must be a finite number"),
+    ("kron_accumulate_", [("1 2 2",), ("3 1 2",)], (1e39,), "factor (float32), got 1e+39"),
+]
 
 SHAPES = [(5, 2, 3), (1, 1, 1), (1, 4, 7), (300, 1, 5), (3, 2, 65), (70, 3, 33)]  # N, G, d
 SHAPES += [(300, 40, 2), (600, 21, 4), (40, 7, 15), (9, 30, 1), (2, 5, 13)]  # side by side in a vector

@@ -13,6 +13,16 @@ from ella_cuda import ops
 from ella_cuda.ops.kron_evidence import _bend
 from python_tests.ops import checks
 
+SPECTRA = [("E",), ("T 5", torch.int64), ("S", torch.int64)]
+OPERANDS = {
+    "kron_evidence": checks.Operands([*SPECTRA, ("B",), ("B",), ("",)], contiguous=True),
+    "kron_evidence_bend": checks.Operands([*SPECTRA, ("B",)], contiguous=True),
+}
+REFUSALS = [
+    ("kron_evidence_bend", [("4",), ("1 5", torch.int64), ("0", torch.int64), ("0",)], (), "B + 1 entries, got none"),
+    ("kron_evidence_bend", [("4",), ("1 5", torch.int64), ("2", torch.int64), ("2",)], (), "(B,) = (1,), got (2,)"),
+]
+
 # (G, a, H, b) of each tensor: groups that share mu, groups of their own, a bias, a single number, nothing, more than one tile's columns.
 NETWORK = [(3, 4, 1, 2), (3, 2, 3, 4), (1, 1, 1, 5), (1, 1, 1, 1), (2, 0, 1, 3)]
 
@@ -350,3 +360,10 @@ def test_equal_products_of_any_size(q, device):
     count, close = 37 * 41, 1e-3 if q == 1e-12 else 1e-12
     checks.assert_same(found.value, full(value=count * math.log1p(q)), rtol=close, atol=0)
     checks.assert_same(found.effective, full(1, value=count * q / (1 + q)), rtol=1e-12, atol=0)
+
+
+def test_forward_over_forward():
+    pairs, args = network(torch.device("cpu"))
+    spectra = ops.pack_spectra(pairs)
+    functions = [lambda *a, f=f: tuple(f(spectra, *a)) for f in (ops.kron_evidence, ops.kron_evidence_torch)]
+    checks.check_forward_over_forward(*functions, args)

@@ -10,6 +10,12 @@ from ella_cuda import ops
 from ella_cuda.ops.kron_logdet import _gradient, _hvp
 from python_tests.ops import checks
 
+OPERANDS = {
+    "kron_logdet": checks.Operands([("G a",), ("G b",), ("",)]),
+    "kron_logdet_gradient": checks.Operands([("G a",), ("G b",), ("",)]),
+    "kron_logdet_hvp": checks.Operands([("G a",), ("G b",), ("",)] * 2),
+}
+
 
 def eigenvalues(
     shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype = torch.float64

@@ -14,6 +14,11 @@ from torch import Tensor
 from ella_cuda import ops
 from python_tests.ops import checks
 
+SPECTRUM = [("G a", torch.float64), ("G b", torch.float64), ("", torch.float64)]
+OPERANDS = {
+    "kron_variance_": checks.Operands([("N K K",), ("K N T G b",), ("N T G a",), *SPECTRUM]),
+}
+
 # N, K, T, G, a, b
 SHAPES = [
     (4, 3, 1, 1, 5, 7),

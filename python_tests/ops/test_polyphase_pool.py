@@ -11,6 +11,21 @@ from torch import Tensor
 from ella_cuda import ops
 from python_tests.ops import checks
 
+IMAGE = ("1 1 4 4",)
+CHOICE = ("1", torch.int64)
+OPERANDS = {
+    "polyphase_pool": checks.Operands([("N C H H",)], (2.0,)),
+    "polyphase_select": checks.Operands([("N C H H",), ("N", torch.int64)]),
+    "polyphase_scatter": checks.Operands([("N C H W",), ("N", torch.int64)]),
+}
+REFUSALS = [
+    ("polyphase_pool", [IMAGE], (3.0,), "norm must be 1, 2 or inf, got 3"),
+    ("polyphase_pool", [IMAGE], (-math.inf,), "norm must be 1, 2 or inf, got -inf"),
+    ("polyphase_pool", [IMAGE], (math.nan,), "norm must be 1, 2 or inf, got nan"),
+    ("polyphase_pool", [("1 1 3 4",)], (2.0,), "x must have even height and width"),
+    ("polyphase_select", [("1 1 4 3",), CHOICE], (), "x must have even height and width"),
+]
+
 OFFSETS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 

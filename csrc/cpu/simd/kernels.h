@@ -169,13 +169,6 @@ struct Kernels {
   void (*convolve)(const Convolution<T>& block);
   void (*convolve_gradient)(const ConvolutionGradient<T>& block);
 
-  // Rows of whole vectors: out[p * row + i] = sum_t weight[t] x[at[p] + taps[t] + i], p < count, t < tap_count, i < row; and
-  // the transpose: x[at[p] + taps[t] + i] += weight[t] values[p * row + i].
-  void (*convolve_at)(int64_t row, int64_t count, const int64_t* at, int64_t tap_count, const int64_t* taps, const T* weight,
-                      const T* x, T* out);
-  void (*convolve_at_transpose)(int64_t row, int64_t count, const int64_t* at, int64_t tap_count, const int64_t* taps,
-                                const T* weight, const T* values, T* x);
-
   // to[r * to_row + c * positions + i] = u[r * u_row + c * positions + i] v[r * v_row + c * v_step], r < rows, c < channels,
   // i < positions. Fastest where positions is 4 or 1 and v_step 1.
   void (*multiply_out)(int64_t rows, int64_t channels, int64_t positions, const T* u, int64_t u_row, const T* v, int64_t v_row,

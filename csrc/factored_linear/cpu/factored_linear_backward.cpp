@@ -33,8 +33,7 @@ Gradients backward(const Tensor& grad, const Tensor& x, const Tensor& weight_in,
         check_kept_intermediate(x, *intermediate, {kept_intermediate(kernels<scalar_t>(), s)});
         kept = intermediate->const_data_ptr<scalar_t>();
       }
-      FactoredBackward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept)
-          .run(dx, du, dv, empty_of(x, {0}), dbias_in, dbias_out);
+      FactoredBackward<scalar_t>(s, wanted, grad, x, weight_in, weight_out, bias_in, kept).run(dx, du, dv, dbias_in, dbias_out);
     });
   }
   return {dx, du, dv, dbias_in, dbias_out};

@@ -1,4 +1,4 @@
-// F-FC, backward: all five gradients, and those of the intermediate.
+// F-FC, backward: all five gradients.
 #pragma once
 
 #include <algorithm>
@@ -41,11 +41,10 @@ class FactoredBackward {
         in_sums_(groups_ * parts_ * s.D),
         out_sums_(s.D * s.Y) {}
 
-  void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dz, const Tensor& dbias_in,
-           const Tensor& dbias_out) const {
+  void run(const Tensor& dx, const Tensor& du, const Tensor& dv, const Tensor& dbias_in, const Tensor& dbias_out) const {
     in_sums_.zero(0, groups_ * parts_ * s_.D);
     out_sums_.zero(0, s_.D * s_.Y);
-    const Outputs out{dx.mutable_data_ptr<T>(), du.mutable_data_ptr<T>(), dv.mutable_data_ptr<T>(), dz.mutable_data_ptr<T>()};
+    const Outputs out{dx.mutable_data_ptr<T>(), du.mutable_data_ptr<T>(), dv.mutable_data_ptr<T>()};
     if (apart_) {
       torch::stable::parallel_for(0, groups_, 1, [&](int64_t begin, int64_t end) {
         const Intermediates room(*this, ceil_divide(s_.C, groups_));
@@ -81,7 +80,6 @@ class FactoredBackward {
 
   struct Outputs {
     T *dx, *du, *dv;
-    T* dz;  // [output channel][input channel][image]
   };
 
   // Some input channels, some blocks of images, and where their intermediates are, in rows of `intermediate_row`.
@@ -170,7 +168,7 @@ class FactoredBackward {
     }
   }
 
-  bool intermediate_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in || wanted_.intermediate; }
+  bool intermediate_gradient() const { return wanted_.x || wanted_.weight_in || wanted_.bias_in; }
   bool computes_z() const { return wanted_.weight_out && kept_ == nullptr; }
   int64_t max_blocks() const { return std::min(kBlocks, blocks_); }
   int64_t images(int64_t block) const { return std::min(k_.width, s_.N - block * k_.width); }
@@ -221,9 +219,6 @@ class FactoredBackward {
           clear_lanes(k_, channels, n, target, dz_row);
         }
         if (wanted_.bias_in) k_.lane_sums(channels, n, target, dz_row, in_sum, 0);
-        for (int64_t c = 0; c < channels && wanted_.intermediate; ++c) {
-          std::copy_n(target + c * dz_row, n, out.dz + (d * s_.C + c0 + c) * s_.N + n0);
-        }
       }
       if (wanted_.weight_out) {
         weight_gradient(channels, block, s_.Y, z(group, block, d0, i, first), W, g_.at(n0, d), g_.s0, g_.s2, panel,

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace.kron import eigenbases_of
 from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.predictive import moments
 from ella_cuda.modes import evaluation_mode
 
 
@@ -165,14 +167,14 @@ def _entries(batch: Mapping[str, Any], dict_key_y: str) -> dict[str, Any]:
 
 def _loss(la: KronLaplace) -> Tensor:
     """The data's ``-log p`` at sigma = 1 without its constant, as laplace-torch has it."""
-    loss = la.square_error / 2 if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
+    loss = -la.statistic if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
     return loss.detach()
 
 
 def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> None:
     """ValueError where laplace-torch's ``Kron`` cannot hold a parameter's factors; before anything is computed."""
     shapes: dict[int, FactorShape] = {}
-    for rule in la.present_rules():
+    for rule in la.fitted_model.present_rules():
         known, own = rule.shapes(), rule.parameters()
         for name in rule.trainable:  # layers that share a parameter share the factor of the fewest blocks
             key = id(own[name])
@@ -254,8 +256,7 @@ class BlockKron:
     def posterior(self) -> KronPosterior:
         """In our terms, without a graph."""
         deltas, scale = (v.detach() for v in self._values())
-        whole = self.la.posterior_at(1.0)  # has the eigenbases
-        return KronPosterior(whole.bases, deltas, scale, whole.dtype)
+        return KronPosterior(eigenbases_of(self.la), deltas, scale, self.la.fitted_model.dtype)
 
     def logdet(self) -> Tensor:
         """0-dim, float64, differentiable in deltas and scale."""
@@ -437,7 +438,7 @@ class EllaKronLaplace(laplace.KronLaplace):
         la = self._fitted()
         if isinstance(X, Mapping) and self._mapping is None:
             raise ValueError("EllaKronLaplace: x is a mapping, but the batches of the fit were none.")
-        mean, covariance = la.moments(X, joint, diagonal_output and not joint)
+        mean, covariance = moments(la, X, joint, diagonal_output and not joint)
         if mean.dim() != 2:
             raise ValueError(
                 f"EllaKronLaplace: laplace-torch predicts outputs (N, K), the model's are {tuple(mean.shape)}; the attribute ella "

@@ -46,8 +46,9 @@ from ella_cuda.laplace.curvature import at_test_time, hooked, in_plain_products,
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.eigenbases import Eigenbasis
+from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.kron import KronLaplace, eigenbases_of
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
 from ella_cuda.laplace.per_example import PerExampleGradients
 from ella_cuda.laplace.rules import PerExampleRule, Rule
@@ -126,7 +127,7 @@ def evidence_gradient(
         agree_on_gradient(
             ranks, la, plan, buffers=shapes, n_data=n_data, columns=columns, **{"data points of the fit": la.n_data}
         )
-        count = la.data_weight().new_tensor([float(sums.seen)], dtype=torch.float64)
+        count = data_weight(la).new_tensor([float(sums.seen)], dtype=torch.float64)
         flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
         ranks.sum_(flat)
         sizes = [g.numel() for g in sums.gradients.values()]
@@ -169,7 +170,7 @@ def _summed_over(
         raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
-        la.require_unchanged()
+        la.fitted_model.require_unchanged()
         run = _Passes(la, wanted, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
         learnt = [b for b in wanted.values() if not b.requires_grad]
@@ -187,11 +188,11 @@ def _summed_over(
             requiring_grad(parameters, False),
             requiring_grad(learnt, True),
             run.taps(),
-            without_autocast(la.data_weight().device.type),
+            without_autocast(data_weight(la).device.type),
         ):
             gradients = DataFitGradient(la.model)
             for batch in loader:
-                x, y = la.batch_of(batch, "evidence_gradient")
+                x, y = la.fitted_model.batch(batch, "evidence_gradient")
                 passed += data_points(x)
                 if part_of_data is not None:
                     few = int(passed * part_of_data + start) - seen
@@ -363,7 +364,7 @@ class _Passes:
         self, la: KronLaplace, wanted: Mapping[str, Tensor], columns: str, generator: torch.Generator | None
     ) -> None:
         self.la, self._columns, self._generator = la, columns, generator
-        self.rules = la.present_rules()
+        self.rules = la.fitted_model.present_rules()
         for rule in self.rules:
             _require_served(rule)
         others = [rule for rule in self.rules if isinstance(rule, PerExampleRule)]
@@ -383,7 +384,7 @@ class _Passes:
 
     def _allocate(self) -> list[_Cotangent]:
         """Give the rules factors of cotangents, each parameter its own."""
-        bases, scale = self.la.eigenbases(), self.la.data_weight()
+        bases, scale = eigenbases_of(self.la), data_weight(self.la)
         precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
         moments = []
         for rule in self.rules:
@@ -406,7 +407,7 @@ class _Passes:
         """The derivative of the log likelihood in the statistic of the data."""
         la = self.la
         with torch.enable_grad():
-            statistic = la.mean_at("network").statistic.detach().clone().requires_grad_()
+            statistic = la.statistic.detach().clone().requires_grad_()
             value = la.likelihood_function.log_likelihood(
                 statistic / la.temperature, la.n_targets, la.sigma_noise.detach()
             )

@@ -15,12 +15,13 @@ from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import Inputs, data_points
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums
+from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import Consumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
 from ella_cuda.laplace.parameters import trainable
-from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
+from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.state import checked_tensor, require_moment
 from ella_cuda.laplace.values import check_choice
@@ -28,6 +29,192 @@ from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 STRUCTURES = ("full", "diag")
+
+
+class Layout:
+    """Where the elements of parameters that have a posterior are among all, flattened one after the other.
+
+    Attributes:
+        shapes: of the factors that Jacobians come in, by parameter name, in order.
+        indices: of the elements, int64 ``(S,)``; None is all.
+        counts: how many elements of each parameter have a posterior.
+        count: S. n_params: how many elements there are.
+        where: by parameter name, the slice of the S elements that are the parameter's.
+
+    Args:
+        shapes, indices: as above.
+
+    Raises:
+        ValueError: the indices are none.
+    """
+
+    def __init__(self, shapes: Mapping[str, FactorShape], indices: Tensor | None = None) -> None:
+        self.shapes = dict(shapes)
+        sizes = [shape.numel for shape in self.shapes.values()]
+        self.n_params = sum(sizes)
+        self.indices = None if indices is None else checked_indices(indices, self.n_params)
+        self._local: dict[str, Tensor] = {}
+        if self.indices is None:
+            self.counts = sizes
+        else:
+            ends = torch.tensor(sizes, device="cpu").cumsum(0)
+            cuts = torch.searchsorted(self.indices.cpu(), ends).tolist()
+            self.counts = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+            starts = (ends - torch.tensor(sizes, device="cpu")).tolist()
+            parts = self.indices.split(self.counts)
+            self._local = {n: part - start for n, part, start in zip(self.shapes, parts, starts, strict=True)}
+        self.count = sum(self.counts)
+        self.where: dict[str, slice] = {}
+        begin = 0
+        for name, count in zip(self.shapes, self.counts, strict=True):
+            self.where[name] = slice(begin, begin + count)
+            begin += count
+
+    def selected(self, name: str, values: Tensor) -> Tensor:
+        """Of a parameter's values ``(..., numel)`` those whose elements have a posterior."""
+        return values if self.indices is None else values[..., self._local[name].to(values.device)]
+
+    def add_to(self, rows: Tensor, name: str, jacobian: Jacobian) -> None:
+        """Add a Jacobian to its columns of ``rows`` ``(K, N, S)``."""
+        where = self.where[name]
+        if where.stop > where.start:
+            shape = self.shapes[name]
+            whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
+            rows[:, :, where] += self.selected(name, whole)
+
+    def restricted(self, vectors: Tensor) -> Tensor:
+        """Of vectors ``(..., P)`` the elements that have a posterior; those of ``(..., S)`` as they are."""
+        if self.indices is None or vectors.shape[-1] == self.count:
+            return vectors
+        return vectors[..., self.indices.to(vectors.device)]
+
+    def spread(self, vectors: Tensor) -> Tensor:
+        """Vectors ``(..., S)`` as ``(..., P)``, zero elsewhere."""
+        if self.indices is None:
+            return vectors
+        whole = vectors.new_zeros(*vectors.shape[:-1], self.n_params)
+        whole[..., self.indices.to(vectors.device)] = vectors
+        return whole
+
+
+def checked_indices(indices: Tensor, n_params: int) -> Tensor:
+    """They themselves; ValueError where they are none of so many parameters."""
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
+        got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
+    in_order = (indices[1:] > indices[:-1]).all()
+    if not in_order or indices[0] < 0 or indices[-1] >= n_params:
+        raise ValueError(
+            f"subnetwork_indices: expected ascending indices, each once, below the {n_params} trainable parameters, got "
+            f"{indices.min().item()} to {indices.max().item()}{'' if in_order else ', not in order'}."
+        )
+    return indices
+
+
+class _OfElements(Posterior):
+    """A posterior of the elements of a layout.
+
+    Args:
+        precision: its matrix, ``(S, S)``, or diagonal, ``(S,)``, float64.
+        layout: of the elements. dtype: of samples.
+    """
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.precision, self.layout, self.dtype = precision, layout, dtype
+        self.shapes, self.n_params, self.device = layout.shapes, layout.count, precision.device
+
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        found = self._power(self.layout.restricted(vectors).double(), exponent)
+        return (found if vectors.shape[-1] == self.n_params else self.layout.spread(found)).to(vectors.dtype)
+
+    @abstractmethod
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """``P^exponent`` times float64 vectors ``(..., S)``."""
+
+    @staticmethod
+    def _add(variance: Tensor, white: Tensor, joint: bool) -> None:
+        """Add the products of rows ``(K, N, S)`` times a square root of the covariance."""
+        rows = white.transpose(0, 1)
+        if joint:
+            rows = rows.flatten(0, 1)
+        variance.add_(
+            rows.square().sum(2, dtype=torch.float64) if variance.dim() == 2 and not joint else rows @ rows.mT
+        )
+
+
+class FullPosterior(_OfElements):
+    """A precision that is a matrix.
+
+    Raises:
+        torch.linalg.LinAlgError: it is not positive definite.
+    """
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        super().__init__(precision, layout, dtype)
+        self.row_bytes = 2 * torch.float64.itemsize * layout.count
+        self.factor = torch.linalg.cholesky(precision)
+
+    def logdet(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        rows: list[Tensor] = []  # of all parameters together, (K, N, S)
+
+        def take(name: str, jacobian: Jacobian) -> None:
+            if not rows:
+                rows.append(jacobian.outputs.new_zeros(*jacobian.outputs.shape[:2], self.n_params))
+            self.layout.add_to(rows[0], name, jacobian)
+
+        def finish() -> None:
+            for each in rows:
+                flat = each.flatten(0, 1).double()
+                white = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT
+                self._add(variance, white.view_as(each), joint)
+
+        return Contraction(take, finish)
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        inverse = exponent == -1
+        values = torch.cholesky_inverse(self.factor).diagonal() if inverse else self.to_matrix(exponent).diagonal()
+        return self.layout.spread(values.to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return vectors @ self.precision
+        if exponent == -1:
+            return torch.cholesky_solve(vectors.reshape(-1, self.n_params).mT, self.factor).mT.view_as(vectors)
+        values, basis = torch.linalg.eigh(self.precision)
+        return (vectors @ basis * values.pow(exponent)) @ basis.mT
+
+    def _coloured(self, white: Tensor) -> Tensor:
+        found = torch.linalg.solve_triangular(self.factor.mT, white.double().mT, upper=True).mT
+        return self.layout.spread(found.to(self.dtype))
+
+
+class DiagonalPosterior(_OfElements):
+    """A precision that is a diagonal: contractions keep nothing of all parameters."""
+
+    def logdet(self) -> Tensor:
+        return self.precision.log().sum()
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        return self.layout.spread(self.precision.pow(exponent).to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return vectors * self.precision.pow(exponent)
+
+    def _coloured(self, white: Tensor) -> Tensor:
+        return self.layout.spread(white * self.precision.rsqrt().to(self.dtype))
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        def take(name: str, jacobian: Jacobian) -> None:
+            where, shape = self.layout.where[name], self.layout.shapes[name]
+            if where.stop > where.start:
+                whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
+                rows = self.layout.selected(name, whole)
+                self._add(variance, rows * self.precision[where].rsqrt().to(rows.dtype), joint)
+
+        return Contraction(take)
 
 
 class _Curvature(Consumer, ABC):

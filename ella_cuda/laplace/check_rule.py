@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
 from ella_cuda.laplace.check_model import Place
 from ella_cuda.laplace.column_functions import Before
-from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.jacobian import by_autograd
+from ella_cuda.laplace.one_function import identical
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order
 from ella_cuda.laplace.second_moment import UnkeptMoment

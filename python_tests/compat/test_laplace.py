@@ -503,15 +503,6 @@ def test_samples_are_the_generators():
     torch.testing.assert_close(each, gaussian.log_prob(values), rtol=1e-9, atol=1e-8)
 
 
-def test_inputs_of_as_many_features_as_parameters_are_inputs():
-    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Tanh()).double()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    la = plugged(model, "regression")
-    la.fit(loader(x, torch.randn(5, 1, dtype=torch.float64)))
-    _, joint = la(x, joint=True)
-    torch.testing.assert_close(joint.diagonal(), la(x)[1].flatten())
-
-
 def test_outputs_at_positions_are_predicted_by_the_approximation_inside():
     model = nn.Linear(4, 3).double()
     x = torch.randn(6, 2, 4, dtype=torch.float64)
@@ -520,20 +511,6 @@ def test_outputs_at_positions_are_predicted_by_the_approximation_inside():
     with pytest.raises(ValueError, match=r"predicts outputs \(N, K\), the model's are \(6, 2, 3\); the attribute ella"):
         la(x)
     assert la.ella(x).shape == (6, 2, 3)
-
-
-def test_samples_have_the_posterior():
-    la, _, _ = fitted("tied", prior_precision=2.0)
-    draws = la.sample(20000, torch.Generator().manual_seed(1))
-    assert torch.equal(draws[:5], la.sample(20000, torch.Generator().manual_seed(1))[:5])
-    covariance = torch.linalg.inv(dense_curvature(la.ella) + 2 * torch.eye(la.n_params, dtype=torch.float64))
-    scale = covariance.diagonal().sqrt()
-    z = (draws.mean(0) - la.mean) / scale * len(draws) ** 0.5
-    assert z.abs().max() < 5
-    away = (draws.T.cov() - covariance) / torch.outer(scale, scale)
-    assert (
-        away.abs().max() < 7 / len(draws) ** 0.5
-    )  # one standard error of a correlation is 1 / sqrt(n), sqrt(2 / n) of a variance
 
 
 def test_gradients_at_the_inputs():

@@ -195,11 +195,6 @@ def test_optimizing_needs_positive_numbers(fitted, wrong, words):
         fitted.optimize_prior_precision(**wrong)
 
 
-def test_optimizing_needs_a_fit():
-    with pytest.raises(RuntimeError, match="fit"):
-        KronLaplace(nn.Linear(2, 2)).optimize_prior_precision()
-
-
 def test_second_derivatives_exist(fitted):
     count = len(fitted.parameter_names)
     assert torch.autograd.gradgradcheck(

@@ -242,6 +242,10 @@ def test_a_state_of_a_version_without_checksums_is_read_after_checks_of_its_valu
             other.load_state_dict(changed(state, path, value))
     other.load_state_dict(state)
     assert other.log_marginal_likelihood() == la.log_marginal_likelihood()
+    x, y = torch.randn(6, 2).double(), torch.randn(6, 2).double()
+    assert torch.equal(other.functional_variance(x), la.functional_variance(x))
+    assert other.fit([(x, y)], override=False).n_data == 12
+    assert other.log_marginal_likelihood() == la.fit([(x, y)], override=False).log_marginal_likelihood()
 
 
 def test_a_loaded_state_is_a_copy(data):

@@ -88,6 +88,12 @@ def test_no_files_of_laplace_import_each_other_in_a_circle():
     assert [*graphlib.TopologicalSorter(needs).static_order()]  # CycleError names a circle
 
 
+@pytest.mark.parametrize("name", [name for name in ella_cuda.laplace.__all__ if name.endswith("Laplace")])
+def test_no_approximation_has_more_than_30_public_methods_and_properties(name):
+    public = [word for word in dir(getattr(ella_cuda.laplace, name)) if not word.startswith("_")]
+    assert len(public) <= 30, public
+
+
 def test_sizes_and_import_floors_are_within_their_bounds(architecture):
     found = architecture.measured()
     assert {name: number for name, number in found.items() if number > architecture.BOUNDS[name]} == {}

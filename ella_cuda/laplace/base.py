@@ -101,7 +101,7 @@ class BaseLaplace(Predictive):
     Parts of the package read the attributes of :class:`ella_cuda.laplace.evidence.Evidence`.
     """
 
-    settings: tuple[str, ...]  # attributes that a state must agree on
+    _settings: tuple[str, ...]  # attributes that a state must agree on
 
     def __init__(
         self,
@@ -721,7 +721,7 @@ class BaseLaplace(Predictive):
     def _state(self) -> dict[str, Any]:
         linear, draws, fingerprint = self.linear_fit, self.fitted_model.draws, self.fitted_model.fingerprint
         return {
-            **{key: getattr(self, key) for key in self.settings},
+            **{key: getattr(self, key) for key in self._settings},
             "likelihood": repr(self.likelihood_function),
             "parameter_names": list(self.parameter_names),
             "prior_precision": self.prior_precision.detach().clone(),
@@ -759,7 +759,7 @@ class BaseLaplace(Predictive):
             )
         if unknown := sorted(map(repr, state.keys() - own.keys() - {CHECKSUM})):
             raise ValueError(f"load_state_dict: unknown entries in the state: {', '.join(unknown)}.")
-        for key in ("likelihood", "parameter_names", *self.settings):
+        for key in ("likelihood", "parameter_names", *self._settings):
             if type(state[key]) is not type(own[key]) or state[key] != own[key]:
                 raise ValueError(f"load_state_dict: {key} is {state[key]!r} in the state, but {own[key]!r} here.")
         counts = {key: checked_count(key, state[key]) for key in ("n_data", "n_outputs", "n_targets")}

@@ -61,10 +61,6 @@ class Evidence(Protocol):
     linear_fit: Any
     posterior_precision: Any
 
-    def log_marginal_likelihood(
-        self, prior_precision: Any = None, sigma_noise: Any = None, at: str = "network"
-    ) -> Tensor: ...
-
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor: ...
 
     def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor: ...

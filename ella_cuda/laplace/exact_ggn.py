@@ -337,7 +337,7 @@ class UnfactoredLaplace(BaseLaplace):
         MemoryError: in :meth:`fit`, the device has no room for the matrix.
     """
 
-    settings = ("hessian_structure",)
+    _settings = ("hessian_structure",)
 
     def __init__(
         self,

@@ -119,7 +119,7 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
-    settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
+    _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors
 from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
-from ella_cuda.laplace.predictive import prior_covariance
 from ella_cuda.laplace.state import checked_count, checked_tensor, require_checksum, with_checksum
 from ella_cuda.laplace.tangent import rounding_of
 from ella_cuda.laplace.tangent_model import FORMS, TangentModel
@@ -568,7 +567,10 @@ def _conjugate(
 def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""Of a regression :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
-    kernel = prior_covariance(la, x)
+    prior = la._posterior(
+        la.prior_precision.detach(), la.fitted_model.zero
+    )  # J Lambda^-1 J^T is its covariance of outputs
+    kernel = la._moments_under(x, [prior], joint=True)[1][0].double()
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()
     factor, failed = torch.linalg.cholesky_ex(kernel)

@@ -13,7 +13,6 @@ from ella_cuda import ops
 from ella_cuda.laplace.eigenbases import Eigenbasis
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian, without_repeats
-from ella_cuda.laplace.values import check_samples
 from ella_cuda.nn._sizes import as_count
 
 ON_CPU, ELSEWHERE = 32 << 20, 256 << 20  # bytes of a Jacobian that are written out at a time
@@ -97,13 +96,10 @@ class Posterior(ABC):
     def sample(self, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from ``N(0, P^-1)``, ``(n_samples, P)``."""
         where = self.device if generator is None else generator.device
-        like = torch.empty((), dtype=self.dtype, device=where)
-        check_samples(as_count("n_samples", n_samples), self.n_params, like)
-        # Each sample has a call of its own: torch draws other numbers for several at once.
-        drawn = [
-            torch.randn(self.n_params, dtype=self.dtype, device=where, generator=generator) for _ in range(n_samples)
-        ]
-        return self._coloured(torch.stack(drawn).to(self.device))
+        drawn = torch.empty(as_count("n_samples", n_samples), self.n_params, dtype=self.dtype, device=where)
+        for one in drawn:  # torch draws other numbers for several at once
+            one.normal_(generator=generator)
+        return self._coloured(drawn.to(self.device))
 
 
 class KronPosterior(Posterior):

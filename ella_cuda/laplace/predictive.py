@@ -22,7 +22,7 @@ from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
-from ella_cuda.laplace.values import check_choice, check_samples
+from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.nn._sizes import as_count
 from ella_cuda.ops._precision import in_own_precision, without_autocast
@@ -168,7 +168,6 @@ class Predictive:
         n_samples = as_count("n_samples", n_samples)
         if pred_type == "glm" and diagonal_output:
             mean, variance = moments(self, x, diagonal=True)
-            check_samples(n_samples, mean.numel(), mean)
             drawn = _normal((n_samples, *mean.shape), mean, generator)
             return mean + variance.view_as(mean).sqrt() * drawn
         if pred_type == "nn":
@@ -288,7 +287,6 @@ class Predictive:
         filling, plain = self.fitted_model.filling(), without_autocast(mean.device.type)
         with filling, at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
             outputs = checked_outputs(run_model(self.model, x), data_points(x))
-            check_samples(n_samples, outputs.numel(), outputs)
 
             def function(values: dict[str, Tensor]) -> Tensor:
                 with parameters.replaced(values):
@@ -330,12 +328,6 @@ def moments(la: Predictive, x: Any, joint: bool = False, diagonal: bool = False)
     posterior = la.posterior_precision
     mean, (covariance,) = la._moments_under(la.fitted_model.inputs(x), [posterior], joint, diagonal)
     return mean, covariance
-
-
-def prior_covariance(la: Predictive, x: Inputs) -> Tensor:
-    r""":math:`J \Lambda^{-1} J^T` of all data points' outputs, ``(N K, N K)``, float64."""
-    prior = la._posterior(la.prior_precision.detach(), la.fitted_model.zero)
-    return la._moments_under(x, [prior], joint=True)[1][0].double()
 
 
 def predictions_at(

@@ -374,14 +374,9 @@ def test_wrong_arguments_are_named(how: dict[str, object], words: str) -> None:
         la(x, **how)
 
 
-@pytest.mark.parametrize("wrong", [-1, 0, 1.5, True, None, 10**30, 2**62])
+@pytest.mark.parametrize("wrong", [-1, 0, 1.5, True, None])
 def test_numbers_of_samples_that_there_cannot_be(wrong: object) -> None:
     la, x = classifier()
-    words = (
-        "n_samples: .* draw fewer at a time"
-        if type(wrong) is int and wrong > 0
-        else "n_samples must be a positive integer, got"
-    )
     for draw in (
         lambda: la.sample(wrong),
         lambda: la.posterior_precision.sample(wrong),
@@ -390,7 +385,7 @@ def test_numbers_of_samples_that_there_cannot_be(wrong: object) -> None:
         lambda: la.predictive_samples(x, n_samples=wrong),
         lambda: la(x, link_approx="mc", n_samples=wrong),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="n_samples must be a positive integer, got"):
             draw()
 
 

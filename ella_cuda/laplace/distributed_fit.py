@@ -143,11 +143,7 @@ def _facts_before(
         "settings": {
             "dtype": _dtypes(la),
             "likelihood": repr(la.likelihood_function),
-            "fisher": la.fisher,
-            "resolution": la.resolution,
-            "approximation": la.approximation,
-            "column_tolerance": la.column_tolerance,
-            "unknown": la.unknown,
+            **{name: getattr(la, name) for name in (*la._settings, "column_tolerance")},
             "dict_key_x": la.dict_key_x,
             "dict_key_y": la.dict_key_y,
             "parameters": layout_hash(la.parameter_names),

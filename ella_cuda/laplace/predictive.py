@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +162,9 @@ class Predictive:
             n_samples: how many.
             diagonal_output: with "glm", draw every output by itself, from its variance; samples are then no functions.
             generator: on any device; None is torch's global one.
+
+        Raises:
+            NotImplementedError: with "glm", a function of the network has neither a forward mode nor gradients with derivatives.
         """
         check_choice("pred_type", pred_type, PREDICTIONS)
         n_samples = as_count("n_samples", n_samples)
@@ -296,7 +298,7 @@ class Predictive:
             for begin in range(0, n_samples, at_once):
                 drawn = posterior.sample(min(at_once, n_samples - begin), generator)
                 if tangent is not None:
-                    found.append(outputs + self._along(x, tangent, drawn))
+                    found.append(outputs + tangent.jvp(x, drawn))
                 else:
                     found += [function(parameters.split(one))[None] for one in mean + drawn]
         return torch.cat(found)
@@ -306,19 +308,6 @@ class Predictive:
         tangent = TangentModel(self.model, form, self.parameter_names)
         tangent.ways = self._ways
         return tangent
-
-    def _along(self, x: Inputs, tangent: TangentModel, directions: Tensor) -> Tensor:
-        """The outputs' derivatives along directions ``(S, P)``, ``(S, N, ...)``."""
-        with suppress(NotImplementedError):  # of functions without a forward mode whose gradients have no derivatives
-            return tangent.jvp(x, directions)
-        shapes = self.posterior_precision.shapes
-        whole = ReplacedParameters(self.model, self.parameter_names).split(directions)
-        consumer = _Along({name: shape.to_blocks(whole[name], 1) for name, shape in shapes.items()}, data_points(x))
-        with running(self._pass()) as run:
-            if data_points(x) and not run.tried_out:
-                run.try_out(x, several=True)
-            outputs = run.run(x, lambda f, _: unit_columns(f), consumer, each_alone=True)
-        return consumer.values.view(len(directions), *outputs.shape)
 
 
 def moments(la: Predictive, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
@@ -352,33 +341,6 @@ def predictions_at(
             yield la(x, pred_type, link_approx=link_approx, n_samples=n_samples)
     finally:
         la.prior_precision = before
-
-
-class _Along(Consumer):
-    """Adds up the derivatives of outputs along directions.
-
-    Args:
-        directions: by parameter name, ``(S, G, a, b)``.
-        count: N, data points of all.
-
-    Attributes:
-        values: ``(S, N, K)``.
-    """
-
-    def __init__(self, directions: Mapping[str, Tensor], count: int) -> None:
-        self._directions, self._count = directions, count
-        first = next(iter(directions.values()))
-        self.row_bytes = max(d[0].numel() for d in directions.values()) * first.element_size()
-        self.values = first.new_zeros(len(first), count, 0)
-
-    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
-        if not self.values.shape[2]:
-            self.values = self.values.new_zeros(len(self.values), self._count, math.prod(outputs.shape[1:]))
-        self._place = self.values[:, which, columns]
-
-    def take(self, name: str, jacobian: Jacobian) -> None:
-        directions = self._directions[name]
-        self._place += torch.einsum("kngab,sgab->snk", jacobian.dense(directions.shape[1]), directions)
 
 
 class _Moments(Consumer):

@@ -184,7 +184,7 @@ class ByIndex(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:fit")
-@pytest.mark.parametrize("function", [OwnTanh, Once, ByIndex])
+@pytest.mark.parametrize("function", [OwnTanh, ByIndex])
 def test_samples_of_functions_without_a_right_forward_mode(function: type[nn.Module]) -> None:
     model = randomised(nn.Sequential(nn.Linear(3, 4), function(), nn.Linear(4, 2)))
     x = torch.randn(4, 3, dtype=torch.float64)
@@ -193,6 +193,16 @@ def test_samples_of_functions_without_a_right_forward_mode(function: type[nn.Mod
     drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
     expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:fit")
+def test_samples_of_functions_that_are_differentiable_once_are_refused() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), Once(), nn.Linear(4, 2)))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
+    assert la.functional_variance(x).isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"layer '1' \(Once\)"):
+        la.functional_samples(x, n_samples=3)
 
 
 @pytest.mark.filterwarnings("ignore:fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,34 +54,31 @@ class Layout:
         sizes = [shape.numel for shape in self.shapes.values()]
         self.n_params = sum(sizes)
         self.indices = None if indices is None else checked_indices(indices, self.n_params)
-        self._local: dict[str, Tensor] = {}
-        if self.indices is None:
-            self.counts = sizes
-        else:
-            ends = torch.tensor(sizes, device="cpu").cumsum(0)
-            cuts = torch.searchsorted(self.indices.cpu(), ends).tolist()
-            self.counts = [end - begin for begin, end in zip([0, *cuts[:-1]], cuts, strict=True)]
-            starts = (ends - torch.tensor(sizes, device="cpu")).tolist()
-            parts = self.indices.split(self.counts)
-            self._local = {n: part - start for n, part, start in zip(self.shapes, parts, starts, strict=True)}
-        self.count = sum(self.counts)
-        self.where: dict[str, slice] = {}
-        begin = 0
-        for name, count in zip(self.shapes, self.counts, strict=True):
-            self.where[name] = slice(begin, begin + count)
-            begin += count
+        self.counts, self._local = sizes, {}
+        if self.indices is not None:
+            starts = itertools.accumulate(sizes, initial=0)
+            for name, start, size in zip(self.shapes, starts, sizes, strict=False):
+                inside = (self.indices >= start) & (self.indices < start + size)
+                self._local[name] = self.indices[inside] - start
+            self.counts = [len(local) for local in self._local.values()]
+        ends = list(itertools.accumulate(self.counts))
+        self.count = ends[-1]
+        self.where = {n: slice(e - c, e) for n, e, c in zip(self.shapes, ends, self.counts, strict=True)}
 
     def selected(self, name: str, values: Tensor) -> Tensor:
         """Of a parameter's values ``(..., numel)`` those whose elements have a posterior."""
         return values if self.indices is None else values[..., self._local[name].to(values.device)]
 
+    def rows(self, name: str, jacobian: Jacobian) -> Tensor:
+        """A Jacobian in the parameter's elements that have a posterior, ``(K, N, count)``."""
+        shape = self.shapes[name]
+        return self.selected(name, shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,)))
+
     def add_to(self, rows: Tensor, name: str, jacobian: Jacobian) -> None:
         """Add a Jacobian to its columns of ``rows`` ``(K, N, S)``."""
         where = self.where[name]
         if where.stop > where.start:
-            shape = self.shapes[name]
-            whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
-            rows[:, :, where] += self.selected(name, whole)
+            rows[:, :, where] += self.rows(name, jacobian)
 
     def restricted(self, vectors: Tensor) -> Tensor:
         """Of vectors ``(..., P)`` the elements that have a posterior; those of ``(..., S)`` as they are."""
@@ -208,10 +206,9 @@ class DiagonalPosterior(_OfElements):
 
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
         def take(name: str, jacobian: Jacobian) -> None:
-            where, shape = self.layout.where[name], self.layout.shapes[name]
+            where = self.layout.where[name]
             if where.stop > where.start:
-                whole = shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,))
-                rows = self.layout.selected(name, whole)
+                rows = self.layout.rows(name, jacobian)
                 self._add(variance, rows * self.precision[where].rsqrt().to(rows.dtype), joint)
 
         return Contraction(take)

@@ -19,7 +19,6 @@ from ella_cuda.laplace.parameters import (
     require_local,
     require_no_inference,
     trainable,
-    uneven_sum,
 )
 from ella_cuda.laplace.rules import Rule, restricted, rules_for
 from ella_cuda.modes import exclusively
@@ -139,7 +138,6 @@ class FittedModel:
         self.bases = FittedBases(self.model)
         # None where it is that of the model at its first use.
         self._function = FunctionDescription(self.model)
-        self._verified: tuple[list[tuple[int, ...]], Tensor] | None = None  # what the fingerprint was compared for
 
     @property
     def dtype(self) -> torch.dtype:
@@ -229,7 +227,7 @@ class FittedModel:
         self.fingerprint = fingerprint_of(self.model, self.filled) if filled else fingerprint
         self.fingerprint = self.fingerprint.to(self.device)
         self.bases = FittedBases(self.model)
-        self._function, self._verified = FunctionDescription(self.model), None
+        self._function = FunctionDescription(self.model)
 
     def restore(self, fingerprint: Tensor | None, filled: Collection[str], draws: Tensor | None) -> None:
         """Be of the model as it is, with what a saved fit has; no fingerprint is no fit."""
@@ -245,17 +243,10 @@ class FittedModel:
             raise RuntimeError(
                 f"{self.owner}: the model changed since the fit, whose curvature is not its own: {change}. Put it back, or call fit again."
             )
-        # Sums see what is written through ``.data``, of which versions know nothing; both take less time than the fingerprint.
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        seen = [(id(t), t._version, t.data_ptr()) for t in tensors]
-        sums = torch.stack([uneven_sum(t.detach()).to(self.device) for t in tensors if t.is_floating_point()])
-        if self._verified is not None and self._verified[0] == seen and torch.equal(self._verified[1], sums):
-            return
         if not self._has(fingerprint_of(self.model, self.filled)):
             raise RuntimeError(
                 f"{self.owner}: the model's parameters or buffers changed since the fit, whose curvature is not theirs; call fit again."
             )
-        self._verified = seen, sums
 
     def require_fit(self) -> None:
         """RuntimeError before a fit."""

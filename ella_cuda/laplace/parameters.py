@@ -137,8 +137,7 @@ def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> froze
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum. It takes less time than
-    :func:`fingerprint_of`."""
+    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum."""
     flat = tensor.flatten()
     side = math.isqrt(flat.numel())
     square, rest = flat[: side * side].view(side, side), flat[side * side :]

@@ -110,16 +110,6 @@ def separate_outputs(rules: Sequence[Rule], names: Collection[str]) -> None:
                 factor.output_moment = factor.output_moment.clone(f"{name} (output side)")
 
 
-def require_keys(where: str, value: Any, expected: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was expected; ValueError where the value is no mapping of the same keys."""
-    if not isinstance(value, Mapping) or value.keys() != expected.keys():
-        wrong = sorted(map(repr, value.keys() ^ expected.keys())) if isinstance(value, Mapping) else [_described(value)]
-        raise ValueError(
-            f"load_state_dict: {where} must have the entries {', '.join(map(repr, expected))}; missing or unknown: {', '.join(wrong)}."
-        )
-    return expected
-
-
 def require_moment(name: str, total: torch.Tensor, exactly: bool) -> None:
     """ValueError where ``(..., d, d)`` is no sum of outer products, up to rounding of its trace. ``exactly``: by a Cholesky factorisation
     too, for what has no checksum."""

@@ -34,9 +34,11 @@ from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.evidence import (
     MODES,
     data_weight,
+    effective_by_path,
     effective_by_tensor,
     elements,
     evidence_at,
+    layer_type,
     log_likelihood,
     log_scale,
     precisions_of,
@@ -45,7 +47,6 @@ from ella_cuda.laplace.evidence import (
     square_distances,
 )
 from ella_cuda.laplace.fitted_model import FittedModel
-from ella_cuda.laplace.layer_type import effective_by_path, layer_type
 from ella_cuda.laplace.likelihoods import IGNORED, Likelihood, checked_outputs, likelihood_of
 from ella_cuda.laplace.linear_mode import HESSIANS, LinearMode, Stopping, alternate, solve
 from ella_cuda.laplace.parameters import buffer_sums, fingerprint_of

@@ -30,17 +30,17 @@ from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.posterior import KronPosterior
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
-from ella_cuda.laplace.summary import summary
-from ella_cuda.laplace.ties import by_parameter
+from ella_cuda.laplace.ties import by_parameter, merged_shapes
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 FISHERS = ("exact", "mc")
+HEAD = ("parameter", "shape", "rule", "input side", "output side", "bytes", "block")
 
 
 class KronLaplace(BaseLaplace):
@@ -398,13 +398,16 @@ class KronLaplace(BaseLaplace):
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
         rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal, or a Kronecker
         product in its place, with ``approximation="reduce"`` so named. The last line says where ``column_tolerance`` or ``fisher="mc"``
-        leave out columns of the output Hessian, of which no block is exact. Print it.
+        leave out columns of the output Hessian, of which no block is exact. A parameter of several layers has a line for each: "that of"
+        names the one whose factor it has, "one with" the one with whose factor the layer's is merged. Frozen parameters, and those that
+        are left out, have no rule. Before a fit, a bias that may have an output side of its own, where its layer meets shared positions,
+        is counted so. Print it.
         """
         present = self.fitted_model.present_rules()
         self.fitted_model.present_parameters(present)
         columns = f"without {self.column_tolerance:.3g} of the Hessian's trace" if self.column_tolerance else ""
         columns = "of one sampled column" if self.fisher == "mc" else columns
-        return summary(self.model, self._rules if self.n_data else present, columns)
+        return _summary(self.model, self._rules if self.n_data else present, columns)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
         """One op, unless bases learn."""
@@ -458,3 +461,51 @@ def eigenbases_of(la: KronLaplace) -> dict[str, Eigenbasis]:
         shapes = {name: la.model.get_parameter(name).shape for name in la.parameter_names}
         la._eigenbases = eigenbases(la._factors, shapes)
     return la._eigenbases
+
+
+def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
+    """:meth:`KronLaplace.summary` by these rules, with what the blocks are made of, where that is not all columns, in the last line."""
+    lines: dict[int, list[tuple[str, ...]]] = {}
+    total = 0
+    merges = merged_shapes(rules)
+    for rule in rules:
+        shapes, shared, parameters = rule.shapes(), rule.output_owners(), rule.parameters()
+        for parameter in rule.trainable:
+            shape, name = shapes[parameter], rule.full_name(parameter)
+            inputs, outputs = (shape.groups, shape.row_inputs), (shape.output_groups, shape.row_outputs)
+            owner = shared.get(parameter, "")
+            is_shared = bool(owner) and (
+                rule.factors[parameter].output_moment is rule.factors[owner].output_moment
+                if rule.factors
+                else rule.approximation == "reduce"
+            )
+            if parameter in rule.tied:
+                first, its_name = rule.tied[parameter]
+                cells = (f"that of {first.full_name(its_name)}", "", "0")
+            else:
+                sides = ([] if shape.constant_input else [inputs]) + ([] if is_shared else [outputs])
+                size = sum(groups * rows**2 for groups, rows in sides) * torch.float64.itemsize
+                total += size
+                cells = (
+                    "-" if shape.constant_input else f"{inputs[0]} x {inputs[1]}",
+                    f"that of {rule.full_name(owner)}" if is_shared else f"{outputs[0]} x {outputs[1]}",
+                    f"{size:,}",
+                )
+            diagonal = isinstance(rule, PerExampleRule) and not shape.constant_input
+            product = f"Kronecker{', reduce' if rule.approximation == 'reduce' else ''}"
+            block = "diagonal" if diagonal else "exact" if shape.constant_input else product
+            size_of = str(tuple(parameters[parameter].shape))
+            same = lines.setdefault(id(parameters[parameter]), [])
+            if same and same[0][0] in merges and parameter not in rule.tied:
+                block += f", one with {same[0][0]}"
+            same.append((name, size_of, type(rule).__name__, *cells, block))
+    total += sum(s.inputs**2 + s.outputs**2 for s in merges.values()) * torch.float64.itemsize
+    rows = [HEAD]
+    for name, p in model.named_parameters():
+        rows += lines.get(
+            id(p), [(name, str(tuple(p.shape)), "left out" if p.requires_grad else "frozen", "-", "-", "0", "-")]
+        )
+    count = sum(p.numel() for p in model.parameters() if id(p) in lines)
+    rows.append(("in all", f"{count:,} parameters", "", "", "", f"{total:,}", columns))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

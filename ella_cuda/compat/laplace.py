@@ -273,10 +273,8 @@ class BlockKron:
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """``W H^-1 W^T`` of ``(N, K, P)``: ``(N, K, K)``; differentiable in W."""
-        if W.requires_grad and torch.is_grad_enabled():
-            half = self.posterior().bmm(W, -0.5)
-            return half @ half.mT
-        return self.posterior().inv_square_form(W)
+        half = self.posterior().bmm(W, -0.5)
+        return half @ half.mT
 
     def diag(self, exponent: float = 1) -> Tensor:
         """The diagonal of the matrix to a power, ``(P,)``."""

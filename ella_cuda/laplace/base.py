@@ -65,7 +65,7 @@ from ella_cuda.laplace.tuning import (
     warn_of_motion,
 )
 from ella_cuda.laplace.values import Value, as_float64, check_choice, positive_number
-from ella_cuda.modes import running_the_model
+from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.nn._sizes import as_count
 
 NEAR = {torch.float32: 1e-4, torch.float64: 1e-6}  # residual of a linear mode, unless told
@@ -113,21 +113,23 @@ class BaseLaplace(Predictive):
         approximation: str = "expand",
     ) -> None:
         keys = dict_keys(options.dict_key_x, options.dict_key_y)
+        self.unknown = check_choice("unknown", options.unknown, UNKNOWN)
         self.fitted_model = FittedModel(
             model,
             type(self).__name__,
             keys,
             resolution=resolution,
             approximation=approximation,
-            unknown=check_choice("unknown", options.unknown, UNKNOWN),
+            unknown=self.unknown,
             subset_of_weights=options.subset_of_weights,
         )
         self.likelihood_function = likelihood_of(likelihood, options.ignore_index)
         self.likelihood, (self.dict_key_x, self.dict_key_y) = self.likelihood_function.name, keys
-        self.resolution, self.approximation, self.unknown = resolution, approximation, options.unknown
+        self.resolution, self.approximation = resolution, approximation
         self.model, self.subset_of_weights = model, options.subset_of_weights
         self.parameter_names, self.free_elements = self.fitted_model.parameter_names, None
-        self._rules = self.fitted_model.present_rules()
+        with exclusively(model):
+            self._rules = self.fitted_model.present_rules()
         budget, default = options.memory_budget, 64 << 20 if self._device.type == "cpu" else 2 << 30
         self.memory_budget = default if budget is None else as_count("memory_budget", budget)
         self._forget()

@@ -362,23 +362,6 @@ def test_without_laplace_torch_the_extra_is_named(monkeypatch, version):
 # the structure --------------------------------------------------------------------------------------------------------
 
 
-def test_a_single_data_point_has_the_blocks_of_the_gauss_newton_matrix():
-    """Of linear layers, by torch.func."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-    x, y = torch.randn(1, 4, dtype=torch.float64), torch.tensor([1])
-    la = plugged(model, prior_precision=torch.tensor([0.3, 0.5, 2.0, 4.0], dtype=torch.float64))
-    la.fit(loader(x, y))
-    p = torch.softmax(model(x)[0].detach(), 0)
-    blocks = []
-    for (name, parameter), delta in zip(model.named_parameters(), la.prior_precision, strict=True):
-        j = jacrev(lambda v, name=name: functional_call(model, {name: v}, x)[0])(parameter.detach()).flatten(1)
-        blocks.append(
-            j.T @ (p.diag() - torch.outer(p, p)) @ j + delta * torch.eye(parameter.numel(), dtype=torch.float64)
-        )
-    torch.testing.assert_close(la.posterior_precision.to_matrix(), torch.block_diag(*blocks), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 def test_algebra_is_that_of_the_dense_matrix(name):
     la, _, _ = fitted(name)

@@ -178,28 +178,19 @@ class Watching(Classification):
 
     seen: ClassVar[dict[str, list[bool]]] = {}
 
-    def note(self, name, outputs):
-        self.seen.setdefault(name, []).append(torch.is_autocast_enabled(outputs.device.type))
 
-    def loss(self, outputs, targets, variance):
-        self.note("loss", outputs)
-        return super().loss(outputs, targets, variance)
+def noting(name):
+    def method(self, first, *args, **kwargs):
+        tensor = next(one for one in (first, *args) if isinstance(one, torch.Tensor))
+        self.seen.setdefault(name, []).append(torch.is_autocast_enabled(tensor.device.type))
+        return getattr(Classification, name)(self, first, *args, **kwargs)
 
-    def statistic(self, outputs, targets):
-        self.note("statistic", outputs)
-        return super().statistic(outputs, targets)
+    return method
 
-    def probabilities(self, link, mean, covariance):
-        self.note("probabilities", mean)
-        return super().probabilities(link, mean, covariance)
 
-    def response(self, outputs):
-        self.note("response", outputs)
-        return super().response(outputs)
-
-    def log_predictive(self, predictions, targets, sigma_noise, n_samples=100):
-        self.note("log_predictive", predictions)
-        return super().log_predictive(predictions, targets, sigma_noise, n_samples)
+WATCHED = ("loss", "statistic", "probabilities", "response", "log_predictive")
+for watched in WATCHED:
+    setattr(Watching, watched, noting(watched))
 
 
 def test_likelihoods_and_optimizers_of_a_user_compute_without_autocast(case, device):
@@ -217,8 +208,7 @@ def test_likelihoods_and_optimizers_of_a_user_compute_without_autocast(case, dev
         la(x, link_approx="mc", n_samples=2)
         la.predictive_samples(x, n_samples=2)
         la.optimize_prior_precision(method="gridsearch", prior_structure="scalar", val_loader=[(x, y)], grid_size=2)
-    names = {"loss", "step", "statistic", "probabilities", "response", "log_predictive"}
-    assert Watching.seen.keys() == names and not any(map(any, Watching.seen.values()))
+    assert Watching.seen.keys() == {"step", *WATCHED} and not any(map(any, Watching.seen.values()))
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -192,7 +192,7 @@ def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> N
 
 
 def _dense(factor: KroneckerFactor, parameter: nn.Parameter, share: float) -> list[Tensor]:
-    """Of a batch that is this share of all data, the factor as laplace-torch has it."""
+    """The factor of a batch that is this share of all data, as laplace-torch has it."""
     shape, dtype = factor.shape, parameter.dtype
     if parameter.dim() == 1:
         blocks = factor.to_dense()  # (G, a b, a b), within which the elements are those of to_blocks
@@ -417,7 +417,7 @@ class EllaKronLaplace(laplace.KronLaplace):
         return (precision * torch.stack([part.square().sum() for part in away])).sum()
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Of parameters ``(..., P)``, ``(...)``."""
+        """The log density at parameters ``(..., P)``: ``(...)``."""
         exponent = -0.5 * self.square_norm(value)
         if not normalized:
             return exponent

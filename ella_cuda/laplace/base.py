@@ -144,7 +144,7 @@ class BaseLaplace(Predictive):
         return f"{type(self).__name__}({type(self.model).__name__}, {likelihood}, {self._described()}, {state})"
 
     def __copy__(self) -> BaseLaplace:
-        """Of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
+        """An approximation of the same model, with sums of its own, which ``fit(override=False)`` adds to."""
         kept = [*self.model.modules(), self.fitted_model.bases]  # the latter knows the model's own bases
         return copy.deepcopy(self, {id(one): one for one in kept})
 
@@ -211,16 +211,16 @@ class BaseLaplace(Predictive):
 
     @abstractmethod
     def _curvature_state(self) -> dict[str, Any]:
-        """What :meth:`state_dict` has of the curvature, copied."""
+        """The curvature's entries of :meth:`state_dict`, copied."""
 
     @abstractmethod
     def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
-        """What takes the curvature of a state after it was checked, ``exactly`` where the state has no checksum."""
+        """Check the curvature of a state, ``exactly`` where the state has no checksum; returns a function that takes it."""
 
     # fitting ---------------------------------------------------------------------------------------------------------
 
     def _try_out(self, run: CurvaturePass, x: Inputs, y: Tensor, several: bool) -> None:
-        """What is looked at before the first batch.
+        """Checks before the first batch.
 
         Raises:
             ValueError: with ``subset_of_weights="last_layer"``, the model's output is not that of the layer; a likelihood or a rule of
@@ -358,8 +358,8 @@ class BaseLaplace(Predictive):
 
     @property
     def prior_mean(self) -> Tensor:
-        """Of the parameters, 0-dim, or one value per element, ``(P,)``, in ``parameter_names`` order, float64; may be set, after a fit while
-        the parameters are those of the fit."""
+        """The prior's mean, 0-dim, or one value per element of the parameters, ``(P,)``, in ``parameter_names`` order, float64; may be
+        set, after a fit while the parameters are those of the fit."""
         return self._prior_mean
 
     @prior_mean.setter

@@ -30,7 +30,7 @@ NOTHING_SEEN = {"n_outputs": 0, "shape": None}
 
 @dataclasses.dataclass
 class FitSums:
-    """What a fit has beside the factors.
+    """The sums of a fit beside the curvature.
 
     Attributes:
         anew: whether nothing is added to.
@@ -241,8 +241,8 @@ def require_one_plan(ranks: Ranks, plans: Sequence[str | None]) -> None:
 
 
 def _data_of(loader: Any) -> str | None:
-    """What tells the loader's data apart from others, as far as that is quick: its attribute ``data_digest``, or a digest of a data set's
-    first example."""
+    """A digest that tells the loader's data apart from others, as far as that is quick: its attribute ``data_digest``, or a digest of a
+    data set's first example."""
     if isinstance(loader, Shard):
         return None
     if (named := getattr(loader, "data_digest", None)) is not None:

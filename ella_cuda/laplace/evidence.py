@@ -20,7 +20,7 @@ MIN_EFFECTIVE_PARAMETERS = 1.0
 
 
 class Mean(NamedTuple):
-    """What the evidence takes from the parameters that stand for the posterior's mean.
+    """The evidence's terms in the parameters that stand for the posterior's mean.
 
     Attributes:
         statistic: what the log likelihood is a function of, 0-dim float64.
@@ -132,7 +132,7 @@ def log_scale(la: Evidence, log_sigma: Tensor | None = None) -> Tensor:
 
 
 def data_weight(la: Evidence) -> Tensor:
-    """By which likelihood and curvature at sigma = 1 are multiplied, ``1 / (sigma^2 T)``, 0-dim float64."""
+    """The factor of the likelihood and of the curvature at sigma = 1, ``1 / (sigma^2 T)``, 0-dim float64."""
     return log_scale(la).exp().detach()
 
 
@@ -150,8 +150,8 @@ def elements(la: Evidence) -> Tensor:
 
 
 def square_distances(la: Evidence, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
-    """Of each parameter tensor, the squared distance of its elements with a posterior from the prior's mean, ``la.prior_mean`` unless
-    given; float64."""
+    """The squared distance of each parameter tensor's elements with a posterior from the prior's mean, ``la.prior_mean`` unless given;
+    float64."""
     device = next(iter(parameters.values())).device
     mean = (la.prior_mean if mean is None else mean).to(device)
     sizes = [p.numel() for p in parameters.values()]

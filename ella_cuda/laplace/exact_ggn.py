@@ -66,7 +66,7 @@ class Layout:
         self.where = {n: slice(e - c, e) for n, e, c in zip(self.shapes, ends, self.counts, strict=True)}
 
     def selected(self, name: str, values: Tensor) -> Tensor:
-        """Of a parameter's values ``(..., numel)`` those whose elements have a posterior."""
+        """The values of a parameter ``(..., numel)`` whose elements have a posterior."""
         return values if self.indices is None else values[..., self._local[name].to(values.device)]
 
     def rows(self, name: str, jacobian: Jacobian) -> Tensor:
@@ -81,7 +81,7 @@ class Layout:
             rows[:, :, where] += self.rows(name, jacobian)
 
     def restricted(self, vectors: Tensor) -> Tensor:
-        """Of vectors ``(..., P)`` the elements that have a posterior; those of ``(..., S)`` as they are."""
+        """The elements of vectors ``(..., P)`` that have a posterior; vectors ``(..., S)`` as they are."""
         if self.indices is None or vectors.shape[-1] == self.count:
             return vectors
         return vectors[..., self.indices.to(vectors.device)]
@@ -96,7 +96,7 @@ class Layout:
 
 
 def checked_indices(indices: Tensor, n_params: int) -> Tensor:
-    """They themselves; ValueError where they are none of so many parameters."""
+    """The indices; ValueError where they are no ascending indices of so many parameters."""
     if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
         got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
         raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
@@ -358,7 +358,7 @@ class UnfactoredLaplace(BaseLaplace):
         return f"hessian_structure={self.hessian_structure!r}: {of}{self.n_params} parameters"
 
     def _lay_out(self) -> None:
-        """Have no curvature, of the elements that have a posterior."""
+        """Find the elements that have a posterior, and have no curvature."""
         found = {rule.full_name(n): s for rule in self._rules for n, s in rule.shapes().items() if n in rule.trainable}
         self._layout = Layout({name: found[name] for name in self.parameter_names}, self._indices)
         self._curvature: _Curvature | None = None
@@ -398,7 +398,7 @@ class UnfactoredLaplace(BaseLaplace):
         return self._curvature.total
 
     def _no_curvature(self) -> _Curvature:
-        """Of no data."""
+        """A curvature of no data."""
         return (_Full if self.hessian_structure == "full" else _Diagonal)(self._layout, self._device)
 
     @running_the_model

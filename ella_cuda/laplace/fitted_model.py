@@ -31,9 +31,10 @@ PLAIN = (bool, int, float, str, type(None), FunctionType)
 
 
 class FunctionDescription:
-    """Of each of a model's modules its class, forward, hooks, its parameters' names and dtypes, and constants: plain attributes of torch's
-    own, as padding, stride and eps; of other modules which object it is, and those that ``__constants__`` names. Their other attributes may
-    change in a forward, and are not described. What is added to a module later, as a label, is no change."""
+    """The class of each of a model's modules, its forward, hooks, its parameters' names and dtypes, and constants: plain attributes of
+    torch's own modules, as padding, stride and eps; the object itself of other modules, and the attributes that ``__constants__`` names.
+    Their other attributes may change in a forward, and are not described. An attribute that is added to a module later, as a label, is no
+    change."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [*model.named_modules()]
@@ -141,7 +142,7 @@ class FittedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter."""
+        """The dtype of the first parameter."""
         return self.model.get_parameter(self.parameter_names[0]).dtype
 
     def parameters(self) -> list[nn.Parameter]:

@@ -26,7 +26,7 @@ Recorded = list[tuple[str, list[Any], list[Any]]]
 
 
 def generator_states(device: torch.device) -> tuple[Any, ...]:
-    """Of the global generators that a forward on the device may draw from: Python's, numpy's and torch's."""
+    """The states of the global generators that a forward on the device may draw from: Python's, numpy's and torch's."""
     _, keys, *rest = np.random.get_state()
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
     return random.getstate(), keys.tobytes(), *rest, *(state.numpy().tobytes() for state in states)

@@ -116,7 +116,7 @@ def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 
 
 def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
-    """Of every buffer a number that moves with it; None of those that are in no fingerprint."""
+    """A number that moves with each buffer; None for buffers that are in no fingerprint."""
     named = model.named_buffers(remove_duplicate=False)
     return {name: uneven_sum(b.detach()) if b.is_floating_point() else None for name, b in named}
 

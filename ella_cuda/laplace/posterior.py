@@ -61,7 +61,7 @@ class Posterior(ABC):
 
     @abstractmethod
     def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
-        """What adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
+        """A contraction that adds Jacobians' parts of ``J P^-1 J^T`` to the variance.
 
         Args:
             variance: float64, ``(N, K, K)``, or ``(N, K)`` for the diagonal alone, or with ``joint`` ``(N K, N K)``.
@@ -226,7 +226,7 @@ class KronPosterior(Posterior):
         return self.bases[name].precisions(self._prior[name], self.scale).pow(exponent)
 
     def _parts(self, vectors: Tensor) -> Iterator[tuple[str, Eigenbasis, Tensor]]:
-        """Of vectors ``(..., P)`` what belongs to each parameter, ``(..., G, a, b)``."""
+        """The parts of vectors ``(..., P)`` that belong to each parameter, ``(..., G, a, b)``."""
         axes = vectors.dim() - 1
         for (name, basis), part in zip(self.bases.items(), vectors.split(self._sizes, -1), strict=True):
             yield name, basis, basis.shape.to_blocks(part, axes)

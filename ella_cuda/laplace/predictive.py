@@ -32,7 +32,7 @@ ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
 
 class Predictive:
-    """What approximations with a Gaussian posterior over parameters share: see :class:`ella_cuda.laplace.KronLaplace`."""
+    """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
     model: nn.Module
     fitted_model: FittedModel
@@ -256,7 +256,7 @@ class Predictive:
         return mean, found
 
     def _pass(self) -> JacobianPass:
-        """One for all predictions of a fit, whose network is tried out once."""
+        """The pass of all predictions of a fit, whose network is tried out once."""
         here = [*self.model.modules(), *self.model.parameters()]
         if (
             self._predicting is None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace import KroneckerFactor, KronLaplace, SecondMoment
 from ella_cuda.laplace.kron import eigenbases_of
 from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.predictive import moments
@@ -139,13 +139,13 @@ class EllaGGN(GGNInterface):
         mapping = type(x) if isinstance(x, Mapping) else None
         la = self.kron_laplace(mapping, **settings)
         parameters = {name: la.model.get_parameter(name) for name in la.parameter_names}
-        _require_dense(la, parameters)
         if self.last_layer:
             with evaluation_mode(self.model), torch.no_grad():
                 x = self.model.forward_with_features(x)[1]
         elif mapping is not None:
             x = _entries(x, self.dict_key_y)
         la.fit([(x, y)])
+        _require_dense(la.factors, parameters)
         kfacs = [_dense(factor, parameters[name], la.n_data / N) for name, factor in la.factors.items()]
         return _loss(la).to(next(iter(parameters.values())).dtype), Kron(kfacs)
 
@@ -171,19 +171,10 @@ def _loss(la: KronLaplace) -> Tensor:
     return loss.detach()
 
 
-def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> None:
-    """ValueError where laplace-torch's ``Kron`` cannot hold a parameter's factors; before anything is computed."""
-    shapes: dict[int, FactorShape] = {}
-    for rule in la.fitted_model.present_rules():
-        known, own = rule.shapes(), rule.parameters()
-        for name in rule.trainable:  # layers that share a parameter share the factor of the fewest blocks
-            key = id(own[name])
-            shapes[key] = min(shapes.get(key, known[name]), known[name], key=lambda shape: shape.groups)
-    several = [
-        f"{name} ({shapes[id(p)].groups} blocks of {shapes[id(p)].inputs} x {shapes[id(p)].outputs})"
-        for name, p in parameters.items()
-        if p.dim() > 1 and shapes[id(p)].groups > 1
-    ]
+def _require_dense(factors: Mapping[str, KroneckerFactor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """ValueError where laplace-torch's ``Kron`` cannot hold a parameter's factors."""
+    shapes = {name: factor.shape for name, factor in factors.items() if parameters[name].dim() > 1}
+    several = [f"{n} ({s.groups} blocks of {s.inputs} x {s.outputs})" for n, s in shapes.items() if s.groups > 1]
     if several:
         raise ValueError(
             f"EllaGGN.kron: laplace-torch's Kron holds one dense pair of factors for a parameter, but the curvature of {', '.join(several)} "

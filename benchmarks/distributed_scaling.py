@@ -23,6 +23,7 @@ from ella_cuda.data import TensorLoader
 from ella_cuda.distributed import owners, packed_numbers
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.laplace.eigenvalues import eigenvalues
+from ella_cuda.laplace.evidence import evidence_at
 from ella_cuda.models import neyshabur
 
 RANKS = (1, 2, 4, 8, 16, 64)
@@ -89,7 +90,7 @@ def measure(width: int, layer: str, images: int, batch_size: int) -> Measured:
 
     def steps() -> None:
         for _ in range(HYPERSTEPS):
-            la.evidence_at(log_precision).backward()
+            evidence_at(la, log_precision).backward()
 
     steps()
     packed = 8 * sum(packed_numbers(*m.total.shape[:2]) for m in moments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,8 +68,16 @@ def test_packages_of_the_library_import_those_before_them(part):
         assert {part_of(name) for name in imported(module)}.isdisjoint(later), module
 
 
+@pytest.fixture(scope="module")
+def architecture():
+    spec = importlib.util.spec_from_file_location("architecture", Path(__file__).parent.parent / ".ci/architecture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_no_files_of_laplace_import_each_other_in_a_circle():
-    """Nor for type hints: who reads one file of a circle has to read all."""
+    """Nor for type hints or in functions: who reads one file of a circle has to read all."""
     paths = [p for p in (PACKAGE / "laplace").rglob("*.py") if p.name != "__init__.py"]
     files = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in paths}
     needs = {
@@ -77,6 +86,40 @@ def test_no_files_of_laplace_import_each_other_in_a_circle():
     }
     assert {"ella_cuda.laplace.base", "ella_cuda.laplace.posterior"} <= needs["ella_cuda.laplace.kron"]
     assert [*graphlib.TopologicalSorter(needs).static_order()]  # CycleError names a circle
+
+
+@pytest.mark.parametrize("name", [name for name in ella_cuda.laplace.__all__ if name.endswith("Laplace")])
+def test_no_approximation_has_more_than_30_public_methods_and_properties(name):
+    public = [word for word in dir(getattr(ella_cuda.laplace, name)) if not word.startswith("_")]
+    assert len(public) <= 30, public
+
+
+def test_sizes_and_import_floors_are_within_their_bounds(architecture):
+    found = architecture.measured()
+    assert {name: number for name, number in found.items() if number > architecture.BOUNDS[name]} == {}
+
+
+def test_what_the_bounds_are_compared_with(architecture, tmp_path, monkeypatch):
+    laplace, tests = tmp_path / "ella_cuda/laplace", tmp_path / "python_tests"
+    for folder in (laplace / "rules", tmp_path / "ella_cuda/papers", tmp_path / "csrc", tests):
+        folder.mkdir(parents=True)
+    files = {
+        "ella_cuda/laplace/low.py": "import torch\n",
+        "ella_cuda/laplace/rules/__init__.py": "from ella_cuda.laplace.low import thing\n",
+        "ella_cuda/laplace/high.py": "from ella_cuda.laplace import rules\nmodule.register_full_backward_hook(print)\n",
+        "ella_cuda/papers/paper.py": "a = 1\n" * 9,
+        "csrc/op.cpp": "\n" * 3,
+        "python_tests/test_op.py": "\n" * 5,
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(architecture, "ROOT", tmp_path)
+    monkeypatch.setattr(architecture, "LAPLACE", laplace)
+    assert [*architecture.measured().values()] == [4, 3, 3, 0, 4, 3, 5, 1]
+    (laplace / "low.py").write_text("class Mode(torch.overrides.TorchFunctionMode):\n    from a import b\n")
+    assert architecture.measured()["files of ella_cuda with hooks or modes"] == 2
+    (laplace / "low.py").write_text("from ella_cuda.laplace.high import module\n")
+    assert architecture.measured()["files of ella_cuda/laplace in a circle"] == 3
 
 
 def test_only_the_command_imports_the_papers():

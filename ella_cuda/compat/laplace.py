@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ella_cuda.laplace import FactorShape, KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace import KroneckerFactor, KronLaplace, SecondMoment
+from ella_cuda.laplace.kron import eigenbases_of
 from ella_cuda.laplace.posterior import KronPosterior
+from ella_cuda.laplace.predictive import moments
 from ella_cuda.modes import evaluation_mode
 
 
@@ -137,13 +139,13 @@ class EllaGGN(GGNInterface):
         mapping = type(x) if isinstance(x, Mapping) else None
         la = self.kron_laplace(mapping, **settings)
         parameters = {name: la.model.get_parameter(name) for name in la.parameter_names}
-        _require_dense(la, parameters)
         if self.last_layer:
             with evaluation_mode(self.model), torch.no_grad():
                 x = self.model.forward_with_features(x)[1]
         elif mapping is not None:
             x = _entries(x, self.dict_key_y)
         la.fit([(x, y)])
+        _require_dense(la.factors, parameters)
         kfacs = [_dense(factor, parameters[name], la.n_data / N) for name, factor in la.factors.items()]
         return _loss(la).to(next(iter(parameters.values())).dtype), Kron(kfacs)
 
@@ -165,23 +167,14 @@ def _entries(batch: Mapping[str, Any], dict_key_y: str) -> dict[str, Any]:
 
 def _loss(la: KronLaplace) -> Tensor:
     """The data's ``-log p`` at sigma = 1 without its constant, as laplace-torch has it."""
-    loss = la.square_error / 2 if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
+    loss = -la.statistic if la.likelihood_function.has_noise else -la.log_likelihood * la.temperature
     return loss.detach()
 
 
-def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> None:
-    """ValueError where laplace-torch's ``Kron`` cannot hold a parameter's factors; before anything is computed."""
-    shapes: dict[int, FactorShape] = {}
-    for rule in la.present_rules():
-        known, own = rule.shapes(), rule.parameters()
-        for name in rule.trainable:  # layers that share a parameter share the factor of the fewest blocks
-            key = id(own[name])
-            shapes[key] = min(shapes.get(key, known[name]), known[name], key=lambda shape: shape.groups)
-    several = [
-        f"{name} ({shapes[id(p)].groups} blocks of {shapes[id(p)].inputs} x {shapes[id(p)].outputs})"
-        for name, p in parameters.items()
-        if p.dim() > 1 and shapes[id(p)].groups > 1
-    ]
+def _require_dense(factors: Mapping[str, KroneckerFactor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """ValueError where laplace-torch's ``Kron`` cannot hold a parameter's factors."""
+    shapes = {name: factor.shape for name, factor in factors.items() if parameters[name].dim() > 1}
+    several = [f"{n} ({s.groups} blocks of {s.inputs} x {s.outputs})" for n, s in shapes.items() if s.groups > 1]
     if several:
         raise ValueError(
             f"EllaGGN.kron: laplace-torch's Kron holds one dense pair of factors for a parameter, but the curvature of {', '.join(several)} "
@@ -190,7 +183,7 @@ def _require_dense(la: KronLaplace, parameters: Mapping[str, nn.Parameter]) -> N
 
 
 def _dense(factor: KroneckerFactor, parameter: nn.Parameter, share: float) -> list[Tensor]:
-    """Of a batch that is this share of all data, the factor as laplace-torch has it."""
+    """The factor of a batch that is this share of all data, as laplace-torch has it."""
     shape, dtype = factor.shape, parameter.dtype
     if parameter.dim() == 1:
         blocks = factor.to_dense()  # (G, a b, a b), within which the elements are those of to_blocks
@@ -254,8 +247,7 @@ class BlockKron:
     def posterior(self) -> KronPosterior:
         """In our terms, without a graph."""
         deltas, scale = (v.detach() for v in self._values())
-        whole = self.la.posterior_at(1.0)  # has the eigenbases
-        return KronPosterior(whole.bases, deltas, scale, whole.dtype)
+        return KronPosterior(eigenbases_of(self.la), deltas, scale, self.la.fitted_model.dtype)
 
     def logdet(self) -> Tensor:
         """0-dim, float64, differentiable in deltas and scale."""
@@ -272,10 +264,8 @@ class BlockKron:
 
     def inv_square_form(self, W: Tensor) -> Tensor:
         """``W H^-1 W^T`` of ``(N, K, P)``: ``(N, K, K)``; differentiable in W."""
-        if W.requires_grad and torch.is_grad_enabled():
-            half = self.posterior().bmm(W, -0.5)
-            return half @ half.mT
-        return self.posterior().inv_square_form(W)
+        half = self.posterior().bmm(W, -0.5)
+        return half @ half.mT
 
     def diag(self, exponent: float = 1) -> Tensor:
         """The diagonal of the matrix to a power, ``(P,)``."""
@@ -418,7 +408,7 @@ class EllaKronLaplace(laplace.KronLaplace):
         return (precision * torch.stack([part.square().sum() for part in away])).sum()
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Of parameters ``(..., P)``, ``(...)``."""
+        """The log density at parameters ``(..., P)``: ``(...)``."""
         exponent = -0.5 * self.square_norm(value)
         if not normalized:
             return exponent
@@ -437,7 +427,7 @@ class EllaKronLaplace(laplace.KronLaplace):
         la = self._fitted()
         if isinstance(X, Mapping) and self._mapping is None:
             raise ValueError("EllaKronLaplace: x is a mapping, but the batches of the fit were none.")
-        mean, covariance = la.moments(X, joint, diagonal_output and not joint)
+        mean, covariance = moments(la, X, joint, diagonal_output and not joint)
         if mean.dim() != 2:
             raise ValueError(
                 f"EllaKronLaplace: laplace-torch predicts outputs (N, K), the model's are {tuple(mean.shape)}; the attribute ella "

@@ -329,7 +329,7 @@ def _described(
     """The row of a run that is trained, evaluated here; ``reason`` is why it has no evidence."""
     fitted = reason is None
     evidence = float(la.log_marginal_likelihood()) / len(dataset.train_images) if fitted else None
-    draws = la._draws if isinstance(model, AveragedFunction) else None
+    draws = la.fitted_model.draws if isinstance(model, AveragedFunction) else None
     with same_copies(model, draws):
         accuracy, nll = evaluate(model, dataset.test_images, dataset.test_labels)
         predictions = describe_predictions(model, la if fitted else None, dataset, asked, progress, config.name)

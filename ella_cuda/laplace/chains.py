@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.modules.utils import _pair
 
 from ella_cuda.augment import AveragedFunction
-from ella_cuda.laplace.function import HOOKS
+from ella_cuda.laplace.one_function import HOOKS
 
 IDENTITIES = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 ELEMENTWISE = (nn.Tanh, nn.ReLU, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.ELU, nn.Mish)

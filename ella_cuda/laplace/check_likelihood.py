@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ella_cuda.laplace.check_rule import is_own, owner_of
-from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.likelihoods import IndependentLikelihood, Likelihood, bytes_each
+from ella_cuda.laplace.one_function import identical
 
 POINTS, ENTRIES = 3, 64  # data points, and how many of their outputs' entries have their Hessian compared
 COLUMNS_BYTES = 16 << 20

@@ -17,9 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ella_cuda.laplace.batches import Inputs, data_points, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.call import Place, batch_first
-from ella_cuda.laplace.hooks import refusing_changes_of_gradients
 from ella_cuda.laplace.likelihoods import checked_outputs
-from ella_cuda.laplace.randomness import generator_states, require_one_function
+from ella_cuda.laplace.one_function import generator_states, refusing_changes_of_gradients, require_one_function
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import rounding_of
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ella_cuda.laplace.batches import Inputs, data_points, plain_tensor, run_model, take, tensors_of
 from ella_cuda.laplace.call import Call, Place, batch_first
-from ella_cuda.laplace.hooks import identical
 from ella_cuda.laplace.jacobian import by_autograd
+from ella_cuda.laplace.one_function import identical
 from ella_cuda.laplace.rows import Rows
 from ella_cuda.laplace.rules import MultiheadAttentionRule, Rule
 from ella_cuda.laplace.rules.base import arguments_in_order

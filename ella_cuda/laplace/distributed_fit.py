@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader
 
 from ella_cuda.digest import tensors_digest
 from ella_cuda.distributed import Ranks, Shard, dataset_size, layout_hash, require_whole
-from ella_cuda.laplace.batches import dict_keys, pair_of, require_loader, tensors_of
+from ella_cuda.laplace.batches import pair_of, require_loader, tensors_of
 from ella_cuda.laplace.copies import augment_of
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.parameters import uneven_sum
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.second_moment import SecondMoment
+from ella_cuda.laplace.state import separate_outputs
 
 NEAR = 1e-12  # relative: fingerprints are sums, whose rounding may depend on the machine
 STEP = 0x9E3779B97F4A7C15  # between the seeds of batches
@@ -29,7 +30,7 @@ NOTHING_SEEN = {"n_outputs": 0, "shape": None}
 
 @dataclasses.dataclass
 class FitSums:
-    """What a fit has beside the factors.
+    """The sums of a fit beside the curvature.
 
     Attributes:
         anew: whether nothing is added to.
@@ -85,7 +86,7 @@ def accumulate_together(
     try:
         require_loader(loader, "fit: loader")
         require_whole(loader, ranks.size, "fit: loader")
-        sums = la._begin(loader, override, None)
+        sums = la._begin(loader, override)
         opened = _Opened(loader)
         facts = _facts_before(la, sums, loader, opened, generator)
     except Exception as raised:
@@ -107,7 +108,7 @@ def accumulate_together(
             error = raised
         after = ranks.agree(error, **facts)
         _require_counted_once(ranks, headers, after)
-        _split(la._rules, {tuple(one) for header in after for one in header["apart"]})
+        separate_outputs(la._rules, {name for header in after for name in header["apart"]})
         ranks.require_same([one["layout"] for one in after], "factors", "Give all ranks the same model and settings.")
         calls = [sum(numbers) for numbers in zip(*(one["calls"] for one in after), strict=True)]
         sums.calls = dict(zip(sums.calls, calls, strict=True))
@@ -119,10 +120,10 @@ def accumulate_together(
         la._end(sums)
         seen = next(one["of_data"] for one in after if one["seen"])
         la.n_outputs = seen["n_outputs"]
-        la._inputs_shape = None if seen["shape"] is None else torch.Size(seen["shape"])
+        la.fitted_model.inputs_shape = None if seen["shape"] is None else torch.Size(seen["shape"])
         la._spectra.decompose_together(ranks)
     except BaseException:
-        la.n_data = 0
+        la.n_data, la.fitted_model.fingerprint = 0, None
         raise
 
 
@@ -132,21 +133,17 @@ def accumulate_together(
 def _facts_before(
     la: Any, sums: FitSums, loader: Any, opened: _Opened, generator: torch.Generator | None
 ) -> dict[str, Any]:
-    if la._draws is None and augment_of(la.model) is not None:
+    if la.fitted_model.draws is None and augment_of(la.model) is not None:
         raise ValueError(
             "fit: with a group the copies of all data points must be of the same draws, which all ranks have, but the augmentation draws for "
             'each data point. Fit inside of model.augment.held(sampling="shared"), or make it with sampling="shared".'
         )
-    draws = None if la._draws is None else float(uneven_sum(la._draws))
+    draws = None if la.fitted_model.draws is None else float(uneven_sum(la.fitted_model.draws))
     return {
         "settings": {
             "dtype": _dtypes(la),
             "likelihood": repr(la.likelihood_function),
-            "fisher": la.fisher,
-            "resolution": la.resolution,
-            "approximation": la.approximation,
-            "column_tolerance": la.column_tolerance,
-            "unknown": la.unknown,
+            **{name: getattr(la, name) for name in (*la._settings, "column_tolerance")},
             "dict_key_x": la.dict_key_x,
             "dict_key_y": la.dict_key_y,
             "parameters": layout_hash(la.parameter_names),
@@ -197,7 +194,10 @@ def agree_on_gradient(ranks: Ranks, la: Any, plan: str | None, **settings: Any) 
 
 
 def _facts_after(la: Any, sums: FitSums) -> dict[str, Any]:
-    of_data = {"n_outputs": la.n_outputs, "shape": None if la._inputs_shape is None else list(la._inputs_shape)}
+    of_data = {
+        "n_outputs": la.n_outputs,
+        "shape": None if la.fitted_model.inputs_shape is None else list(la.fitted_model.inputs_shape),
+    }
     layout = [
         [rule.full_name(name), [None if m is None else list(m.total.shape) for m in (f.input_moment, f.output_moment)]]
         for rule in la._rules
@@ -221,7 +221,7 @@ def _first_batch(la: Any, batch: Any, where: str = "fit") -> str | None:
     """A digest of the first batch; None of one without data."""
     if batch is None:
         return None
-    x, y = pair_of(batch, where, dict_keys(la.dict_key_x, la.dict_key_y))
+    x, y = pair_of(batch, where, la.fitted_model.keys)
     return tensors_digest(*tensors_of(x), y) if len(y) else None
 
 
@@ -241,8 +241,8 @@ def require_one_plan(ranks: Ranks, plans: Sequence[str | None]) -> None:
 
 
 def _data_of(loader: Any) -> str | None:
-    """What tells the loader's data apart from others, as far as that is quick: its attribute ``data_digest``, or a digest of a data set's
-    first example."""
+    """A digest that tells the loader's data apart from others, as far as that is quick: its attribute ``data_digest``, or a digest of a
+    data set's first example."""
     if isinstance(loader, Shard):
         return None
     if (named := getattr(loader, "data_digest", None)) is not None:
@@ -312,24 +312,14 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 # sums -----------------------------------------------------------------------------------------------------------------
 
 
-def _apart(rules: Sequence[Rule]) -> list[list[str]]:
+def _apart(rules: Sequence[Rule]) -> list[str]:
     """Parameters whose output side could be another one's, and was separated when the pass met shared positions."""
     return [
-        [rule.name, name]
+        rule.full_name(name)
         for rule in rules
         for name, owner in rule.output_owners().items()
         if rule.factors[name].output_moment is not rule.factors[owner].output_moment
     ]
-
-
-def _split(rules: Sequence[Rule], apart: set[tuple[str, ...]]) -> None:
-    """Separate the output sides that another rank has separated: what was summed here is of data without shared positions, whose sums
-    are both sides'."""
-    for rule in rules:
-        for name, owner in rule.output_owners().items():
-            factor = rule.factors[name]
-            if (rule.name, name) in apart and factor.output_moment is rule.factors[owner].output_moment:
-                factor.output_moment = factor.output_moment.clone(f"{rule.full_name(name)} (output side)")
 
 
 def _moments(rules: Sequence[Rule]) -> list[SecondMoment]:
@@ -343,13 +333,13 @@ def _drop_before(la: Any, sums: FitSums) -> None:
         moment.total = torch.zeros_like(moment.total)
         moment.count(-moment.rows)
     sums.n_targets, sums.statistic = 0, torch.zeros_like(sums.statistic)
-    la._statistic_gradients = {}
+    la.statistic_gradients = {}
 
 
 def _sum(la: Any, ranks: Ranks, sums: FitSums) -> None:
     """All ranks' sums in the place of this one's."""
     moments = _moments(la._rules)
-    gradients = {name: g + la._statistic_gradients.get(name, 0) for name, g in sums.gradients.items()}
+    gradients = {name: g + la.statistic_gradients.get(name, 0) for name, g in sums.gradients.items()}
     counts = sums.statistic.new_tensor([float(moment.rows) for moment in moments] + [float(sums.n_targets)])
     extra = torch.cat([counts, sums.statistic.view(1), *(g.flatten() for g in gradients.values())])
     extra = ranks.sum_matrices_([moment.total for moment in moments], extra)
@@ -361,7 +351,7 @@ def _sum(la: Any, ranks: Ranks, sums: FitSums) -> None:
     sums.gradients = {
         name: part.view(g.shape).clone() for (name, g), part in zip(gradients.items(), parts, strict=True)
     }
-    la._statistic_gradients = {}
+    la.statistic_gradients = {}
 
 
 def _generators(seed: int, ranks: Ranks, device: torch.device) -> Callable[[int], torch.Generator]:

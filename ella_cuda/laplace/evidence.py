@@ -1,19 +1,26 @@
-"""Interface of an evidence: what the choice of hyperparameters and the linear mode need of a Laplace approximation."""
+"""The Laplace evidence of a fit as a function of its hyperparameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs
+from ella_cuda.laplace.data_fit import hyperparameters
 from ella_cuda.laplace.likelihoods import Likelihood
-from ella_cuda.laplace.posterior import Posterior
+from ella_cuda.laplace.values import Value, as_float64, check_choice, check_positive
+from ella_cuda.nn import RelaxedEquivariance
+
+MODES = ("network", "linear")
+# Below this many in all, the data determine less than a single one of the layer's parameters: it does nothing that a type could name.
+MIN_EFFECTIVE_PARAMETERS = 1.0
 
 
 class Mean(NamedTuple):
-    """What the evidence takes from the parameters that stand for the posterior's mean.
+    """The evidence's terms in the parameters that stand for the posterior's mean.
 
     Attributes:
         statistic: what the log likelihood is a function of, 0-dim float64.
@@ -25,44 +32,204 @@ class Mean(NamedTuple):
 
 
 class Evidence(Protocol):
-    """A fitted approximation, as :class:`ella_cuda.laplace.KronLaplace` documents these attributes and methods."""
+    """A fitted approximation: the attributes, documented at :class:`ella_cuda.laplace.KronLaplace`, from which the evidence follows.
+
+    Attributes:
+        fitted_model: the :class:`ella_cuda.laplace.fitted_model.FittedModel`.
+        statistic, square_norms: see :class:`Mean`, at the network's parameters.
+        n_targets: entries of all data's targets.
+        counts: elements of each parameter tensor that have a posterior.
+        free_elements: one where an element has a posterior and zero elsewhere, ``(P,)`` float64; None where all have one.
+        statistic_gradients: of the statistic, in the buffers that required a gradient at the fit.
+        linear_fit: a LinearMode once it was found.
+    """
 
     model: nn.Module
+    fitted_model: Any
     likelihood: str
     likelihood_function: Likelihood
     parameter_names: list[str]
     n_params: int
     n_data: int
     n_targets: int
+    counts: list[int]
+    free_elements: Tensor | None
     temperature: float
     prior_precision: Tensor
     prior_mean: Tensor
     sigma_noise: Tensor
-    posterior_precision: Posterior
-    dict_key_x: str
-    dict_key_y: str
-    _linear: Any  # a LinearMode once it was found
+    statistic: Tensor
+    square_norms: Tensor
+    statistic_gradients: dict[str, Tensor]
+    linear_fit: Any
+    posterior_precision: Any
 
-    def batch_of(self, batch: Any, where: str) -> tuple[Inputs, Tensor]: ...
+    def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor: ...
 
-    def data_weight(self) -> Tensor: ...
+    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor: ...
 
-    def effective_by_tensor(self) -> Tensor: ...
 
-    def evidence_at(self, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor: ...
+def evidence_at(la: Evidence, log_precision: Tensor, log_sigma: Tensor | None = None, at: str = "network") -> Tensor:
+    """``la.log_marginal_likelihood`` as a function of the logarithms, where an optimizer of both works: nothing is checked, and the
+    derivatives in log_precision, ``(gamma_l - delta_l ||theta_l||^2) / 2``, come with the value.
 
-    def free_elements(self) -> Tensor | None: ...
+    Args:
+        la: fitted.
+        log_precision: one value per parameter tensor, float64, on the model's device.
+        log_sigma: 0-dim float64; None is that of ``la.sigma_noise``.
+        at: see there.
+    """
+    sigma = la.sigma_noise if log_sigma is None else log_sigma.exp()
+    penalty = la._penalty(log_precision, log_scale(la, log_sigma), mean_at(la, at).square_norms)
+    return torch.add(log_likelihood(la, sigma, at), penalty, alpha=-0.5)
 
-    def log_marginal_likelihood(
-        self, prior_precision: Any = None, sigma_noise: Any = None, at: str = "network"
-    ) -> Tensor: ...
 
-    def mean_at(self, at: str) -> Mean: ...
+def mean_at(la: Evidence, at: str) -> Mean:
+    """At the network's parameters, "network", or at the mode of the linearised network, "linear".
 
-    def norms(self, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor: ...
+    Raises:
+        RuntimeError: not fitted, or the linear mode was not found.
+    """
+    la.fitted_model.require_fit()
+    if check_choice("at", at, MODES) == "network":
+        return Mean(la.statistic, la.square_norms)
+    if la.linear_fit is None:
+        raise RuntimeError(
+            f"{type(la).__name__}: at='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
+        )
+    return Mean(la.linear_fit.statistic, la.linear_fit.square_norms)
 
-    def predictions_at(
-        self, prior_precisions: Tensor, x: Any, pred_type: str, link_approx: str, n_samples: int
-    ) -> Iterator[Any]: ...
 
-    def prior_covariance(self, x: Inputs) -> Tensor: ...
+def log_likelihood(la: Evidence, sigma: Tensor, at: str = "network") -> Tensor:
+    """``log p(D | theta)`` divided by the temperature, but for a Gaussian's normaliser, 0-dim float64."""
+    statistic = mean_at(la, at).statistic
+    if torch.is_grad_enabled() and la.fitted_model.has_hyperparameters():
+        if at == "linear":
+            raise RuntimeError(
+                f"{type(la).__name__}: the evidence at='linear' has no derivatives in buffers; evaluate it under torch.no_grad(), or "
+                "with buffers that do not require a gradient."
+            )
+        for name, b in hyperparameters(la.model).items():
+            if name not in la.statistic_gradients:
+                raise RuntimeError(
+                    f"{type(la).__name__}: the buffer {name!r} requires a gradient, but did not when this approximation was fitted; "
+                    "call fit again, or evaluate under torch.no_grad()."
+                )
+            # Adds nothing but the gradient.
+            statistic = statistic + (la.statistic_gradients[name] * (b - b.detach())).sum()
+    statistic = statistic if la.temperature == 1 else statistic / la.temperature
+    return la.likelihood_function.log_likelihood(statistic, la.n_targets, sigma)
+
+
+def log_scale(la: Evidence, log_sigma: Tensor | None = None) -> Tensor:
+    """Logarithm of the curvature's factor, which is kept at sigma = 1; None: at ``la.sigma_noise``."""
+    scale = la.fitted_model.zero
+    if la.temperature != 1:
+        scale = scale - math.log(la.temperature)
+    if log_sigma is None and not la.likelihood_function.has_noise:
+        return scale
+    return scale - 2 * (la.sigma_noise.log() if log_sigma is None else log_sigma)
+
+
+def data_weight(la: Evidence) -> Tensor:
+    """The factor of the likelihood and of the curvature at sigma = 1, ``1 / (sigma^2 T)``, 0-dim float64."""
+    return log_scale(la).exp().detach()
+
+
+@torch.no_grad()
+def effective_by_tensor(la: Evidence) -> Tensor:
+    """``la.effective_parameters()`` in ``parameter_names`` order, float64."""
+    la.fitted_model.require_fit()
+    la.fitted_model.bases.check()
+    return la._effective(la.prior_precision.log(), log_scale(la))
+
+
+def elements(la: Evidence) -> Tensor:
+    """``la.counts`` as a float64 tensor on the model's device."""
+    return torch.tensor(la.counts, dtype=torch.float64, device=la.fitted_model.device)
+
+
+def square_distances(la: Evidence, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
+    """The squared distance of each parameter tensor's elements with a posterior from the prior's mean, ``la.prior_mean`` unless given;
+    float64."""
+    device = next(iter(parameters.values())).device
+    mean = (la.prior_mean if mean is None else mean).to(device)
+    sizes = [p.numel() for p in parameters.values()]
+    means = mean.split(sizes) if mean.dim() else [mean] * len(sizes)
+    free = [1.0] * len(sizes) if la.free_elements is None else la.free_elements.to(device).split(sizes)
+    parts = zip(parameters.values(), means, free, strict=True)
+    return torch.stack([((p.detach().double().flatten() - m).square() * f).sum() for p, m, f in parts])
+
+
+def precisions_of(la: Evidence, value: Value, name: str = "prior_precision") -> Tensor:
+    """One precision per parameter tensor, float64, of an argument that is a number or such a vector.
+
+    Raises:
+        ValueError: it has another shape, or an entry is not positive and finite.
+    """
+    count = len(la.parameter_names)
+    value = as_float64(name, value, la.fitted_model.device)
+    if value.numel() != 1 and tuple(value.shape) != (count,):
+        raise ValueError(
+            f"{name}: expected a number or a vector of {count} values, one per trainable parameter tensor "
+            f"({', '.join(la.parameter_names[:3])}, ...), got shape {tuple(value.shape)}."
+        )
+    check_positive(name, value)
+    return value.reshape(()).expand(count) if value.numel() == 1 else value
+
+
+def sigma_of(la: Evidence, value: Value) -> Tensor:
+    """The argument ``sigma_noise`` as a 0-dim float64 tensor.
+
+    Raises:
+        ValueError: it is not one positive finite number, or not 1 though the likelihood has no noise.
+    """
+    value = as_float64("sigma_noise", value, la.fitted_model.device)
+    if value.numel() != 1:
+        raise ValueError(f"sigma_noise: expected one number, got shape {tuple(value.shape)}.")
+    check_positive("sigma_noise", value)
+    if not la.likelihood_function.has_noise and value.item() != 1:
+        raise ValueError(
+            f"sigma_noise belongs to likelihood='regression'; it must be 1 for {la.likelihood}, got {value.item()}."
+        )
+    return value.reshape(())
+
+
+def resolved(la: Evidence, prior_precision: Value | None, sigma_noise: Value | None) -> tuple[Tensor, Tensor]:
+    """Given hyperparameters, or la's where None: one precision per parameter tensor and sigma, float64, checked."""
+    precision = la.prior_precision if prior_precision is None else precisions_of(la, prior_precision)
+    return precision, la.sigma_noise if sigma_noise is None else sigma_of(la, sigma_noise)
+
+
+# types of layers ------------------------------------------------------------------------------------------------------
+
+
+def layer_type(effective_parameters: Mapping[str, float]) -> str | None:
+    r"""The path with the most effective parameters, the first of equals; None where all paths together have fewer than one.
+
+    Args:
+        effective_parameters: :math:`\gamma` by path.
+
+    Source: van der Ouderaa et al., NeurIPS 2023, section 5.2 (the type); MacKay, "Bayesian interpolation", 1992 (:math:`\gamma` as the
+    number of parameters that the data determine).
+    """
+    if not math.fsum(effective_parameters.values()) >= MIN_EFFECTIVE_PARAMETERS:
+        return None
+    return max(effective_parameters, key=lambda path: effective_parameters[path])
+
+
+def effective_by_path(model: nn.Module, effective_parameters: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Name of every :class:`ella_cuda.nn.RelaxedEquivariance` of the model -> path -> its effective parameters, the sum over those by
+    parameter name."""
+    return {
+        layer: {
+            path: math.fsum(
+                gamma
+                for name, gamma in effective_parameters.items()
+                if name.startswith(f"{layer}.{path}.".removeprefix("."))
+            )
+            for path in module.path_names
+        }
+        for layer, module in model.named_modules()
+        if isinstance(module, RelaxedEquivariance)
+    }

@@ -13,6 +13,7 @@ from ella_cuda.augment import AveragedFunction
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, plain_tensor, shapes_of, tensors_of
 from ella_cuda.laplace.check_model import probe
 from ella_cuda.laplace.data_fit import hyperparameters
+from ella_cuda.laplace.evidence import resolved, square_distances
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.kron import KronLaplace
 from ella_cuda.laplace.kronecker_sums import KroneckerSums
@@ -84,7 +85,7 @@ def exact_log_marginal_likelihood(
         raise TypeError(
             f"exact_log_marginal_likelihood: la must be a KronLaplace, got {type(la).__name__}; pass KronLaplace(model), fitted or not."
         )
-    device = next(iter(la.present_parameters().values())).device
+    device = next(iter(la.fitted_model.present_parameters().values())).device
     x = inputs_on(x, device, "exact_log_marginal_likelihood")
     if not isinstance(y, Tensor):
         raise TypeError(
@@ -96,8 +97,8 @@ def exact_log_marginal_likelihood(
             "exact_log_marginal_likelihood: an AveragedFunction's factors are those of means over copies; use KronLaplace.fit, and "
             "ella_cuda.laplace.evidence_gradient for gradients in its amounts."
         )
-    precision, sigma = (value.to(device) for value in la.resolve(prior_precision, sigma_noise))
-    rules = la.present_rules()
+    precision, sigma = (value.to(device) for value in resolved(la, prior_precision, sigma_noise))
+    rules = la.fitted_model.present_rules()
     for rule in rules:
         if isinstance(rule, PerExampleRule):
             raise ValueError(
@@ -143,7 +144,7 @@ def _evidence(la: KronLaplace, rules: list[Rule], x: Inputs, y: Tensor, precisio
     statistic = likelihood.statistic(outputs, y)
     statistic = statistic if la.temperature == 1 else statistic / la.temperature
     total = likelihood.log_likelihood(statistic, y.numel(), sigma)
-    norms = la.norms({name: la.model.get_parameter(name) for name in la.parameter_names})
+    norms = square_distances(la, {name: la.model.get_parameter(name) for name in la.parameter_names})
     for name, delta, norm in zip(la.parameter_names, precision.unbind(), norms.unbind(), strict=True):
         factor, size = factors[name], la.model.get_parameter(name).numel()
         log_det_ratio = factor.logdet(delta, sigma**-2 / la.temperature) - size * delta.log()

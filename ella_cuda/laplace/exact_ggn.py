@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,23 +12,206 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ella_cuda import ops
-from ella_cuda.laplace.base import BaseLaplace
-from ella_cuda.laplace.batches import DEFAULT_KEYS, Inputs, data_points, require_loader
-from ella_cuda.laplace.copies import fixed_draws, require_constant_amounts
+from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
+from ella_cuda.laplace.batches import Inputs, data_points
+from ella_cuda.laplace.data_fit import DataFitGradient
+from ella_cuda.laplace.distributed_fit import FitSums
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
-from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood
+from ella_cuda.laplace.likelihoods import Columns, Likelihood
 from ella_cuda.laplace.memory import available_bytes
-from ella_cuda.laplace.options import LaplaceOptions
-from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of, trainable
-from ella_cuda.laplace.posterior import DiagonalPosterior, FullPosterior, Layout, Posterior, checked_indices
-from ella_cuda.laplace.state import CHECKSUM, checked_tensor, require_moment
-from ella_cuda.laplace.values import Value, check_choice
+from ella_cuda.laplace.parameters import trainable
+from ella_cuda.laplace.posterior import Contraction, Posterior
+from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.state import checked_tensor, require_moment
+from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 STRUCTURES = ("full", "diag")
+
+
+class Layout:
+    """Where the elements of parameters that have a posterior are among all, flattened one after the other.
+
+    Attributes:
+        shapes: of the factors that Jacobians come in, by parameter name, in order.
+        indices: of the elements, int64 ``(S,)``; None is all.
+        counts: how many elements of each parameter have a posterior.
+        count: S. n_params: how many elements there are.
+        where: by parameter name, the slice of the S elements that are the parameter's.
+
+    Args:
+        shapes, indices: as above.
+
+    Raises:
+        ValueError: the indices are none.
+    """
+
+    def __init__(self, shapes: Mapping[str, FactorShape], indices: Tensor | None = None) -> None:
+        self.shapes = dict(shapes)
+        sizes = [shape.numel for shape in self.shapes.values()]
+        self.n_params = sum(sizes)
+        self.indices = None if indices is None else checked_indices(indices, self.n_params)
+        self.counts, self._local = sizes, {}
+        if self.indices is not None:
+            starts = itertools.accumulate(sizes, initial=0)
+            for name, start, size in zip(self.shapes, starts, sizes, strict=False):
+                inside = (self.indices >= start) & (self.indices < start + size)
+                self._local[name] = self.indices[inside] - start
+            self.counts = [len(local) for local in self._local.values()]
+        ends = list(itertools.accumulate(self.counts))
+        self.count = ends[-1]
+        self.where = {n: slice(e - c, e) for n, e, c in zip(self.shapes, ends, self.counts, strict=True)}
+
+    def selected(self, name: str, values: Tensor) -> Tensor:
+        """The values of a parameter ``(..., numel)`` whose elements have a posterior."""
+        return values if self.indices is None else values[..., self._local[name].to(values.device)]
+
+    def rows(self, name: str, jacobian: Jacobian) -> Tensor:
+        """A Jacobian in the parameter's elements that have a posterior, ``(K, N, count)``."""
+        shape = self.shapes[name]
+        return self.selected(name, shape.from_blocks(jacobian.dense(shape.groups), (shape.numel,)))
+
+    def add_to(self, rows: Tensor, name: str, jacobian: Jacobian) -> None:
+        """Add a Jacobian to its columns of ``rows`` ``(K, N, S)``."""
+        where = self.where[name]
+        if where.stop > where.start:
+            rows[:, :, where] += self.rows(name, jacobian)
+
+    def restricted(self, vectors: Tensor) -> Tensor:
+        """The elements of vectors ``(..., P)`` that have a posterior; vectors ``(..., S)`` as they are."""
+        if self.indices is None or vectors.shape[-1] == self.count:
+            return vectors
+        return vectors[..., self.indices.to(vectors.device)]
+
+    def spread(self, vectors: Tensor) -> Tensor:
+        """Vectors ``(..., S)`` as ``(..., P)``, zero elsewhere."""
+        if self.indices is None:
+            return vectors
+        whole = vectors.new_zeros(*vectors.shape[:-1], self.n_params)
+        whole[..., self.indices.to(vectors.device)] = vectors
+        return whole
+
+
+def checked_indices(indices: Tensor, n_params: int) -> Tensor:
+    """The indices; ValueError where they are no ascending indices of so many parameters."""
+    if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.dim() != 1 or not len(indices):
+        got = f"{tuple(indices.shape)} {indices.dtype}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise ValueError(f"subnetwork_indices: expected an int64 tensor (S,) with S > 0, got {got}.")
+    in_order = (indices[1:] > indices[:-1]).all()
+    if not in_order or indices[0] < 0 or indices[-1] >= n_params:
+        raise ValueError(
+            f"subnetwork_indices: expected ascending indices, each once, below the {n_params} trainable parameters, got "
+            f"{indices.min().item()} to {indices.max().item()}{'' if in_order else ', not in order'}."
+        )
+    return indices
+
+
+class _OfElements(Posterior):
+    """A posterior of the elements of a layout.
+
+    Args:
+        precision: its matrix, ``(S, S)``, or diagonal, ``(S,)``, float64.
+        layout: of the elements. dtype: of samples.
+    """
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        self.precision, self.layout, self.dtype = precision, layout, dtype
+        self.shapes, self.n_params, self.device = layout.shapes, layout.count, precision.device
+
+    def bmm(self, vectors: Tensor, exponent: float = -1) -> Tensor:
+        found = self._power(self.layout.restricted(vectors).double(), exponent)
+        return (found if vectors.shape[-1] == self.n_params else self.layout.spread(found)).to(vectors.dtype)
+
+    @abstractmethod
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        """``P^exponent`` times float64 vectors ``(..., S)``."""
+
+    @staticmethod
+    def _add(variance: Tensor, white: Tensor, joint: bool) -> None:
+        """Add the products of rows ``(K, N, S)`` times a square root of the covariance."""
+        rows = white.transpose(0, 1)
+        if joint:
+            rows = rows.flatten(0, 1)
+        variance.add_(
+            rows.square().sum(2, dtype=torch.float64) if variance.dim() == 2 and not joint else rows @ rows.mT
+        )
+
+
+class FullPosterior(_OfElements):
+    """A precision that is a matrix.
+
+    Raises:
+        torch.linalg.LinAlgError: it is not positive definite.
+    """
+
+    def __init__(self, precision: Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        super().__init__(precision, layout, dtype)
+        self.row_bytes = 2 * torch.float64.itemsize * layout.count
+        self.factor = torch.linalg.cholesky(precision)
+
+    def logdet(self) -> Tensor:
+        return 2 * self.factor.diagonal().log().sum()
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        rows: list[Tensor] = []  # of all parameters together, (K, N, S)
+
+        def take(name: str, jacobian: Jacobian) -> None:
+            if not rows:
+                rows.append(jacobian.outputs.new_zeros(*jacobian.outputs.shape[:2], self.n_params))
+            self.layout.add_to(rows[0], name, jacobian)
+
+        def finish() -> None:
+            for each in rows:
+                flat = each.flatten(0, 1).double()
+                white = torch.linalg.solve_triangular(self.factor, flat.mT, upper=False).mT
+                self._add(variance, white.view_as(each), joint)
+
+        return Contraction(take, finish)
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        inverse = exponent == -1
+        values = torch.cholesky_inverse(self.factor).diagonal() if inverse else self.to_matrix(exponent).diagonal()
+        return self.layout.spread(values.to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        if exponent == 1:
+            return vectors @ self.precision
+        if exponent == -1:
+            return torch.cholesky_solve(vectors.reshape(-1, self.n_params).mT, self.factor).mT.view_as(vectors)
+        values, basis = torch.linalg.eigh(self.precision)
+        return (vectors @ basis * values.pow(exponent)) @ basis.mT
+
+    def _coloured(self, white: Tensor) -> Tensor:
+        found = torch.linalg.solve_triangular(self.factor.mT, white.double().mT, upper=True).mT
+        return self.layout.spread(found.to(self.dtype))
+
+
+class DiagonalPosterior(_OfElements):
+    """A precision that is a diagonal: contractions keep nothing of all parameters."""
+
+    def logdet(self) -> Tensor:
+        return self.precision.log().sum()
+
+    def diag(self, exponent: float = 1) -> Tensor:
+        return self.layout.spread(self.precision.pow(exponent).to(self.dtype))
+
+    def _power(self, vectors: Tensor, exponent: float) -> Tensor:
+        return vectors * self.precision.pow(exponent)
+
+    def _coloured(self, white: Tensor) -> Tensor:
+        return self.layout.spread(white * self.precision.rsqrt().to(self.dtype))
+
+    def contraction(self, variance: Tensor, joint: bool = False) -> Contraction:
+        def take(name: str, jacobian: Jacobian) -> None:
+            where = self.layout.where[name]
+            if where.stop > where.start:
+                rows = self.layout.rows(name, jacobian)
+                self._add(variance, rows * self.precision[where].rsqrt().to(rows.dtype), joint)
+
+        return Contraction(take)
 
 
 class _Curvature(JacobianConsumer, ABC):
@@ -144,10 +328,13 @@ class UnfactoredLaplace(BaseLaplace):
         subnetwork_indices: of the elements that have a posterior, among all trainable parameters flattened one after the other in
             ``model.named_parameters()`` order, ascending, int64 ``(S,)``; the others are constants. None is all.
         hessian_structure: "full" or "diag".
+        options: see :class:`ella_cuda.laplace.base.LaplaceOptions`.
 
     Raises:
         MemoryError: in :meth:`fit`, the device has no room for the matrix.
     """
+
+    _settings = ("hessian_structure",)
 
     def __init__(
         self,
@@ -156,49 +343,28 @@ class UnfactoredLaplace(BaseLaplace):
         *,
         subnetwork_indices: Tensor | None = None,
         hessian_structure: str = "full",
-        prior_precision: Value = 1.0,
-        sigma_noise: Value = 1.0,
-        prior_mean: Value = 0.0,
-        temperature: float = 1.0,
-        memory_budget: int | None = None,
-        unknown: str = "error",
-        subset_of_weights: str | Sequence[str] = "all",
-        dict_key_x: str = DEFAULT_KEYS.x,
-        dict_key_y: str = DEFAULT_KEYS.y,
-        ignore_index: int = IGNORED,
+        **options: Any,
     ) -> None:
         self.hessian_structure = check_choice("hessian_structure", hessian_structure, STRUCTURES)
+        if options.get("unknown", "error") == "error":
+            options["unknown"] = "diagonal"  # Jacobians of parameters without a rule are exact
+        super().__init__(model, likelihood, LaplaceOptions(**options))
+        self.subnetwork_indices = subnetwork_indices
+        self._indices = self._among_served(subnetwork_indices)
+        self._lay_out()
+
+    def _described(self) -> str:
+        of = "" if self._indices is None else f"{self._layout.count} of "
+        return f"hessian_structure={self.hessian_structure!r}: {of}{self.n_params} parameters"
+
+    def _lay_out(self) -> None:
+        """Find the elements that have a posterior, and have no curvature."""
+        found = {rule.full_name(n): s for rule in self._rules for n, s in rule.shapes().items() if n in rule.trainable}
+        self._layout = Layout({name: found[name] for name in self.parameter_names}, self._indices)
         self._curvature: _Curvature | None = None
-        self._layout: Layout | None = None
-        options = LaplaceOptions(
-            prior_precision=prior_precision,
-            sigma_noise=sigma_noise,
-            prior_mean=prior_mean,
-            temperature=temperature,
-            memory_budget=memory_budget,
-            unknown="diagonal" if unknown == "error" else unknown,  # Jacobians of parameters without a rule are exact
-            subset_of_weights=subset_of_weights,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            ignore_index=ignore_index,
-        )
-        super().__init__(model, likelihood, options)
-        self._subnetwork_indices = subnetwork_indices
-        self._layout = Layout(self._shapes(), self._among_served(subnetwork_indices))
-        self._square_norms = self._statistic.new_zeros(len(self.parameter_names))
-
-    def __repr__(self) -> str:
-        of = "" if self._layout.indices is None else f"{self._layout.count} of "
-        state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
-        return (
-            f"{type(self).__name__}({type(self.model).__name__}, likelihood={repr(self.likelihood_function)!r}, "
-            f"hessian_structure={self.hessian_structure!r}: {of}{self.n_params} parameters, {state})"
-        )
-
-    @property
-    def subnetwork_indices(self) -> Tensor | None:
-        """Of the elements that have a posterior, ``(S,)``, int64; None is all."""
-        return self._subnetwork_indices
+        self.counts = self._layout.counts
+        if self._indices is not None:
+            self.free_elements = self._layout.spread(self.fitted_model.zero.new_ones(self._layout.count))
 
     def _among_served(self, indices: Tensor | None) -> Tensor | None:
         """Indices among all trainable parameters as indices among those of ``parameter_names``.
@@ -228,15 +394,11 @@ class UnfactoredLaplace(BaseLaplace):
     @property
     def H(self) -> Tensor:
         """The curvature at sigma = 1 of the elements that have a posterior: ``(S, S)``, or its diagonal ``(S,)``, float64."""
-        self._fitted()
+        self.fitted_model.require_fit()
         return self._curvature.total
 
-    def _shapes(self) -> dict[str, FactorShape]:
-        found = {rule.full_name(n): s for rule in self._rules for n, s in rule.shapes().items() if n in rule.trainable}
-        return {name: found[name] for name in self.parameter_names}
-
     def _no_curvature(self) -> _Curvature:
-        """Of no data."""
+        """A curvature of no data."""
         return (_Full if self.hessian_structure == "full" else _Diagonal)(self._layout, self._device)
 
     @running_the_model
@@ -245,54 +407,38 @@ class UnfactoredLaplace(BaseLaplace):
         self._fit(loader, override, progress_bar)
         return self
 
-    def _accumulate(
+    def _data_fit(self) -> DataFitGradient:
+        return DataFitGradient(nn.Module())  # without gradients in the model's buffers
+
+    def _allocate(self, rules: Sequence[Rule]) -> None:
+        self._lay_out()
+        self._curvature = self._no_curvature()
+
+    def _pass_over(
         self,
+        sums: FitSums,
         loader: Iterable[Any],
-        override: bool,
         progress_bar: bool,
         outputs_of: Callable[[Inputs], Tensor] | None = None,
     ) -> None:
-        require_loader(loader, "fit: loader")
-        rules, anew = self.present_rules(), override or self.n_data == 0
-        parameters = self._checked_parameters(rules)
-        require_constant_amounts(self.model)
-        fingerprint, buffers = fingerprint_of(self.model, () if anew else self._filled), buffer_sums(self.model)
-        if anew:
-            self._describe(parameters)
-            self._rules = rules
-            self._forget()
-            if outputs_of is None:
-                self._draws = fixed_draws(self.model)
-            self._hold_model()
-            self._layout = Layout(self._shapes(), self._layout.indices)
-            self._curvature = self._no_curvature()
-            self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
-        else:
-            self._require_same(fingerprint)
-        n_data, n_targets, statistic = self.n_data, self._n_targets, self._statistic
-        self.n_data = 0  # until the pass is complete
-        seen = 0
-        with running(JacobianPass(self.model, rules, self._layout.shapes, self.memory_budget)) as run:
+        with running(JacobianPass(self.model, self._rules, self._layout.shapes, self.memory_budget)) as run:
             for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                x, y = self.batch_of(batch, "fit")
+                x, y = self.fitted_model.batch(batch, "fit")
                 with without_autocast(self._device.type):
-                    if data_points(x) and not seen:
+                    if data_points(x) and not sums.seen:
                         self._try_out(run, x, y, several=True)
-                    statistic = statistic + self._add(run, x, y, outputs_of)
-                seen, n_targets = seen + data_points(x), n_targets + y.numel()
-        if not seen:
-            raise ValueError(
-                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such as a DataLoader."
-            )
+                    sums.statistic = sums.statistic + self._add(run, x, y, outputs_of)
+                sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
+
+    def _check_finite(self, statistic: Tensor) -> None:
         if not (statistic.isfinite() and self._curvature.total.isfinite().all()):
             raise FloatingPointError(
                 "fit: the log likelihood or the curvature is not finite. Check the data and the parameters, or use float64."
             )
-        self.n_data, self._n_targets, self._statistic = n_data + seen, n_targets, statistic
-        self._curvature.most_rank = self.n_data * self.n_outputs
-        self._square_norms = self.norms(parameters)
-        self._bases = FittedBases(self.model)
-        self._settle(fingerprint.to(self._device), buffers)
+
+    def _hold(self) -> None:
+        if self.n_data:
+            self._curvature.most_rank = self.n_data * self.n_outputs
 
     def _add(self, run: JacobianPass, x: Inputs, y: Tensor, outputs_of: Callable[[Inputs], Tensor] | None) -> Tensor:
         likelihood = self.likelihood_function
@@ -307,72 +453,29 @@ class UnfactoredLaplace(BaseLaplace):
         self.n_outputs = outputs[0].numel() if len(outputs) else self.n_outputs
         return likelihood.statistic(outputs, y)
 
-    # evidence --------------------------------------------------------------------------------------------------------
-
-    def norms(self, parameters: Mapping[str, Tensor], mean: Tensor | None = None) -> Tensor:
-        if self._layout is None or self._layout.indices is None:
-            return super().norms(parameters, mean)
-        flat = torch.cat([p.detach().double().flatten() for p in parameters.values()])
-        offsets = flat - (self._prior_mean if mean is None else mean).to(flat.device)
-        squares = offsets[self._layout.indices.to(offsets.device)].square()
-        return torch.stack([part.sum() for part in squares.split(self._layout.counts)])
-
-    def _sizes(self) -> Tensor:
-        return torch.tensor(self._layout.counts, dtype=torch.float64, device=self._device)
-
     def _elementwise(self, precision: Tensor) -> Tensor:
         """A precision for each element that has a posterior."""
-        return precision.repeat_interleave(torch.tensor(self._layout.counts, device=precision.device))
+        return precision.repeat_interleave(torch.tensor(self.counts, device=precision.device))
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
-        self._fitted()
         precision = log_precision.exp()
         ratio = self._curvature.log_det_ratio(self._elementwise(precision), log_scale.exp())
         return ratio + (precision * square_norms).sum()
 
-    def posterior_at(self, prior_precision: Value) -> Posterior:
-        self._fitted()
-        return self._posterior(self._precisions(prior_precision).detach(), self.data_weight())
+    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
+        shares = self._curvature.shares(self._elementwise(log_precision.exp()), log_scale.exp())
+        return torch.stack([part.sum() for part in shares.split(self.counts)])
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> Posterior:
-        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
-        return self._curvature.posterior(self._elementwise(precision), scale, dtype)
+        return self._curvature.posterior(self._elementwise(precision), scale, self.fitted_model.dtype)
 
-    def free_elements(self) -> Tensor | None:
-        if self._layout.indices is None:
-            return None
-        return self._layout.spread(torch.ones(self._layout.count, dtype=torch.float64, device=self._device))
-
-    def effective_parameters(self) -> dict[str, float]:
-        """Parameter name -> how many of its elements the data determine.
-
-        Source: MacKay, "Bayesian interpolation", 1992.
-        """
-        return dict(zip(self.parameter_names, self.effective_by_tensor().tolist(), strict=True))
-
-    @torch.no_grad()
-    def effective_by_tensor(self) -> Tensor:
-        self._fitted()
-        shares = self._curvature.shares(self._elementwise(self.prior_precision), self._log_scale(None).exp())
-        return torch.stack([part.sum() for part in shares.split(self._layout.counts)])
-
-    # saving ----------------------------------------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        return self._shared_state() | {
-            "hessian_structure": self.hessian_structure,
+    def _curvature_state(self) -> dict[str, Any]:
+        return {
             "subnetwork_indices": None if self.subnetwork_indices is None else self.subnetwork_indices.clone(),
             "curvature": self._curvature.total.clone() if self.n_data else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, for the same model and settings.
-
-        Raises:
-            TypeError: state is no mapping.
-            ValueError: an entry is missing, unknown or does not fit this object; nothing is changed then.
-        """
-        state, n_data, restore = self._checked_state(state, ("hessian_structure",))
+    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
         given, here = state["subnetwork_indices"], self.subnetwork_indices
         same = here is None if given is None else isinstance(given, Tensor) and here is not None
         if not same or (given is not None and not torch.equal(given.cpu(), here.cpu())):
@@ -381,14 +484,15 @@ class UnfactoredLaplace(BaseLaplace):
         if n_data:
             curvature = self._no_curvature()
             given = checked_tensor("curvature", state["curvature"], curvature.total.shape)
-            require_moment(
-                "curvature", given if given.dim() == 2 else given[:, None, None], exactly=CHECKSUM not in state
-            )
+            require_moment("curvature", given if given.dim() == 2 else given[:, None, None], exactly)
             curvature.total.copy_(given)
-        restore()  # the last that may fail
-        self._curvature, self._statistic_gradients = curvature, {}
-        if curvature is not None:
-            curvature.most_rank = self.n_data * self.n_outputs
+
+        def take() -> None:
+            self._lay_out()
+            self._curvature = curvature
+            self._hold()
+
+        return take
 
 
 class FullLaplace(UnfactoredLaplace):

@@ -43,8 +43,9 @@ from ella_cuda.laplace.copies import (
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import agree_on_gradient, plan_of
 from ella_cuda.laplace.eigenbases import Eigenbasis
+from ella_cuda.laplace.evidence import data_weight
 from ella_cuda.laplace.factors import KroneckerFactor
-from ella_cuda.laplace.kron import KronLaplace
+from ella_cuda.laplace.kron import KronLaplace, eigenbases_of
 from ella_cuda.laplace.kronecker_sums import KroneckerSums, SummedCopies
 from ella_cuda.laplace.layer_pass import GraphPass
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs
@@ -118,7 +119,7 @@ def evidence_gradient(
         agree_on_gradient(
             ranks, la, plan, buffers=shapes, n_data=n_data, columns=columns, **{"data points of the fit": la.n_data}
         )
-        count = la.data_weight().new_tensor([float(sums.seen)], dtype=torch.float64)
+        count = data_weight(la).new_tensor([float(sums.seen)], dtype=torch.float64)
         flat = torch.cat([*(g.flatten() for g in sums.gradients.values()), count])
         ranks.sum_(flat)
         sizes = [g.numel() for g in sums.gradients.values()]
@@ -161,7 +162,7 @@ def _summed_over(
         raise ValueError(f"evidence_gradient: n_data must be a positive integer or None, got {n_data!r}.")
     with torch.inference_mode(False), exclusively(la.model):
         wanted = _buffers(la.model, buffers)
-        la.require_unchanged()
+        la.fitted_model.require_unchanged()
         run = _Passes(la, wanted, columns, generator)
         parameters = [p for p in la.model.parameters() if p.requires_grad]
         learnt = [b for b in wanted.values() if not b.requires_grad]
@@ -179,11 +180,11 @@ def _summed_over(
             requiring_grad(parameters, False),
             requiring_grad(learnt, True),
             run.run.layers(),
-            without_autocast(la.data_weight().device.type),
+            without_autocast(data_weight(la).device.type),
         ):
             gradients = DataFitGradient(la.model)
             for batch in loader:
-                x, y = la.batch_of(batch, "evidence_gradient")
+                x, y = la.fitted_model.batch(batch, "evidence_gradient")
                 passed += data_points(x)
                 if part_of_data is not None:
                     few = int(passed * part_of_data + start) - seen
@@ -298,7 +299,7 @@ class _Passes:
         self, la: KronLaplace, wanted: Mapping[str, Tensor], columns: str, generator: torch.Generator | None
     ) -> None:
         self.la, self._columns, self._generator = la, columns, generator
-        self.rules = la.present_rules()
+        self.rules = la.fitted_model.present_rules()
         _require_served(self.rules)
         others = [rule for rule in self.rules if isinstance(rule, PerExampleRule)]
         self.per_example = PerExampleGradients(la.model, others) if others else None
@@ -316,7 +317,7 @@ class _Passes:
 
     def _allocate(self) -> None:
         """Give the rules factors of cotangents, each parameter its own."""
-        bases, scale = self.la.eigenbases(), self.la.data_weight()
+        bases, scale = eigenbases_of(self.la), data_weight(self.la)
         precisions = dict(zip(self.la.parameter_names, self.la.prior_precision.detach().unbind(), strict=True))
         for rule in self.rules:
             shapes = rule.shapes()
@@ -340,7 +341,7 @@ class _Passes:
         """The derivative of the log likelihood in the statistic of the data."""
         la = self.la
         with torch.enable_grad():
-            statistic = la.mean_at("network").statistic.detach().clone().requires_grad_()
+            statistic = la.statistic.detach().clone().requires_grad_()
             value = la.likelihood_function.log_likelihood(
                 statistic / la.temperature, la.n_targets, la.sigma_noise.detach()
             )

@@ -11,39 +11,37 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ella_cuda import ops
-from ella_cuda.laplace.base import BaseLaplace
+from ella_cuda.laplace.base import BaseLaplace, LaplaceOptions
 from ella_cuda.laplace.batches import (
     DEFAULT_KEYS,
     Inputs,
     data_points,
     inputs_on,
     merged,
-    require_loader,
     run_model,
 )
-from ella_cuda.laplace.copies import Chunk, fixed_draws, require_constant_amounts, with_draws
+from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
 from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
+from ella_cuda.laplace.evidence import elements
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
-from ella_cuda.laplace.options import LaplaceOptions
-from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_of
 from ella_cuda.laplace.posterior import KronPosterior
-from ella_cuda.laplace.rules import Rule
+from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
 from ella_cuda.laplace.spectra import Spectra
-from ella_cuda.laplace.state import CHECKSUM, checked_tensor, read_factors, save_factors
-from ella_cuda.laplace.summary import summary
+from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
-from ella_cuda.laplace.ties import by_parameter
+from ella_cuda.laplace.ties import by_parameter, merged_shapes
 from ella_cuda.laplace.values import Value, check_choice
 from ella_cuda.modes import running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 FISHERS = ("exact", "mc")
+HEAD = ("parameter", "shape", "rule", "input side", "output side", "bytes", "block")
 
 
 class KronLaplace(BaseLaplace):
@@ -70,7 +68,7 @@ class KronLaplace(BaseLaplace):
         model: ``(N, ...) -> (N, K)``, or ``(N, ..., K)`` for outputs at several positions, float32 or float64; its layers' outputs have the
             batch in front, or second where a layer's rule allows for it, as ``nn.Linear``'s does. Parameters that do not require a gradient
             are constants. Layers may be called several times in a forward pass, and share weights: see
-            :mod:`ella_cuda.laplace.weight_sharing` and :func:`ella_cuda.laplace.ties.merged`.
+            :mod:`ella_cuda.laplace.kronecker_sums` and :func:`ella_cuda.laplace.ties.merged`.
         likelihood: "classification" (softmax over the outputs' last axis, integer labels of the other axes' shape), "regression" (Gaussian),
             "binary" (logits, targets 0 or 1), "poisson" (log rates, counts), each with targets of the outputs' shape, "heteroscedastic"
             (Gaussians by natural parameters, outputs ``(N, 2K)``, targets ``(N, K)``), a name of :func:`register_likelihood`, or an object
@@ -122,6 +120,8 @@ class KronLaplace(BaseLaplace):
     der Ouderaa et al., NeurIPS 2023, section 4 (factored layers).
     """
 
+    _settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
+
     def __init__(
         self,
         model: nn.Module,
@@ -162,27 +162,23 @@ class KronLaplace(BaseLaplace):
             dict_key_y=dict_key_y,
             ignore_index=ignore_index,
         )
-        super().__init__(model, likelihood, options)
-        self._hold([])
+        super().__init__(model, likelihood, options, self.resolution, self.approximation)
+        self._hold()
 
-    def __repr__(self) -> str:
-        settings = (
-            f"likelihood={repr(self.likelihood_function)!r}, fisher={self.fisher!r}, resolution={self.resolution!r}"
-        )
-        settings += "" if self.approximation == "expand" else f", approximation={self.approximation!r}"
-        state = f"fitted to {self.n_data} data points" if self.n_data else "not fitted"
+    def _described(self) -> str:
+        approximation = "" if self.approximation == "expand" else f", approximation={self.approximation!r}"
         return (
-            f"KronLaplace({type(self.model).__name__}, {settings}: {len(self.parameter_names)} parameter tensors of {self.n_params} entries, "
-            f"{state})"
+            f"fisher={self.fisher!r}, resolution={self.resolution!r}{approximation}: {len(self.parameter_names)} parameter tensors of "
+            f"{self.n_params} entries"
         )
 
-    def _hold(self, rules: Sequence[Rule]) -> None:
-        """Take the factors of these rules, in the parameters' order."""
-        factors = by_parameter(rules)
+    def _hold(self) -> None:
+        for factor in (f for rule in self._rules for f in rule.factors.values()):
+            factor.n_data = self.n_data
+        factors = by_parameter(self._rules) if self.n_data else {}
         self._factors = {name: factors[name] for name in self.parameter_names} if factors else {}
         self._spectra = Spectra(self._factors.values())
         self._eigenbases: dict[str, Eigenbasis] | None = None
-        self._hold_model()
 
     @running_the_model
     def fit(
@@ -235,71 +231,25 @@ class KronLaplace(BaseLaplace):
         self._fit(loader, override, progress_bar, generator=generator, group=group)
         return self
 
-    def _accumulate(
-        self,
-        loader: Iterable[Any],
-        override: bool,
-        progress_bar: bool,
-        generator: torch.Generator | None = None,
-        outputs_of: Callable[[Inputs], Tensor] | None = None,
-        group: Any = None,
-    ) -> None:
-        if group is not None:
-            accumulate_together(self, loader, override, progress_bar, generator, group)
-            return
-        sums = self._begin(loader, override, outputs_of)
-        self._pass_over(sums, loader, progress_bar, generator, outputs_of)
-        self._require_pass(sums)
-        self._check_finite(sums.statistic)
-        self._end(sums)
-
-    def _begin(self, loader: Iterable[Any], override: bool, outputs_of: Callable[[Inputs], Tensor] | None) -> FitSums:
-        """What a fit checks and allocates before its pass."""
-        if not isinstance(override, bool):
-            raise TypeError(
-                f"fit: override must be a bool, got {type(override).__name__}; fit takes one loader of batches (x, y), which tensors make by "
-                "ella_cuda.data.TensorLoader(x, y, batch_size=...)."
-            )
-        require_loader(loader, "fit: loader")
-        rules, anew = self.present_rules(), override or self.n_data == 0
-        parameters = self._checked_parameters(rules)
-        require_constant_amounts(self.model)
-        if anew:
-            require_memory(self.model, rules)
-        data_fit = DataFitGradient(self.model)
-        fingerprint, buffers = fingerprint_of(self.model, () if anew else self._filled), buffer_sums(self.model)
-        norms = self.norms(parameters)
-        if anew:
-            self._describe(parameters)
-            self._rules = rules
-            self._forget()
-            if outputs_of is None:
-                self._draws = fixed_draws(self.model)
-            for rule in self._rules:
-                rule.allocate()
+    def _accumulate(self, loader: Iterable[Any], override: bool, progress_bar: bool, **how: Any) -> None:
+        if (group := how.pop("group", None)) is not None:
+            accumulate_together(self, loader, override, progress_bar, how["generator"], group)
         else:
-            self._require_same(fingerprint, [rule.module for rule in rules] == [rule.module for rule in self._rules])
-        if not anew and norms.device != self._device:
-            raise ValueError(
-                f"fit(override=False): the model moved to {norms.device} since the fit it would add to, which was on {self._device}; "
-                "use override=True."
-            )
-        fingerprint = fingerprint.to(self._device)
-        self.prior_precision, self.sigma_noise = self.prior_precision, self.sigma_noise  # the model may have moved
-        if self.n_data and data_fit.buffers.keys() != self._statistic_gradients.keys():
-            raise ValueError(
-                "fit(override=False): other buffers require a gradient than in the fit it would add to; use override=True."
-            )
-        sums = FitSums(data_fit, fingerprint, buffers, norms, anew, self.n_data, self._n_targets, self._statistic)
-        self.n_data = 0  # until the pass is complete
-        return sums
+            super()._accumulate(loader, override, progress_bar, **how)
+
+    def _require_room(self, rules: Sequence[Rule]) -> None:
+        require_memory(self.model, rules)
+
+    def _allocate(self, rules: Sequence[Rule]) -> None:
+        for rule in rules:
+            rule.allocate()
 
     def _pass_over(
         self,
         sums: FitSums,
         loader: Iterable[Any],
         progress_bar: bool,
-        generator: torch.Generator | None,
+        generator: torch.Generator | None = None,
         outputs_of: Callable[[Inputs], Tensor] | None = None,
         generator_of: Callable[[int], torch.Generator] | None = None,
     ) -> None:
@@ -312,7 +262,7 @@ class KronLaplace(BaseLaplace):
             def taken() -> Iterator[tuple[Inputs, Tensor]]:
                 nonlocal x, y, tried, number
                 for batch in tqdm(loader, desc="curvature", disable=not progress_bar, leave=False):
-                    x, y = self.batch_of(batch, "fit")
+                    x, y = self.fitted_model.batch(batch, "fit")
                     number += 1
                     if data_points(x) and not tried:
                         with without_autocast(self._device.type):
@@ -328,35 +278,6 @@ class KronLaplace(BaseLaplace):
                 sums.seen, sums.n_targets = sums.seen + data_points(x), sums.n_targets + y.numel()
         sums.calls = dict(run.calls)
         sums.gradients = sums.data_fit.total()
-
-    @staticmethod
-    def _require_pass(sums: FitSums) -> None:
-        """ValueError where the pass saw no data, or not all layers."""
-        if not sums.seen:
-            raise ValueError(
-                "fit: the loader gave no data; an iterator can be consumed once only, pass a re-iterable loader such "
-                "as a DataLoader."
-            )
-        for rule, calls in sums.calls.items():
-            if not calls:
-                raise ValueError(
-                    f"{rule.label} has trainable parameters but was never called; freeze it with requires_grad_(False) "
-                    "if the model does not use it. If another module uses its parameters directly, register a rule for "
-                    "that module."
-                )
-
-    def _end(self, sums: FitSums) -> None:
-        """Be fitted with these sums and what the rules hold."""
-        n_data = sums.n_data + sums.seen
-        for factor in (f for rule in self._rules for f in rule.factors.values()):
-            factor.n_data = n_data
-        self._hold(self._rules)
-        self.n_data, self._n_targets = n_data, sums.n_targets
-        self._statistic, self._square_norms = sums.statistic, sums.norms
-        self._bases = FittedBases(self.model)
-        before = self._statistic_gradients
-        self._statistic_gradients = {name: g + before.get(name, 0) for name, g in sums.gradients.items()}
-        self._settle(sums.fingerprint, sums.buffers)
 
     def _add(
         self,
@@ -453,7 +374,7 @@ class KronLaplace(BaseLaplace):
     @property
     def factors(self) -> dict[str, KroneckerFactor]:
         """Parameter name -> its :class:`KroneckerFactor`, in ``named_parameters()`` order; a dictionary of the caller's own."""
-        self._fitted()
+        self.fitted_model.require_fit()
         return dict(self._factors)
 
     @running_the_model
@@ -466,106 +387,126 @@ class KronLaplace(BaseLaplace):
             x: the inputs of a batch as the loader yields it, without the targets: a tensor ``(N, ...)``, or several in a tuple, list or
                 mapping; what its forward pass keeps is added, from a run of its first image. None leaves it out.
         """
-        device = next(iter(self.present_parameters().values())).device
-        x = None if x is None else with_draws(self.model, inputs_on(x, device, "memory_estimate"), self._draws)
+        device = next(iter(self.fitted_model.present_parameters().values())).device
+        draws = self.fitted_model.draws
+        x = None if x is None else with_draws(self.model, inputs_on(x, device, "memory_estimate"), draws)
         return self._peak_bytes(x)
 
     def _peak_bytes(self, x: Inputs | None) -> int:
-        return peak_bytes(self.model, self.present_rules(), self.memory_budget, x)
+        return peak_bytes(self.model, self.fitted_model.present_rules(), self.memory_budget, x)
 
     def summary(self) -> str:
         """A table of what is done with every parameter, before or after a fit: the rule of its layer, the sides of its factors as blocks x
         rows, their bytes, and whether its block is that of the generalised Gauss-Newton matrix ("exact"), its diagonal, or a Kronecker
         product in its place, with ``approximation="reduce"`` so named. The last line says where ``column_tolerance`` or ``fisher="mc"``
-        leave out columns of the output Hessian, of which no block is exact. Print it.
+        leave out columns of the output Hessian, of which no block is exact. A parameter of several layers has a line for each: "that of"
+        names the one whose factor it has, "one with" the one with whose factor the layer's is merged. Frozen parameters, and those that
+        are left out, have no rule. Before a fit, a bias that may have an output side of its own, where its layer meets shared positions,
+        is counted so. Print it.
         """
-        self.present_parameters()
+        present = self.fitted_model.present_rules()
+        self.fitted_model.present_parameters(present)
         columns = f"without {self.column_tolerance:.3g} of the Hessian's trace" if self.column_tolerance else ""
         columns = "of one sampled column" if self.fisher == "mc" else columns
-        return summary(self.model, self._rules if self.n_data else self.present_rules(), columns)
+        return _summary(self.model, self._rules if self.n_data else present, columns)
 
     def _penalty(self, log_precision: Tensor, log_scale: Tensor, square_norms: Tensor) -> Tensor:
-        """``sum_l log|c H_l / delta_l + I| + delta_l square_norms_l``, c the exponential of log_scale: one op, unless bases learn."""
-        self._fitted()
-        self._bases.check()
-        if torch.is_grad_enabled() and self._bases.learn():
+        """One op, unless bases learn."""
+        bases = self.fitted_model.bases
+        bases.check()
+        if torch.is_grad_enabled() and bases.learn():
             precision, scale = log_precision.exp(), log_scale.exp()
             log_dets = [f.logdet(d, scale) for f, d in zip(self._factors.values(), precision.unbind(), strict=True)]
-            ratio = torch.stack(log_dets).sum() - (self._sizes() * log_precision).sum()
+            ratio = torch.stack(log_dets).sum() - (elements(self) * log_precision).sum()
             return ratio + (precision * square_norms).sum()
         return ops.kron_evidence(self._spectra.packed(), square_norms, log_precision, log_scale).value
 
-    def posterior_at(self, prior_precision: Value) -> KronPosterior:
-        """:attr:`posterior_precision` at another prior precision. The eigenvectors of the factors, as many numbers as these have, are
-        computed once for a fit."""
-        return self._posterior(self._precisions(prior_precision).detach(), self.data_weight())
+    def _effective(self, log_precision: Tensor, log_scale: Tensor) -> Tensor:
+        return ops.kron_evidence(self._spectra.packed(), self.square_norms, log_precision, log_scale).effective
 
     def _posterior(self, precision: Tensor, scale: Tensor) -> KronPosterior:
-        dtype = self.model.get_parameter(self.parameter_names[0]).dtype
-        return KronPosterior(self.eigenbases(), precision, scale, dtype)
+        return KronPosterior(eigenbases_of(self), precision, scale, self.fitted_model.dtype)
 
-    def eigenbases(self) -> dict[str, Eigenbasis]:
-        """Of all factors, by parameter name, computed once for a fit."""
-        self._fitted()
-        if self._eigenbases is None:
-            shapes = {name: self.model.get_parameter(name).shape for name in self.parameter_names}
-            self._eigenbases = eigenbases(self._factors, shapes)
-        return self._eigenbases
-
-    def effective_parameters(self) -> dict[str, float]:
-        r"""Parameter name -> :math:`\gamma = \sum \lambda\mu/(\lambda\mu + \delta)`, between 0 and the tensor's size.
-
-        Source: MacKay, "Bayesian interpolation", 1992; van der Ouderaa et al., NeurIPS 2023, section 5.
-        """
-        return dict(zip(self.parameter_names, self.effective_by_tensor().tolist(), strict=True))
-
-    @torch.no_grad()
-    def effective_by_tensor(self) -> Tensor:
-        self._fitted()
-        self._bases.check()
-        log_precision, log_scale = self.prior_precision.log(), self._log_scale(None)
-        return ops.kron_evidence(self._spectra.packed(), self._square_norms, log_precision, log_scale).effective
-
-    def _state(self) -> dict[str, Any]:
-        return self._shared_state() | {
-            "fisher": self.fisher,
-            "resolution": self.resolution,
-            "unknown": self.unknown,
-            "subset_of_weights": self.subset_of_weights,
-            "approximation": self.approximation,
-            "statistic_gradients": {name: g.clone() for name, g in self._statistic_gradients.items()},
+    def _curvature_state(self) -> dict[str, Any]:
+        return {
+            "statistic_gradients": {name: g.clone() for name, g in self.statistic_gradients.items()},
             "factors": save_factors(self._rules) if self.n_data else {},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave, for the same model and settings; the model's parameters are not part of
-        it.
-
-        Raises:
-            TypeError: state is no mapping.
-            ValueError: an entry is missing, unknown or does not fit this object, or its values are out of range; nothing is changed then.
-        """
-        settings = ("fisher", "resolution", "unknown", "subset_of_weights", "approximation")
-        state, n_data, restore = self._checked_state(state, settings, {"subset_of_weights": "all"})
-        gradients = self._checked_gradients(state["statistic_gradients"])
-        if not n_data and state["factors"] != {}:
-            raise ValueError("load_state_dict: factors must be empty with n_data = 0.")
-        factors = read_factors(self._rules, state["factors"], n_data, exactly=CHECKSUM not in state) if n_data else {}
-        restore()  # the last that may fail
-        for rule in self._rules if n_data else ():
-            rule.factors = {parameter: factors[rule.full_name(parameter)] for parameter in rule.trainable}
-        self._statistic_gradients = gradients
-        self._hold(self._rules if n_data else [])
-
-    def _checked_gradients(self, gradients: Any) -> dict[str, Tensor]:
-        """A state's gradients of the statistic, copied to the model's device; ValueError where they are not those of its buffers."""
-        buffers = dict(self.model.named_buffers())
+    def _read(self, state: Mapping[str, Any], n_data: int, exactly: bool) -> Callable[[], None]:
+        gradients, buffers = state["statistic_gradients"], dict(self.model.named_buffers())
         if not isinstance(gradients, Mapping) or not gradients.keys() <= buffers.keys():
             got = ", ".join(map(repr, gradients)) if isinstance(gradients, Mapping) else type(gradients).__name__
             raise ValueError(
                 f"load_state_dict: statistic_gradients must be a mapping whose keys are buffers of the model, got {got}."
             )
-        return {
+        gradients = {
             name: checked_tensor(f"statistic_gradients[{name!r}]", g, buffers[name].shape).to(self._device, copy=True)
             for name, g in gradients.items()
         }
+        rules = self.fitted_model.present_rules()
+        if n_data:
+            load_factors(rules, state["factors"], exactly)
+
+        def take() -> None:
+            self.statistic_gradients, self._rules = gradients, rules
+            self._hold()
+
+        return take
+
+
+def eigenbases_of(la: KronLaplace) -> dict[str, Eigenbasis]:
+    """The eigenbases of all factors, by parameter name, computed once for a fit."""
+    la.fitted_model.require_fit()
+    if la._eigenbases is None:
+        shapes = {name: la.model.get_parameter(name).shape for name in la.parameter_names}
+        la._eigenbases = eigenbases(la._factors, shapes)
+    return la._eigenbases
+
+
+def _summary(model: nn.Module, rules: Sequence[Rule], columns: str) -> str:
+    """:meth:`KronLaplace.summary` by these rules, with what the blocks are made of, where that is not all columns, in the last line."""
+    lines: dict[int, list[tuple[str, ...]]] = {}
+    total = 0
+    merges = merged_shapes(rules)
+    for rule in rules:
+        shapes, shared, parameters = rule.shapes(), rule.output_owners(), rule.parameters()
+        for parameter in rule.trainable:
+            shape, name = shapes[parameter], rule.full_name(parameter)
+            inputs, outputs = (shape.groups, shape.row_inputs), (shape.output_groups, shape.row_outputs)
+            owner = shared.get(parameter, "")
+            is_shared = bool(owner) and (
+                rule.factors[parameter].output_moment is rule.factors[owner].output_moment
+                if rule.factors
+                else rule.approximation == "reduce"
+            )
+            if parameter in rule.tied:
+                first, its_name = rule.tied[parameter]
+                cells = (f"that of {first.full_name(its_name)}", "", "0")
+            else:
+                sides = ([] if shape.constant_input else [inputs]) + ([] if is_shared else [outputs])
+                size = sum(groups * rows**2 for groups, rows in sides) * torch.float64.itemsize
+                total += size
+                cells = (
+                    "-" if shape.constant_input else f"{inputs[0]} x {inputs[1]}",
+                    f"that of {rule.full_name(owner)}" if is_shared else f"{outputs[0]} x {outputs[1]}",
+                    f"{size:,}",
+                )
+            diagonal = isinstance(rule, PerExampleRule) and not shape.constant_input
+            product = f"Kronecker{', reduce' if rule.approximation == 'reduce' else ''}"
+            block = "diagonal" if diagonal else "exact" if shape.constant_input else product
+            size_of = str(tuple(parameters[parameter].shape))
+            same = lines.setdefault(id(parameters[parameter]), [])
+            if same and same[0][0] in merges and parameter not in rule.tied:
+                block += f", one with {same[0][0]}"
+            same.append((name, size_of, type(rule).__name__, *cells, block))
+    total += sum(s.inputs**2 + s.outputs**2 for s in merges.values()) * torch.float64.itemsize
+    rows = [HEAD]
+    for name, p in model.named_parameters():
+        rows += lines.get(
+            id(p), [(name, str(tuple(p.shape)), "left out" if p.requires_grad else "frozen", "-", "-", "0", "-")]
+        )
+    count = sum(p.numel() for p in model.parameters() if id(p) in lines)
+    rows.append(("in all", f"{count:,} parameters", "", "", "", f"{total:,}", columns))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
-from ella_cuda.laplace.evidence import Evidence
+from ella_cuda.laplace.evidence import Evidence, data_weight, effective_by_tensor, square_distances
 from ella_cuda.laplace.likelihoods import Regression
 from ella_cuda.laplace.parameters import fingerprint_of
 from ella_cuda.laplace.state import checked_count, checked_tensor, require_checksum, with_checksum
@@ -125,8 +125,8 @@ class _Loss:
         self.la, self.loader, self.bar = la, loader, bar
         self.tangent = TangentModel(la.model, form, la.parameter_names)
         self.point = self.tangent.point.double()
-        self.weight = la.data_weight().item()
-        self.free = la.free_elements()
+        self.weight = data_weight(la).item()
+        self.free = la.free_elements
         precision = la.prior_precision.detach()
         sizes = torch.tensor([la.model.get_parameter(n).numel() for n in la.parameter_names], device=precision.device)
         self.prior = precision.repeat_interleave(sizes)
@@ -190,7 +190,7 @@ class _Loss:
 
     def _check_network(self, statistic: float, size: float) -> None:
         """ValueError where what the network's log likelihood is a function of is another than at the fit, by more than rounding."""
-        fitted = self.la.mean_at("network").statistic.item()
+        fitted = self.la.statistic.item()
         point = self.tangent.point
         rounding = rounding_of(point) if point.is_cuda else APART * torch.finfo(point.dtype).eps
         if abs(statistic - fitted) > rounding * (abs(fitted) + size):
@@ -281,7 +281,7 @@ class _Loss:
         """Those of a pass, on the model's device."""
         count, shapes, points = 0, set(), 0
         for batch in self.loader:
-            x, y = self.la.batch_of(batch, "fit_linear_mode")
+            x, y = self.la.fitted_model.batch(batch, "fit_linear_mode")
             count += data_points(x)
             if data_points(x):
                 shape, self._batch, of_points = _digests(x, y) if len(y) == data_points(x) else (None, 0, 0)
@@ -470,7 +470,7 @@ def _newton(
     if done:
         file.remove()
     sizes = [la.model.get_parameter(name).numel() for name in la.parameter_names]
-    norms = la.norms(dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
+    norms = square_distances(la, dict(zip(la.parameter_names, theta.split(sizes), strict=True)))
     if done:
         why = ""
     elif stalled > 1 or rounded:
@@ -567,7 +567,10 @@ def _conjugate(
 def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
     r"""Of a regression :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
-    kernel = la.prior_covariance(x)
+    prior = la._posterior(
+        la.prior_precision.detach(), la.fitted_model.zero
+    )  # J Lambda^-1 J^T is its covariance of outputs
+    kernel = la._moments_under(x, [prior], joint=True)[1][0].double()
     kernel.diagonal().add_(1 / loss.weight)
     h = loss.outputs(loss.tangent.outputs(x), loss.tangent.jvp(x, loss.push(loss.mean))).double()
     factor, failed = torch.linalg.cholesky_ex(kernel)
@@ -711,7 +714,7 @@ def alternate(
     at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
     trail: list[tuple[Tensor, Tensor]] = []
     plain: Tensor | None = None  # where the last round alone leads, if the present place is another
-    best, inner, kept, place = -math.inf, LOOSEST, la._linear, at
+    best, inner, kept, place = -math.inf, LOOSEST, la.linear_fit, at
     least = TIGHTEST[next(la.model.parameters()).dtype]
     for _ in tqdm(range(n_steps), desc="rounds", disable=not progress_bar, leave=False):
         put(la, at, group, tune_sigma, "network")
@@ -719,12 +722,12 @@ def alternate(
         evidence = la.log_marginal_likelihood(at="linear").item()
         if plain is not None and evidence < best:
             at, plain, trail = plain, None, []
-            la._linear = kept
+            la.linear_fit = kept
             continue
-        best, kept, place = evidence, la._linear, at
+        best, kept, place = evidence, la.linear_fit, at
         found = fixed_points(la, INNER, group, tune_sigma, at_mode="linear")
         aim = torch.cat([found[0], -2 * found[1][None]])
-        gamma = sums_by_group(la.effective_by_tensor(), group)
+        gamma = sums_by_group(effective_by_tensor(la), group)
         moving = torch.cat([gamma >= NOTHING, gamma.new_ones(1, dtype=torch.bool)])
         step = aim - at
         change = step[moving].abs().max().item()
@@ -741,7 +744,7 @@ def alternate(
     find(inner)
     if accelerated and la.log_marginal_likelihood(at="linear").item() < best:
         put(la, place, group, tune_sigma, "network")
-        la._linear = kept
+        la.linear_fit = kept
     return False
 
 

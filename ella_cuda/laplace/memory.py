@@ -91,7 +91,7 @@ def _of_the_system(root: Path) -> int | None:
 
 
 def _lines(file: Path) -> list[str]:
-    """Of a file; none where it cannot be read."""
+    """The lines of a file; none where it cannot be read."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ella_cuda.nn import SpatialBasis
-
-PART = 1 << 17  # elements that are widened to float64 at a time on the CPU: 1 MiB
 
 
 def require_local(model: nn.Module) -> None:
@@ -119,7 +116,7 @@ def _as_looked_up(embedding: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 
 
 def buffer_sums(model: nn.Module) -> dict[str, Tensor | None]:
-    """Of every buffer a number that moves with it; None of those that are in no fingerprint."""
+    """A number that moves with each buffer; None for buffers that are in no fingerprint."""
     named = model.named_buffers(remove_duplicate=False)
     return {name: uneven_sum(b.detach()) if b.is_floating_point() else None for name, b in named}
 
@@ -137,20 +134,8 @@ def filled_since(model: nn.Module, before: Mapping[str, Tensor | None]) -> froze
 
 
 def uneven_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum. It takes less time than
-    :func:`fingerprint_of`."""
-    flat = tensor.flatten()
-    side = math.isqrt(flat.numel())
-    square, rest = flat[: side * side].view(side, side), flat[side * side :]
-    weights = _uneven(side, tensor.device)
-    step = max(PART // max(side, 1), 1) if tensor.device.type == "cpu" else max(side, 1)
-    sums = [part.double() @ weights for part in square.split(step)]
-    rows = torch.cat(sums) @ (1 + weights.square())
-    return (
-        rows
-        + rest.sum(dtype=torch.float64)
-        + (rest.double() @ torch.arange(len(rest), device=rest.device).double()) / 7
-    )
+    """A weighted sum of the elements, 0-dim float64: permutations move it, and changes that cancel in a plain sum."""
+    return tensor.flatten().double() @ _uneven(tensor.numel(), tensor.device)
 
 
 def _uneven(count: int, device: torch.device) -> Tensor:

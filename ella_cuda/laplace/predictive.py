@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, tensors_of
-from ella_cuda.laplace.copies import with_draws
+from ella_cuda.laplace.batches import Inputs, data_points, run_model, tensors_of
+from ella_cuda.laplace.evidence import data_weight
+from ella_cuda.laplace.fitted_model import FittedModel
 from ella_cuda.laplace.jacobian import Jacobian
 from ella_cuda.laplace.jacobian_pass import JacobianConsumer, JacobianPass, running
 from ella_cuda.laplace.likelihoods import Likelihood, checked_outputs, unit_columns
-from ella_cuda.laplace.linear_mode import LinearMode
 from ella_cuda.laplace.link_functions import DIAGONAL, LINKS
 from ella_cuda.laplace.posterior import Contraction, Posterior
-from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.tangent import ReplacedParameters
 from ella_cuda.laplace.tangent_model import TangentModel
 from ella_cuda.laplace.test_time import at_test_time, in_plain_products, requiring_grad
-from ella_cuda.laplace.values import check_choice, check_samples
+from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import running_the_model
-from ella_cuda.nn._autocast import widened
 from ella_cuda.nn._sizes import as_count
-from ella_cuda.ops._precision import autocast_is_on, in_own_precision, without_autocast
+from ella_cuda.ops._precision import in_own_precision, without_autocast
 
 PREDICTIONS, MEANS = ("glm", "nn"), ("network", "linear")
 SAMPLED = 256 << 20  # bytes of samples that go through the network together
@@ -35,23 +32,18 @@ ACTIVATIONS = 16  # numbers that layers make of a number of the inputs, roughly
 
 
 class Predictive:
-    """What approximations with a Gaussian posterior over parameters share: see :class:`ella_cuda.laplace.KronLaplace`."""
+    """Predictions of approximations with a Gaussian posterior over parameters: see :class:`ella_cuda.laplace.KronLaplace`."""
 
     model: nn.Module
+    fitted_model: FittedModel
     likelihood_function: Likelihood
     memory_budget: int
     parameter_names: list[str]
-    dict_key_x: str
-    dict_key_y: str
-    _device: torch.device
-    present_rules: Callable[[], list[Rule]]
-    _checked_parameters: Callable[[Sequence[Rule]], dict[str, nn.Parameter]]
-    require_unchanged: Callable[[], None]
-    _ways: list[tuple[int, bool | Exception]]
-    _filling: Callable[[], AbstractContextManager[None]]
-    _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
+    prior_precision: Tensor
     posterior_precision: Posterior
-    linear_fit: LinearMode | None
+    linear_fit: Any  # a LinearMode once it was found
+    _ways: list[tuple[int, bool | Exception]]  # to derivatives along directions, see TangentModel
+    _predicting: tuple[list[nn.Module | nn.Parameter], JacobianPass] | None
 
     def __call__(
         self,
@@ -111,9 +103,9 @@ class Predictive:
             return samples.mean(0) if likelihood.has_classes else (samples.mean(0), samples.var(0))
         shift = self._shift(x, mean)
         if likelihood.has_classes:
-            outputs, covariance = self.moments(x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
+            outputs, covariance = moments(self, x, diagonal=link_approx in DIAGONAL or not likelihood.couples_outputs)
             return self._probabilities(link_approx, outputs + shift, _by_position(outputs, covariance))
-        outputs, covariance = self.moments(x, joint=joint, diagonal=diagonal_output and not joint)
+        outputs, covariance = moments(self, x, joint=joint, diagonal=diagonal_output and not joint)
         outputs = outputs + shift
         if joint:
             return outputs.flatten(), covariance
@@ -123,12 +115,12 @@ class Predictive:
         """How far the outputs' mean is from the network's."""
         if check_choice("mean", mean, MEANS) == "network":
             return 0.0
-        self.require_unchanged()
+        self.fitted_model.require_unchanged()
         if self.linear_fit is None:
             raise RuntimeError(
                 "mean='linear' needs the linearised network's mode at this fit; call fit_linear_mode(loader)."
             )
-        x = self._inputs(x)
+        x = self.fitted_model.inputs(x)
         tangent = self._tangent(self.linear_fit.form)
         if self.linear_fit.form == "simple":
             outputs = tangent.outputs(x)  # where they are infinite, a class is masked, and stays so
@@ -144,13 +136,13 @@ class Predictive:
         """
         if self._is_jacobian(x):
             return self.posterior_precision.inv_square_form(x)
-        return self.moments(x)[1]
+        return moments(self, x)[1]
 
     def functional_covariance(self, x: Any) -> Tensor:
         """The covariance of all data points' outputs, ``(N K, N K)``; x as for :meth:`functional_variance`."""
         if self._is_jacobian(x):
             return self.posterior_precision.joint_square_form(x)
-        return self.moments(x, joint=True)[1]
+        return moments(self, x, joint=True)[1]
 
     def functional_samples(
         self,
@@ -170,12 +162,14 @@ class Predictive:
             n_samples: how many.
             diagonal_output: with "glm", draw every output by itself, from its variance; samples are then no functions.
             generator: on any device; None is torch's global one.
+
+        Raises:
+            NotImplementedError: with "glm", a function of the network has neither a forward mode nor gradients with derivatives.
         """
         check_choice("pred_type", pred_type, PREDICTIONS)
         n_samples = as_count("n_samples", n_samples)
         if pred_type == "glm" and diagonal_output:
-            mean, variance = self.moments(x, diagonal=True)
-            check_samples(n_samples, mean.numel(), mean)
+            mean, variance = moments(self, x, diagonal=True)
             drawn = _normal((n_samples, *mean.shape), mean, generator)
             return mean + variance.view_as(mean).sqrt() * drawn
         if pred_type == "nn":
@@ -200,28 +194,6 @@ class Predictive:
         samples = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
         return self._response(samples)
 
-    def predictions_at(
-        self, prior_precisions: Tensor, x: Any, pred_type: str, link_approx: str, n_samples: int
-    ) -> Iterator[Any]:
-        """Predictions under each of several prior precisions, one for all tensors: probabilities, or mean and variance of the outputs."""
-        likelihood = self.likelihood_function
-        if pred_type == "glm" and not (likelihood.has_classes and link_approx == "mc"):
-            diagonal = not likelihood.has_classes or link_approx in DIAGONAL or not likelihood.couples_outputs
-            self.require_unchanged()
-            posteriors = [self.posterior_at(precision) for precision in prior_precisions]
-            mean, covariances = self._moments_under(self._inputs(x), posteriors, diagonal=diagonal)
-            for covariance in covariances:
-                parts = mean, _by_position(mean, covariance)
-                yield self._probabilities(link_approx, *parts) if likelihood.has_classes else parts
-            return
-        before = self.prior_precision
-        try:
-            for precision in prior_precisions:
-                self.prior_precision = precision
-                yield self(x, pred_type, link_approx=link_approx, n_samples=n_samples)
-        finally:
-            self.prior_precision = before
-
     @in_own_precision
     def _response(self, samples: Tensor) -> Tensor:
         return self.likelihood_function.response(samples)
@@ -230,37 +202,13 @@ class Predictive:
     def _probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
         return self.likelihood_function.probabilities(link, mean, covariance)
 
-    @in_own_precision
-    def log_density(self, predictions: Any, targets: Tensor, n_samples: int = 100) -> Tensor:
-        """The log predictive density of all targets, noise included, 0-dim float64.
-
-        Args:
-            predictions: probabilities, or mean and variance of the outputs.
-            targets: as for a fit.
-            n_samples: with which a likelihood without a closed form integrates.
-
-        Raises:
-            TypeError, ValueError: the targets do not fit.
-        """
-        likelihood = self.likelihood_function
-        likelihood.check(predictions if likelihood.has_classes else predictions[0], targets)
-        return likelihood.log_predictive(predictions, targets, self.sigma_noise, n_samples).sum()
-
-    def moments(self, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
-        """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)`` with ``diagonal``, or ``(N K, N K)`` with
-        ``joint``; x as for a call."""
-        self.require_unchanged()
-        posterior = self.posterior_precision
-        mean, (covariance,) = self._moments_under(self._inputs(x), [posterior], joint, diagonal)
-        return mean, covariance
-
     # the posterior over parameters -----------------------------------------------------------------------------------
 
     @property
     def mean(self) -> Tensor:
         """The parameters at the fit, ``(P,)``, in ``parameter_names`` order."""
-        self.require_unchanged()
-        return torch.cat([self.model.get_parameter(name).detach().flatten() for name in self.parameter_names])
+        self.fitted_model.require_unchanged()
+        return torch.cat([p.detach().flatten() for p in self.fitted_model.parameters()])
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draws of all parameters from the posterior, ``(n_samples, P)``, in ``parameter_names`` order."""
@@ -283,24 +231,14 @@ class Predictive:
         if not isinstance(value, Tensor) or not value.dim() or value.shape[-1] != count:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{name}: expected all parameters, a tensor (..., {count}), got {got}.")
-        return value.to(self._device)
+        return value.to(self.fitted_model.device)
 
     # passes ----------------------------------------------------------------------------------------------------------
 
     def _is_jacobian(self, x: Any) -> bool:
         shape = (self.n_outputs, self.n_params)
-        return isinstance(x, Tensor) and x.dim() == 3 and x.shape[1:] == shape and self._inputs_shape != shape
-
-    def _inputs(self, x: Any) -> Inputs:
-        """On the model's device."""
-        if isinstance(x, Mapping) and self.dict_key_x in x and x.keys() <= {self.dict_key_x, self.dict_key_y}:
-            x = x[self.dict_key_x]
-        elif isinstance(x, Mapping):
-            x = {key: value for key, value in x.items() if key != self.dict_key_y}
-        x = inputs_on(x, self._device, type(self).__name__)
-        x = map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
-        x = map_tensors(x, lambda t: widened(t, self.model)) if autocast_is_on(self._device.type) else x
-        return with_draws(self.model, x, self._draws)
+        known = self.fitted_model.inputs_shape
+        return isinstance(x, Tensor) and x.dim() == 3 and x.shape[1:] == shape and known != shape
 
     @running_the_model
     def _moments_under(
@@ -308,7 +246,8 @@ class Predictive:
     ) -> tuple[Tensor, list[Tensor]]:
         """Under several posteriors of one mean, for one pass through the network."""
         moments = _Moments(posteriors, data_points(x), joint, diagonal)
-        with self._filling(), running(self._pass()) as run, without_autocast(self._device.type):
+        filling, plain = self.fitted_model.filling(), without_autocast(self.fitted_model.device.type)
+        with filling, running(self._pass()) as run, plain:
             if data_points(x) and not run.tried_out:
                 run.try_out(x, several=True)
             mean = run.run(x, lambda f, _: unit_columns(f), moments, all_data=joint, each_alone=diagonal)
@@ -317,21 +256,21 @@ class Predictive:
         return mean, found
 
     def _pass(self) -> JacobianPass:
-        """One for all predictions of a fit, whose network is tried out once."""
+        """The pass of all predictions of a fit, whose network is tried out once."""
         here = [*self.model.modules(), *self.model.parameters()]
         if (
             self._predicting is None
             or len(self._predicting[0]) != len(here)
             or any(a is not b for a, b in zip(self._predicting[0], here, strict=True))
         ):
-            shapes = self.posterior_precision.shapes
             # What has a posterior does not change with what is trainable after the fit.
-            wanted = {id(self.model.get_parameter(name)) for name in self.parameter_names}
-            frozen = [p for p in self.model.parameters() if id(p) in wanted and not p.requires_grad]
-            others = [p for p in self.model.parameters() if id(p) not in wanted and p.requires_grad]
+            wanted = {id(p): p for p in self.fitted_model.parameters()}
+            frozen = [p for p in wanted.values() if not p.requires_grad]
+            others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in wanted]
             with requiring_grad(frozen, True), requiring_grad(others, False):
-                rules = self.present_rules()
-                self._checked_parameters(rules)
+                rules = self.fitted_model.present_rules()
+                self.fitted_model.present_parameters(rules)
+            shapes = self.posterior_precision.shapes
             self._predicting = here, JacobianPass(self.model, rules, shapes, self.memory_budget)
         run = self._predicting[1]
         run.memory_budget = self.memory_budget
@@ -340,17 +279,16 @@ class Predictive:
     @running_the_model
     def _sampled(self, x: Any, pred_type: str, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Outputs of the network or of its linearisation at samples of the parameters, of as many at a time as there is room for."""
-        posterior, x = self.posterior_precision, self._inputs(x)
+        posterior, x = self.posterior_precision, self.fitted_model.inputs(x)
         parameters = ReplacedParameters(self.model, self.parameter_names)
         mean = self.mean
         # Samples go through the network together as far as their parameters, and what layers make of the inputs, find room.
         each = 4 * mean.numel() + ACTIVATIONS * sum(t.numel() for t in tensors_of(x))
         at_once = max(SAMPLED // (each * mean.element_size()), 1)
         found = []
-        plain = without_autocast(self._device.type)
-        with self._filling(), at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
+        filling, plain = self.fitted_model.filling(), without_autocast(mean.device.type)
+        with filling, at_test_time(self.model), in_plain_products(), plain, torch.no_grad():
             outputs = checked_outputs(run_model(self.model, x), data_points(x))
-            check_samples(n_samples, outputs.numel(), outputs)
 
             def function(values: dict[str, Tensor]) -> Tensor:
                 with parameters.replaced(values):
@@ -360,7 +298,7 @@ class Predictive:
             for begin in range(0, n_samples, at_once):
                 drawn = posterior.sample(min(at_once, n_samples - begin), generator)
                 if tangent is not None:
-                    found.append(outputs + self._along(x, tangent, drawn))
+                    found.append(outputs + tangent.jvp(x, drawn))
                 else:
                     found += [function(parameters.split(one))[None] for one in mean + drawn]
         return torch.cat(found)
@@ -371,45 +309,38 @@ class Predictive:
         tangent.ways = self._ways
         return tangent
 
-    def _along(self, x: Inputs, tangent: TangentModel, directions: Tensor) -> Tensor:
-        """The outputs' derivatives along directions ``(S, P)``, ``(S, N, ...)``."""
-        with suppress(NotImplementedError):  # of functions without a forward mode whose gradients have no derivatives
-            return tangent.jvp(x, directions)
-        shapes = self.posterior_precision.shapes
-        whole = ReplacedParameters(self.model, self.parameter_names).split(directions)
-        consumer = _Along({name: shape.to_blocks(whole[name], 1) for name, shape in shapes.items()}, data_points(x))
-        with running(self._pass()) as run:
-            if data_points(x) and not run.tried_out:
-                run.try_out(x, several=True)
-            outputs = run.run(x, lambda f, _: unit_columns(f), consumer, each_alone=True)
-        return consumer.values.view(len(directions), *outputs.shape)
+
+def moments(la: Predictive, x: Any, joint: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+    """The outputs' mean ``(N, ...)`` and covariance ``(N, K, K)``, variances ``(N, K)`` with ``diagonal``, or ``(N K, N K)`` with
+    ``joint``; x as for a call."""
+    la.fitted_model.require_unchanged()
+    posterior = la.posterior_precision
+    mean, (covariance,) = la._moments_under(la.fitted_model.inputs(x), [posterior], joint, diagonal)
+    return mean, covariance
 
 
-class _Along(JacobianConsumer):
-    """Adds up the derivatives of outputs along directions.
-
-    Args:
-        directions: by parameter name, ``(S, G, a, b)``.
-        count: N, data points of all.
-
-    Attributes:
-        values: ``(S, N, K)``.
-    """
-
-    def __init__(self, directions: Mapping[str, Tensor], count: int) -> None:
-        self._directions, self._count = directions, count
-        first = next(iter(directions.values()))
-        self.row_bytes = max(d[0].numel() for d in directions.values()) * first.element_size()
-        self.values = first.new_zeros(len(first), count, 0)
-
-    def begin(self, outputs: Tensor, which: slice, columns: slice) -> None:
-        if not self.values.shape[2]:
-            self.values = self.values.new_zeros(len(self.values), self._count, math.prod(outputs.shape[1:]))
-        self._place = self.values[:, which, columns]
-
-    def take(self, name: str, jacobian: Jacobian) -> None:
-        directions = self._directions[name]
-        self._place += torch.einsum("kngab,sgab->snk", jacobian.dense(directions.shape[1]), directions)
+def predictions_at(
+    la: Predictive, prior_precisions: Tensor, x: Any, pred_type: str, link_approx: str, n_samples: int
+) -> Iterator[Any]:
+    """Predictions under each of several prior precisions, one for all tensors: probabilities, or mean and variance of the outputs."""
+    likelihood = la.likelihood_function
+    if pred_type == "glm" and not (likelihood.has_classes and link_approx == "mc"):
+        diagonal = not likelihood.has_classes or link_approx in DIAGONAL or not likelihood.couples_outputs
+        la.fitted_model.require_unchanged()
+        weight, like = data_weight(la), la.prior_precision.detach()
+        posteriors = [la._posterior(torch.ones_like(like) * precision, weight) for precision in prior_precisions]
+        mean, covariances = la._moments_under(la.fitted_model.inputs(x), posteriors, diagonal=diagonal)
+        for covariance in covariances:
+            parts = mean, _by_position(mean, covariance)
+            yield la._probabilities(link_approx, *parts) if likelihood.has_classes else parts
+        return
+    before = la.prior_precision
+    try:
+        for precision in prior_precisions:
+            la.prior_precision = precision
+            yield la(x, pred_type, link_approx=link_approx, n_samples=n_samples)
+    finally:
+        la.prior_precision = before
 
 
 class _Moments(JacobianConsumer):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ella_cuda.digest import values_digest
-from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
+from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.rules import Rule
-from ella_cuda.laplace.second_moment import SecondMoment
 
 CHECKSUM = "checksum"  # of a state's other entries
-NEVER_POSITIVE = ("classification", "regression", "binary", "poisson")  # likelihoods whose statistic is not
+ENTRIES = ("inputs", "input_rows", "outputs", "output_rows", "outputs_of")  # of a factor
 ROUNDING = 1e-6  # of a sum's trace: products of float32 rows are summed in float32
 
 
@@ -31,112 +30,84 @@ def require_checksum(state: Mapping[str, Any], where: str, what: str) -> dict[st
     return entries
 
 
-def factors_of(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
-    """The factors that rules have, by the parameters' names in the rules' layers; that of several layers once."""
-    return {r.full_name(name): factor for r in rules for name, factor in r.factors.items() if name not in r.tied}
+def _with_owners(rules: Sequence[Rule]) -> dict[str, tuple[KroneckerFactor, str]]:
+    """The factors that rules have, by the parameters' names in the rules' layers, that of several layers once; with the parameter whose
+    output side each shares, "" if its own."""
+    factors = {r.full_name(name): factor for r in rules for name, factor in r.factors.items() if name not in r.tied}
+    lent = [(r.factors[o], r.full_name(o)) for r in rules if r.factors for o in r.output_owners().values()]
+    owners = {id(factor.output_moment): name for factor, name in lent}
+    found = {}
+    for name, factor in factors.items():
+        owner = owners.setdefault(id(factor.output_moment), name)
+        found[name] = factor, "" if owner == name else owner
+    return found
 
 
 def save_factors(rules: Sequence[Rule]) -> dict[str, dict[str, Any]]:
     """Parameter name -> raw sums and row counts; ``outputs_of`` names the parameter whose output side it shares, "" if
     its own.
     """
-    factors = factors_of(rules)
-    lent = [(r.factors[o], r.full_name(o)) for r in rules if r.factors for o in r.output_owners().values()]
-    owners = {id(factor.output_moment): name for factor, name in lent}
     saved = {}
-    for name, factor in factors.items():
-        owner = owners.setdefault(id(factor.output_moment), name)
+    for name, (factor, owner) in _with_owners(rules).items():
         inputs, outputs = factor.input_moment, factor.output_moment
         saved[name] = {
             "inputs": None if inputs is None else inputs.total.clone(),
             "input_rows": 0 if inputs is None else inputs.rows,
-            "outputs": outputs.total.clone() if owner == name else None,
+            "outputs": None if owner else outputs.total.clone(),
             "output_rows": outputs.rows,
-            "outputs_of": "" if owner == name else owner,
+            "outputs_of": owner,
         }
     return saved
 
 
-def read_factors(
-    rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], n_data: int, exactly: bool
-) -> dict[str, KroneckerFactor]:
-    """The factors that :func:`save_factors` saved, by the names of all parameters of the rules' layers; they are copies. ``exactly``: see
+def load_factors(rules: Sequence[Rule], saved: Mapping[str, Mapping[str, Any]], exactly: bool) -> None:
+    """Allocate the factors of these rules with the sums that :func:`save_factors` saved; they are copies. ``exactly``: see
     :func:`require_moment`.
 
     Raises:
         ValueError: an entry is missing, unknown or does not fit the rules' shapes, or its values are no sum of outer products.
     """
-    names = {rule.full_name(parameter) for rule in rules for parameter in rule.trainable if parameter not in rule.tied}
-    if not isinstance(saved, Mapping) or saved.keys() != names:
-        given = set(saved) if isinstance(saved, Mapping) else set()
-        lacking, unknown = sorted(names - given), sorted(map(repr, given - names))
-        raise ValueError(
-            f"load_state_dict: factors must have one entry per parameter; no factor for {', '.join(map(repr, lacking)) or 'none'}, unknown: "
-            f"{', '.join(unknown) or 'none'}."
-        )
-    loaded: dict[str, KroneckerFactor] = {}
     for rule in rules:
-        shapes, shared = rule.shapes(), rule.output_owners()
-        for parameter in sorted(rule.trainable, key=shared.__contains__):
-            name, like = rule.full_name(parameter), rule.module.get_parameter(parameter)
-            if parameter in rule.tied:
-                owner_rule, its_name = rule.tied[parameter]
-                loaded[name] = loaded[owner_rule.full_name(its_name)]
-                continue
-            owner = rule.full_name(shared[parameter]) if parameter in shared else ""
-            loaded[name] = _read(name, shapes[parameter], like, saved[name], loaded, owner, exactly)
-            loaded[name].n_data = n_data
-    return loaded
+        rule.allocate()
+    entries = saved if isinstance(saved, Mapping) else {}
+    own = {name for name, entry in entries.items() if isinstance(entry, Mapping) and entry.get("outputs_of") == ""}
+    separate_outputs(rules, own)
+    factors = _with_owners(rules)
+    _require_keys("factors", saved, factors)
+    for name, (factor, owner) in factors.items():
+        entry = saved[name]
+        _require_keys(f"the factor of {name!r}", entry, ENTRIES)
+        if entry["outputs_of"] != owner:
+            raise ValueError(
+                f"load_state_dict: outputs_of of {name!r} must be {owner!r}, or '' where a bias has its own, got {entry['outputs_of']!r}."
+            )
+        for side, moment in (("input", factor.input_moment), ("output", None if owner else factor.output_moment)):
+            total, rows = entry[f"{side}s"], checked_count(f"{side}_rows of {name!r}", entry[f"{side}_rows"])
+            if moment is not None:
+                moment.total.copy_(checked_tensor(moment.name, total, moment.total.shape))
+                require_moment(moment.name, moment.total, exactly)
+                moment.count(rows)
+            elif total is not None:
+                raise ValueError(f"load_state_dict: {side}s of {name!r} must be None, got {_described(total)}.")
 
 
-_ENTRIES = ("inputs", "input_rows", "outputs", "output_rows", "outputs_of")
-
-
-def _read(
-    name: str,
-    shape: FactorShape,
-    like: torch.Tensor,
-    entry: Mapping[str, Any],
-    loaded: Mapping[str, KroneckerFactor],
-    owner: str,
-    exactly: bool,
-) -> KroneckerFactor:
-    """One factor; ``owner`` is the parameter whose output side it may share, "" if none."""
-    if not isinstance(entry, Mapping) or set(entry) != set(_ENTRIES):
-        got = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else repr(entry)
+def _require_keys(where: str, value: Any, expected: Collection[str]) -> None:
+    """ValueError where the value is no mapping of these keys."""
+    if not isinstance(value, Mapping) or value.keys() != set(expected):
+        wrong = sorted(map(repr, value.keys() ^ set(expected))) if isinstance(value, Mapping) else [_described(value)]
         raise ValueError(
-            f"load_state_dict: the factor of {name!r} must have the entries {', '.join(_ENTRIES)}, got {got}."
+            f"load_state_dict: {where} must have the entries {', '.join(map(repr, expected))}; missing or unknown: {', '.join(wrong)}."
         )
-    sharing = entry["outputs_of"]
-    if sharing not in ("", owner):
-        allowed = f"'' or {owner!r}" if owner else "''"
-        raise ValueError(f"load_state_dict: outputs_of of {name!r} must be {allowed}, got {sharing!r}.")
-    for absent, key in ((shape.constant_input, "inputs"), (bool(sharing), "outputs")):
-        if absent and entry[key] is not None:
-            raise ValueError(f"load_state_dict: {key} of {name!r} must be None, got {_described(entry[key])}.")
-    inputs = None
-    if not shape.constant_input:
-        inputs = SecondMoment(shape.groups, shape.row_inputs, like, f"{name} (input side)", shape.input_basis)
-        _fill(inputs, entry["inputs"], exactly)
-    input_rows = checked_count(f"input_rows of {name!r}", entry["input_rows"])
-    output_rows = checked_count(f"output_rows of {name!r}", entry["output_rows"])
-    if sharing:
-        outputs = loaded[owner].output_moment
-    else:
-        outputs = SecondMoment(
-            shape.output_groups, shape.row_outputs, like, f"{name} (output side)", shape.output_basis
-        )
-        _fill(outputs, entry["outputs"], exactly)
-        outputs.count(output_rows)
-    if inputs is not None:
-        inputs.count(input_rows)
-    return KroneckerFactor(shape, inputs, outputs)
 
 
-def _fill(moment: SecondMoment, total: Any, exactly: bool) -> None:
-    given = checked_tensor(moment.name, total, moment.total.shape)
-    require_moment(moment.name, given, exactly)
-    moment.total.copy_(given)
+def separate_outputs(rules: Sequence[Rule], names: Collection[str]) -> None:
+    """Give the factors of these parameters output sides of their own, which begin with what is summed so far: sums of data without shared
+    positions are both sides'."""
+    for rule in rules:
+        for parameter, owner in rule.output_owners().items():
+            factor, name = rule.factors[parameter], rule.full_name(parameter)
+            if name in names and factor.output_moment is rule.factors[owner].output_moment:
+                factor.output_moment = factor.output_moment.clone(f"{name} (output side)")
 
 
 def require_moment(name: str, total: torch.Tensor, exactly: bool) -> None:

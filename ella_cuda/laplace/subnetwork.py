@@ -29,7 +29,7 @@ class SubnetMask(ABC):
 
     @property
     def indices(self) -> Tensor:
-        """What :meth:`select` chose, int64, ascending.
+        """The indices that :meth:`select` chose, int64, ascending.
 
         Raises:
             AttributeError: nothing is chosen yet.
@@ -88,7 +88,7 @@ class ScoreBasedSubnetMask(SubnetMask):
 
     @abstractmethod
     def scores(self, train_loader: Iterable[Any] | None) -> Tensor:
-        """One for each element."""
+        """A score for each element."""
 
 
 class RandomSubnetMask(ScoreBasedSubnetMask):

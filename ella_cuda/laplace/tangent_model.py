@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ella_cuda.laplace.batches import Inputs, data_points, inputs_on, map_tensors, run_model, take, tensors_of
 from ella_cuda.laplace.check_model import require_no_reentrant_checkpoint
 from ella_cuda.laplace.likelihoods import checked_outputs
+from ella_cuda.laplace.one_function import generator_states, require_one_function
 from ella_cuda.laplace.parameters import checked_names, require_no_inference, trainable
-from ella_cuda.laplace.randomness import generator_states, require_one_function
 from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,

@@ -29,7 +29,7 @@ def by_parameter(rules: Sequence[Rule]) -> dict[str, KroneckerFactor]:
 
 
 def merged_shapes(rules: Sequence[Rule]) -> dict[str, FactorShape]:
-    """Of the factors that :func:`by_parameter` makes of two, which take memory beside these, by the parameters' names."""
+    """The shapes of the factors that :func:`by_parameter` makes of two, which take memory beside these, by the parameters' names."""
     first: dict[int, tuple[str, FactorShape]] = {}
     found: dict[str, FactorShape] = {}
     for rule in rules:
@@ -43,7 +43,7 @@ def merged_shapes(rules: Sequence[Rule]) -> dict[str, FactorShape]:
 
 
 def _whole_shape(shape: FactorShape) -> FactorShape:
-    """Of one block."""
+    """The shape of the factor as one block."""
     layout = "gab" if shape.layout == "gab" else "gba"
     return FactorShape(1, shape.groups * shape.inputs, shape.outputs, 1, layout=layout)
 

@@ -12,11 +12,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ella_cuda.laplace.batches import dict_keys, kept, pair_on, require_loader
-from ella_cuda.laplace.evidence import Evidence
+from ella_cuda.laplace.evidence import Evidence, effective_by_tensor, evidence_at, mean_at
 from ella_cuda.laplace.link_functions import LINKS
 from ella_cuda.laplace.prior_structure import STRUCTURES, group_indices
 from ella_cuda.laplace.values import as_float64, check_choice
 from ella_cuda.nn._sizes import as_count
+from ella_cuda.ops._precision import in_own_precision
 
 METHODS = ("marglik", "mackay", "gridsearch")
 SMALLEST, LARGEST = 1e-6, 1e10  # precisions that fixed points are held between
@@ -55,7 +56,7 @@ def tempered_evidence(
     """The objective of a noise that is tuned, None if it is not: the evidence of the likelihood divided by the temperature, with its
     normaliser, which :meth:`~ella_cuda.laplace.KronLaplace.log_marginal_likelihood` leaves whole. A whole one would only rescale the noise
     by the temperature's root."""
-    evidence = la.evidence_at(log_precision, log_sigma, at_mode)
+    evidence = evidence_at(la, log_precision, log_sigma, at_mode)
     if log_sigma is None or la.temperature == 1:
         return evidence
     return evidence + (1 - 1 / la.temperature) * la.n_targets * (log_sigma + 0.5 * math.log(2 * math.pi))
@@ -117,7 +118,7 @@ def fixed_points(
 
     Source: MacKay, "Bayesian interpolation", 1992, section 4.
     """
-    mean = la.mean_at(at_mode)
+    mean = mean_at(la, at_mode)
     norms, count = sums_by_group(mean.square_norms, group), int(group.max()) + 1
     # Of the precisions and of the noise's, in a row.
     at = torch.cat([mean_log_precisions(la, group), -2 * la.sigma_noise.detach().log()[None]])
@@ -126,7 +127,7 @@ def fixed_points(
     before: Tensor | None = None  # the determined elements before the last update
     rested = False
     for _ in tqdm(range(n_steps), desc="fixed points", disable=not progress_bar, leave=False):
-        gamma = sums_by_group(la.effective_by_tensor(), group)
+        gamma = sums_by_group(effective_by_tensor(la), group)
         aim = (gamma / norms).log()
         # Of tensors at their prior's mean that the data say nothing about, nothing is learned.
         aim = torch.where(aim.isnan(), at[:-1], aim)
@@ -180,15 +181,13 @@ def warn_of_motion(n_steps: int, instead: str = "") -> None:
 def grid_search(
     la: Evidence,
     grid: Tensor,
+    predict: Callable[[Any], Iterable[Any]],
     val_loader: Iterable[Any],
     loss: Loss | None,
-    pred_type: str,
-    link_approx: str,
-    n_samples: int,
     progress_bar: bool,
 ) -> Tensor:
-    """The precision of the grid, one for all tensors, whose predictions have the smallest loss on the loader's data. Of linearised networks
-    a batch goes through the network once for all of the grid."""
+    """The precision of the grid, one for all tensors, whose predictions have the smallest loss on the loader's data; ``predict`` gives those
+    of all the grid's for a batch's inputs."""
     losses = [_Total(la, loss) for _ in grid]
     seen = False
     for batch in tqdm(val_loader, desc="grid", disable=not progress_bar, leave=False):
@@ -196,9 +195,7 @@ def grid_search(
             batch, la.prior_precision.device, "optimize_prior_precision", dict_keys(la.dict_key_x, la.dict_key_y)
         )
         seen = seen or bool(len(y))
-        for total, predictions in zip(
-            losses, la.predictions_at(grid, x, pred_type, link_approx, n_samples), strict=True
-        ):
+        for total, predictions in zip(losses, predict(x), strict=True):
             total.add(predictions, y)
     if not seen:
         raise ValueError(
@@ -222,6 +219,24 @@ def grid_search(
     return grid[values.where(finite, math.inf).argmin()]
 
 
+@in_own_precision
+def log_density(la: Evidence, predictions: Any, targets: Tensor, n_samples: int = 100) -> Tensor:
+    """The log predictive density of all targets, noise included, 0-dim float64.
+
+    Args:
+        la: the approximation that predicts.
+        predictions: probabilities, or mean and variance of the outputs.
+        targets: as for a fit.
+        n_samples: with which a likelihood without a closed form integrates.
+
+    Raises:
+        TypeError, ValueError: the targets do not fit.
+    """
+    likelihood = la.likelihood_function
+    likelihood.check(predictions if likelihood.has_classes else predictions[0], targets)
+    return likelihood.log_predictive(predictions, targets, la.sigma_noise, n_samples).sum()
+
+
 class _Total:
     """The loss of some batches: the mean negative log predictive density, or a user's function of all predictions and targets."""
 
@@ -233,7 +248,7 @@ class _Total:
     def add(self, predictions: Any, targets: Tensor) -> None:
         """A batch's."""
         if self._loss is None:
-            self._sum -= self._la.log_density(predictions, targets).item()
+            self._sum -= log_density(self._la, predictions, targets).item()
             self._count += len(targets)
         else:
             self._kept.append((predictions, kept(targets)))

@@ -45,14 +45,3 @@ def positive_number(name: str, value: Value) -> float:
         raise ValueError(f"{name}: expected one number, got shape {tuple(found.shape)}.")
     check_positive(name, found)
     return found.item()
-
-
-def check_samples(n_samples: int, each: int, like: Tensor) -> None:
-    """ValueError where the device of ``like`` has no room for so many samples of so many numbers each, of its dtype."""
-    try:
-        like.new_empty(n_samples, each)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"n_samples: {n_samples} samples of {each} numbers take {n_samples * each * like.element_size():,} bytes, which {like.device} "
-            "does not have; draw fewer at a time."
-        ) from error

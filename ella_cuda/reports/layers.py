@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ella_cuda.laplace.layer_type import layer_type
+from ella_cuda.laplace.evidence import layer_type
 from ella_cuda.nn import RelaxedEquivariance
 from ella_cuda.reports.text import PATH_TITLES, columns, number, run_title
 

@@ -419,7 +419,7 @@ class MarglikTrainer:
     def _is_present(la: KronLaplace) -> bool:
         """Whether the fit is of the network as it is."""
         try:
-            la.require_unchanged()
+            la.fitted_model.require_unchanged()
         except RuntimeError:
             return False
         return True

@@ -275,7 +275,7 @@ def test_one_sampled_column_has_the_exact_factor_for_mean():
     y = targets("classification")
     _, exact = EllaGGN(model, "classification").kron(x, y, N)
     sampled = EllaGGN(model, "classification", stochastic=True)
-    draws = [sampled.kron(x, y, N)[1].kfacs[0] for _ in range(400)]
+    draws = [sampled.kron(x, y, N)[1].kfacs[0] for _ in range(100)]
     assert all(torch.equal(a, draws[0][1]) for _, a in draws)
     assert torch.linalg.matrix_rank(draws[0][0]) == CLASSES - 1  # N columns, whose entries sum to zero
     b = torch.stack([b for b, _ in draws])
@@ -360,23 +360,6 @@ def test_without_laplace_torch_the_extra_is_named(monkeypatch, version):
 
 
 # the structure --------------------------------------------------------------------------------------------------------
-
-
-def test_a_single_data_point_has_the_blocks_of_the_gauss_newton_matrix():
-    """Of linear layers, by torch.func."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-    x, y = torch.randn(1, 4, dtype=torch.float64), torch.tensor([1])
-    la = plugged(model, prior_precision=torch.tensor([0.3, 0.5, 2.0, 4.0], dtype=torch.float64))
-    la.fit(loader(x, y))
-    p = torch.softmax(model(x)[0].detach(), 0)
-    blocks = []
-    for (name, parameter), delta in zip(model.named_parameters(), la.prior_precision, strict=True):
-        j = jacrev(lambda v, name=name: functional_call(model, {name: v}, x)[0])(parameter.detach()).flatten(1)
-        blocks.append(
-            j.T @ (p.diag() - torch.outer(p, p)) @ j + delta * torch.eye(parameter.numel(), dtype=torch.float64)
-        )
-    torch.testing.assert_close(la.posterior_precision.to_matrix(), torch.block_diag(*blocks), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -503,15 +486,6 @@ def test_samples_are_the_generators():
     torch.testing.assert_close(each, gaussian.log_prob(values), rtol=1e-9, atol=1e-8)
 
 
-def test_inputs_of_as_many_features_as_parameters_are_inputs():
-    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Tanh()).double()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    la = plugged(model, "regression")
-    la.fit(loader(x, torch.randn(5, 1, dtype=torch.float64)))
-    _, joint = la(x, joint=True)
-    torch.testing.assert_close(joint.diagonal(), la(x)[1].flatten())
-
-
 def test_outputs_at_positions_are_predicted_by_the_approximation_inside():
     model = nn.Linear(4, 3).double()
     x = torch.randn(6, 2, 4, dtype=torch.float64)
@@ -520,20 +494,6 @@ def test_outputs_at_positions_are_predicted_by_the_approximation_inside():
     with pytest.raises(ValueError, match=r"predicts outputs \(N, K\), the model's are \(6, 2, 3\); the attribute ella"):
         la(x)
     assert la.ella(x).shape == (6, 2, 3)
-
-
-def test_samples_have_the_posterior():
-    la, _, _ = fitted("tied", prior_precision=2.0)
-    draws = la.sample(20000, torch.Generator().manual_seed(1))
-    assert torch.equal(draws[:5], la.sample(20000, torch.Generator().manual_seed(1))[:5])
-    covariance = torch.linalg.inv(dense_curvature(la.ella) + 2 * torch.eye(la.n_params, dtype=torch.float64))
-    scale = covariance.diagonal().sqrt()
-    z = (draws.mean(0) - la.mean) / scale * len(draws) ** 0.5
-    assert z.abs().max() < 5
-    away = (draws.T.cov() - covariance) / torch.outer(scale, scale)
-    assert (
-        away.abs().max() < 7 / len(draws) ** 0.5
-    )  # one standard error of a correlation is 1 / sqrt(n), sqrt(2 / n) of a variance
 
 
 def test_gradients_at_the_inputs():

@@ -307,7 +307,7 @@ def test_batches_parts_and_the_linear_mode_average_over_the_same_draws():
     whole.fit_linear_mode([(x, y)])
     outputs = TangentModel(model)(whole.linear_mode, (x, whole.state_dict()["draws"].expand(len(x), -1, -1)))
     found = torch.nn.functional.cross_entropy(outputs, y, reduction="sum")
-    torch.testing.assert_close(-whole.mean_at("linear").statistic, found)
+    torch.testing.assert_close(-whole.linear_fit.statistic, found)
     with pytest.raises(ValueError, match="draws anew in every pass"):
         KronLaplace(averaged("conv", "independent")).fit([(x, y)]).fit_linear_mode([(x, y)])
 

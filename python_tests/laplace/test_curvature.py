@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Rule, register
-from ella_cuda.laplace.curvature import curvature_pass, requiring_grad
+from ella_cuda.laplace.curvature import curvature_pass
 from ella_cuda.laplace.factors import FactorShape
 from ella_cuda.laplace.rules import base, rules_for
+from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.nn import CircularConv2d, FactoredLinear2d, RelaxedEquivariance, StridedCircularConv2d
 from python_tests.laplace.checks import assert_same_factors, image_batches
 

@@ -75,6 +75,8 @@ def test_models_that_cannot_be_fitted(model):
         KronLaplace(nn.ReLU())
     with pytest.raises(TypeError, match=r"'0.weight' has dtype torch.float16"):
         KronLaplace(model.half())
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got function"):
+        KronLaplace(lambda x: x)
 
 
 @pytest.mark.parametrize("loader", [[], iter([])])
@@ -83,30 +85,28 @@ def test_an_empty_loader(model, loader):
         KronLaplace(model).fit(loader)
 
 
-def test_a_loader_that_yields_no_pairs(model, data):
-    with pytest.raises(TypeError, match=r"pairs of tensors \(x, y\), got dict"):
-        KronLaplace(model).fit([dict(x=data[0], y=data[1])])
-    with pytest.raises(TypeError, match="got tuple of ndarray, Tensor"):
-        KronLaplace(model).fit([(data[0].numpy(), data[1])])
-    with pytest.raises(TypeError, match="got Tensor"):
-        KronLaplace(model).fit(data[0])
-
-
-@pytest.mark.parametrize("likelihood", ["classification", "regression"])
-def test_single_examples_are_refused(likelihood):
-    y = torch.randint(3, (6,)) if likelihood == "classification" else torch.randn(6, 3)
-    with pytest.raises(TypeError, match="DataLoader"):
-        KronLaplace(nn.Linear(4, 3), likelihood).fit(torch.utils.data.TensorDataset(torch.randn(6, 4), y))
-
-
-def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got function"):
-        KronLaplace(lambda x: x)
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda x, y: ([{"x": x, "y": y}],), r"pairs of tensors \(x, y\), got dict"),
+        (lambda x, y: ([(x.numpy(), y)],), "got tuple of ndarray, Tensor"),
+        (lambda x, y: (torch.utils.data.TensorDataset(x, y),), "a data set yields single examples; pass .*DataLoader"),
+        # ``fit(X, Y)``, as of scikit-learn, would take Y for ``override``.
+        (lambda x, y: (x, y), r"loader of batches \(x, y\).*TensorLoader\(x, y, batch_size="),
+        (lambda x, y: (x,), r"loader of batches \(x, y\).*TensorLoader\(x, y, batch_size="),
+        (lambda x, y: ([(x, y)], y), r"loader of batches \(x, y\).*TensorLoader\(x, y, batch_size="),
+    ],
+)
+def test_what_is_no_loader_of_pairs(model, data, loader, message):
+    for kind in (KronLaplace, DiagLaplace):
+        with pytest.raises(TypeError, match=message):
+            kind(model).fit(*loader(*data))
 
 
 def test_evidence_before_a_fit(model):
     la = KronLaplace(model)
-    for ask in (la.log_marginal_likelihood, la.effective_parameters, lambda: la.factors, lambda: la.log_likelihood):
+    parts = lambda: la.factors, lambda: la.log_likelihood, lambda: la.scatter, lambda: la.log_det_ratio
+    for ask in (la.log_marginal_likelihood, la.effective_parameters, la.optimize_prior_precision, *parts):
         with pytest.raises(RuntimeError, match="call fit"):
             ask()
 
@@ -226,23 +226,6 @@ def test_errors_that_are_not_of_the_data_are_left_alone(data, error):
     la = KronLaplace(nn.Sequential(Refusing(), nn.Linear(3, 2)))
     with pytest.raises(type(error), match=f"^{error}$"):
         exact_log_marginal_likelihood(la, *data)
-
-
-def test_outputs_that_do_not_depend_on_the_layers(data):
-    class Detached(nn.Linear):
-        pass
-
-    model = nn.Sequential(Detached(3, 2))
-    model.register_forward_hook(lambda module, args, out: out.detach())
-    with pytest.raises(ValueError, match="does not depend on its layers through autograd"):
-        KronLaplace(model).fit([data])
-
-
-def test_tensors_are_no_loader(model, data):
-    """``fit(X, Y)``, as of scikit-learn, would take Y for ``override``."""
-    for args in (data, data[:1], ([data], torch.ones(()))):
-        with pytest.raises(TypeError, match=r"loader of batches \(x, y\).*TensorLoader\(x, y, batch_size="):
-            KronLaplace(model).fit(*args)
 
 
 class Zeta(nn.Module):

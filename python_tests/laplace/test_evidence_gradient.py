@@ -130,7 +130,7 @@ def test_chunks_of_copies_are_all_copies(name, columns, approximation):
         parts = evidence_gradient(la, batches, columns=columns, generator=next(generators))["augment.raw"]
     torch.testing.assert_close(parts, whole, rtol=1e-11, atol=1e-13 * float(whole.abs().max()))
     assert max(seen) <= FEW and whole.abs().min() > 0
-    assert all(rule.copies == MANY for rule in la.present_rules())
+    assert all(rule.copies == MANY for rule in la.fitted_model.present_rules())
 
 
 @pytest.mark.parametrize("likelihood", ["classification", "regression"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,36 +268,6 @@ def test_a_matrix_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     model = nn.Linear(3, 2)
     with pytest.raises(MemoryError, match=r"8 parameters and its Cholesky factor take 1,024 bytes.*DiagLaplace"):
         FullLaplace(model).fit([(torch.randn(4, 3), torch.arange(4) % 2)])
-
-
-@pytest.mark.parametrize("kind", [FullLaplace, DiagLaplace])
-def test_saved_and_loaded(kind: Any, tmp_path: Path) -> None:
-    model, x, y = labelled("conv")
-    la = kind(model, prior_mean=0.1, temperature=0.5, prior_precision=2.0).fit([(x, y)])
-    torch.save(la.state_dict(), tmp_path / "la.pt")
-    other = kind(model)
-    state = torch.load(tmp_path / "la.pt", weights_only=True)
-    other.load_state_dict(state)
-    torch.testing.assert_close(other(x), la(x), rtol=0, atol=0)
-    assert torch.equal(other.log_marginal_likelihood(), la.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="entries missing from the state: curvature"):
-        other.load_state_dict({k: v for k, v in state.items() if k != "curvature"})
-    added = other.fit([(x, y)], override=False)
-    assert added.n_data == 2 * len(x)
-    torch.testing.assert_close(added.H, 2 * la.H)
-
-
-def test_changed_parameters_are_refused() -> None:
-    model, x, y = labelled("conv")
-    for kind in (FullLaplace, DiagLaplace, KronLaplace):
-        la = kind(model).fit([(x, y)])
-        la(x)
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
-        with pytest.raises(RuntimeError, match="changed since the fit"):
-            la(x)
-        with pytest.raises(RuntimeError, match="call fit"):
-            kind(model)(x)
 
 
 def test_few_outputs_are_the_same_algebra() -> None:

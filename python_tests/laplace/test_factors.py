@@ -32,7 +32,7 @@ def test_blocks_are_the_elements_of_the_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
 def test_every_layer_has_its_tensors_back(layer: nn.Module) -> None:
-    for rule in KronLaplace(layer).present_rules():
+    for rule in KronLaplace(layer).fitted_model.present_rules():
         for name, shape in rule.shapes().items():
             tensor = torch.randn(2, *rule.module.get_parameter(name).shape)
             blocks = shape.to_blocks(tensor, 1)

@@ -137,15 +137,6 @@ def test_copies_and_states_are_of_their_own_models(kind):
             other(x)
 
 
-def test_an_attribute_that_others_add_is_no_change():
-    model, (x, y) = network(), data()
-    la = KronLaplace(model).fit([(x, y)])
-    before = la(x)
-    model.output_size = 3  # as laplace-torch leaves it on the model
-    model[0].note = "seen"
-    assert torch.equal(la(x), before)
-
-
 def test_a_compiled_model_is_one_function():
     model, (x, y) = network(), data()
     compiled = torch.compile(model, backend="eager")

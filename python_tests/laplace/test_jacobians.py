@@ -37,7 +37,7 @@ class Collected(JacobianConsumer):
 def by_layers(model: nn.Module, x: Tensor, budget: int = 1 << 30, **how: bool) -> Collected:
     """As :func:`dense_jacobians`."""
     la = KronLaplace(model, "regression", unknown="diagonal")
-    rules = la.present_rules()
+    rules = la.fitted_model.present_rules()
     collected = Collected(la, rules, len(x))
     with running(JacobianPass(model, rules, collected.shapes, budget)) as run:
         run.try_out(x, several=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from typing import Any
@@ -153,38 +154,6 @@ def test_samples_have_the_covariance(name: str) -> None:
     assert_covariance(draws[:, some], la.posterior_precision.to_matrix(-1)[some][:, some])
 
 
-@pytest.mark.filterwarnings("ignore:fit")
-def test_samples_of_functions_without_a_forward_mode() -> None:
-    model = randomised(nn.Sequential(nn.Linear(3, 4), OwnTanh(), nn.Linear(4, 2)))
-    x = torch.randn(4, 3, dtype=torch.float64)
-    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
-    found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
-    drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
-    expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-
-
-def test_samples_of_a_function_whose_forward_mode_is_wrong() -> None:
-    """That of torch's products by index is."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 4), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            at = torch.tensor([0, 0, 1, 1]).expand(len(x), -1)
-            return self.head(h.new_ones(len(x), 2).scatter_reduce(1, at, h, "prod"))
-
-    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
-    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
-    found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
-    drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
-    expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-
-
 class OnceTanh(torch.autograd.Function):
     """Without a forward mode, and with a gradient that has no derivative."""
 
@@ -201,22 +170,39 @@ class OnceTanh(torch.autograd.Function):
         return gradient * (1 - out.square())
 
 
+class Once(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return OnceTanh.apply(h)
+
+
+class ByIndex(nn.Module):
+    """Products whose forward mode is wrong in torch."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        at = torch.tensor([0, 1, 2, 2]).expand(len(h), -1)
+        return h.new_ones(len(h), 4).scatter_reduce(1, at, h, "prod")
+
+
 @pytest.mark.filterwarnings("ignore:fit")
-def test_samples_of_functions_that_are_differentiable_once() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(OnceTanh.apply(self.first(x)))
-
-    model, x = randomised(Net()), torch.randn(4, 3, dtype=torch.float64)
+@pytest.mark.parametrize("function", [OwnTanh, ByIndex])
+def test_samples_of_functions_without_a_right_forward_mode(function: type[nn.Module]) -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), function(), nn.Linear(4, 2)))
+    x = torch.randn(4, 3, dtype=torch.float64)
     la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
     found = la.functional_samples(x, n_samples=3, generator=torch.Generator().manual_seed(1))
     drawn = la.sample(3, torch.Generator().manual_seed(1)) - la.mean
     expected = model(x) + torch.einsum("nkp,sp->snk", flat_jacobians(la, x), drawn)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:fit")
+def test_samples_of_functions_that_are_differentiable_once_are_refused() -> None:
+    model = randomised(nn.Sequential(nn.Linear(3, 4), Once(), nn.Linear(4, 2)))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    la = KronLaplace(model, "regression").fit([(x, torch.randn(4, 2, dtype=torch.float64))])
+    assert la.functional_variance(x).isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"layer '1' \(Once\)"):
+        la.functional_samples(x, n_samples=3)
 
 
 @pytest.mark.filterwarnings("ignore:fit")
@@ -398,14 +384,9 @@ def test_wrong_arguments_are_named(how: dict[str, object], words: str) -> None:
         la(x, **how)
 
 
-@pytest.mark.parametrize("wrong", [-1, 0, 1.5, True, None, 10**30, 2**62])
+@pytest.mark.parametrize("wrong", [-1, 0, 1.5, True, None])
 def test_numbers_of_samples_that_there_cannot_be(wrong: object) -> None:
     la, x = classifier()
-    words = (
-        "n_samples: .* draw fewer at a time"
-        if type(wrong) is int and wrong > 0
-        else "n_samples must be a positive integer, got"
-    )
     for draw in (
         lambda: la.sample(wrong),
         lambda: la.posterior_precision.sample(wrong),
@@ -414,7 +395,7 @@ def test_numbers_of_samples_that_there_cannot_be(wrong: object) -> None:
         lambda: la.predictive_samples(x, n_samples=wrong),
         lambda: la(x, link_approx="mc", n_samples=wrong),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="n_samples must be a positive integer, got"):
             draw()
 
 
@@ -650,11 +631,13 @@ def test_what_has_a_posterior_is_settled_by_the_fit(kind: Any, frozen: str) -> N
     torch.testing.assert_close(loaded.functional_variance(x), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("all_of_them", [False, True])
-def test_parameters_in_anothers_place_are_seen(all_of_them: bool) -> None:
+@pytest.mark.parametrize("what", ["a parameter", "all parameters", "a layer"])
+def test_equals_in_anothers_place_are_seen(what: str) -> None:
     la, x = fitted("conv")
     expected = la.functional_variance(x)
-    if all_of_them:
+    if what == "a layer":
+        la.model[0] = copy.deepcopy(la.model[0])
+    elif what == "all parameters":
         la.model.load_state_dict({n: t.clone() for n, t in la.model.state_dict().items()}, assign=True)
     else:
         la.model[0].weight = nn.Parameter(la.model[0].weight.detach().clone())
@@ -677,15 +660,6 @@ def test_samples_of_independent_outputs_have_the_variances() -> None:
     la, x = fitted("conv")
     samples = la.functional_samples(x, n_samples=4000, diagonal_output=True, generator=torch.Generator().manual_seed(0))
     assert_covariance((samples - la.model(x)).flatten(1).detach(), dense_covariance(la, x).diagonal().diag())
-
-
-def test_a_layer_in_anothers_place_is_seen() -> None:
-    la, x = fitted("linear")
-    expected = la.functional_variance(x)
-    replaced = nn.Linear(3, 4).double()
-    replaced.load_state_dict(la.model[0].state_dict())
-    la.model[0] = replaced
-    torch.testing.assert_close(la.functional_variance(x), expected)
 
 
 def test_the_exact_evidence_has_prior_mean_and_temperature() -> None:

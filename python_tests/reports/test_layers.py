@@ -69,12 +69,14 @@ def test_shares_and_types_are_kron_laplaces():
     la = KronLaplace(model, prior_precision=0.1).fit([(x, y)])
     precision = dict(zip(la.parameter_names, la.prior_precision.tolist(), strict=True))
     layers, _ = describe_layers(layout(model), precision, la.effective_parameters())
-    shares, types = la.relative_effective_parameters(), la.layer_types()
-    assert len(layers) == len(shares) == 8
+    gammas, types = la.effective_parameters(), la.layer_types()
+    assert len(layers) == len(types) == 8
     for layer in layers:
         assert (layer["type"] or "none") == types[layer["name"]]
+        of_layer = sum(gamma for name, gamma in gammas.items() if name.startswith(f"{layer['name']}."))
         for path, entry in layer["paths"].items():
-            assert entry["relative_effective_parameters"] == pytest.approx(shares[layer["name"]][path])
+            of_path = sum(gamma for name, gamma in gammas.items() if name.startswith(f"{layer['name']}.{path}."))
+            assert entry["relative_effective_parameters"] == pytest.approx(of_path / of_layer)
 
 
 def test_the_table_has_a_line_for_each_layer_and_path():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ella_cuda.laplace import KronLaplace, Likelihood
+from ella_cuda.laplace.evidence import evidence_at
 from ella_cuda.laplace.prior_structure import group_indices
 from ella_cuda.laplace.tuning import fixed_points
 from ella_cuda.training.checks import in_words
@@ -110,7 +111,7 @@ class Prior(Learner):
             upward = self.log_precision.new_tensor(-1 / la.n_data)
             for _ in range(self._settings["n_hypersteps"]):
                 self.optimizer.zero_grad()
-                la.evidence_at(self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
+                evidence_at(la, self.log_precisions(), self.log_sigma if self._learns_sigma else None).backward(upward)
                 self.optimizer.step()
         with torch.no_grad():
             la.prior_precision = self.precision()

@@ -214,36 +214,6 @@ def test_other_starts_lead_to_the_same_mode(form: str) -> None:
     assert la.linear_fit.passes > 3
 
 
-def test_torchs_own_optimiser_finds_the_same_loss() -> None:
-    la, loader = of_classes()
-    la.fit_linear_mode(loader, 1e-10)
-    dense = Dense(la, loader)
-    theta = dense.point.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([theta], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = dense.loss(theta)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert abs(dense.loss(theta).item() - la.linear_fit.loss) < 1e-9
-
-
-@pytest.mark.parametrize("make", [of_regression, of_classes])
-def test_gradients_of_batches_come_near(make: Any) -> None:
-    la, loader = make(KronLaplace)
-    start = Dense(la, loader).loss(Dense(la, loader).point).item()
-    with pytest.warns(UserWarning, match="gradients of batches leave it there") as said:
-        la.fit_linear_mode(loader, solver="sgd", max_passes=60)
-    assert said[0].filename == __file__
-    near, passes = Dense(la, loader).loss(la.linear_mode).item(), la.linear_fit.passes
-    la.fit_linear_mode(loader, 1e-9)
-    best = Dense(la, loader).loss(la.linear_mode).item()
-    assert passes == 60 and 0 <= near - best < 0.02 * (start - best)
-
-
 def test_the_curvature_itself_leaves_one_step_of_a_regression() -> None:
     la, loader = of_regression(FullLaplace, prior_precision=0.01)
     la.fit_linear_mode(loader, 1e-8, "cg")
@@ -290,11 +260,12 @@ def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
         close(torch.tensor(loss.value(statistic, theta), dtype=torch.float64), dense.loss(theta))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loss.tangent, "outputs", None)  # the network does not run for them again
-            close(loss.product(v), expected)
+            close(loss.product(v)[0], expected)
         for other in (loader, batches(X[:20].flip(0), LABELS[:20].flip(0), 5), batches(X[:20], LABELS[:20], 7)):
             loss.loader = other
-            close(loss.product(v), expected)
-            assert loss.curvature() == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
+            product, curvature = loss.product(v)
+            close(product, expected)
+            assert curvature == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
 
 
 def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
@@ -312,20 +283,38 @@ def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
     assert (found * along.double()).sum() > 0
 
 
-def test_a_hidden_curvature_is_none_and_a_negative_one_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("factor", "error", "words"),
+    [
+        (-1e3, ArithmeticError, r"must not be negative, got a curvature of -\d"),
+        (math.nan, FloatingPointError, "not finite"),
+    ],
+)
+def test_a_curvature_that_is_negative_or_not_finite_is_refused(
+    factor: float, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     la, loader = of_classes(FullLaplace)
-    with tqdm(disable=True) as bar:
+    curved = linear_mode._Loss._curved
+    monkeypatch.setattr(linear_mode._Loss, "_curved", lambda self, h, y, along: factor * curved(self, h, y, along))
+    with pytest.raises(error, match=words):
+        la.fit_linear_mode(loader)
+
+
+def test_a_curvature_that_rounding_hides_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum below zero by less than the rounding errors of its terms."""
+
+    def hidden(self: Any, h: Tensor, y: Tensor, along: Tensor) -> Tensor:
+        signs = torch.ones(along.numel(), dtype=torch.float64)
+        signs[::2] = -1 - 4 * torch.finfo(torch.float64).eps
+        return signs.view_as(along) / along
+
+    monkeypatch.setattr(linear_mode._Loss, "_curved", hidden)
+    loader = batches(X[:20], LABELS[:20])
+    la = fitted(FullLaplace, (perceptron(3), "classification", loader), prior_precision=1e-30)
+    with tqdm(disable=True) as bar, torch.no_grad():
         loss = linear_mode._Loss(la, loader, "full", bar)
-    eps = torch.finfo(torch.float64).eps
-    for bend, expected in (((2.0, 2.0, 0.5), 2.5), ((-1e-14, 1e-14, 1e-6), 1e-6), ((-10 * eps, 1.0, 0.0), 0.0)):
-        loss._bend = bend
-        assert loss.curvature() == pytest.approx(expected)
-    loss._bend = -1e-3, 1.0, 1e-4
-    with pytest.raises(ArithmeticError, match=r"must not be negative, got a curvature of -0\.001"):
-        loss.curvature()
-    loss._bend = math.nan, math.nan, 1.0
-    with pytest.raises(FloatingPointError, match="not finite"):
-        loss.curvature()
+        loss.gradient(loss.point)
+        assert loss.product(drawn(la.n_params))[1] == 0.0
 
 
 # kinds of posteriors and outputs ------------------------------------------------------------------------------------
@@ -626,13 +615,9 @@ def test_what_does_not_fit_is_refused() -> None:
     la, loader = of_classes()
     for wrong, match in (
         ({"tol": 0.0}, "tol"),
-        ({"tol": 1.0}, "tol"),
         ({"tol": math.nan}, "tol: expected positive finite values, got nan"),
         ({"max_passes": 0}, "max_passes"),
-        ({"max_passes": 2.0}, "max_passes"),
-        ({"max_passes": True}, "max_passes"),
-        ({"solver": "adam"}, "solver"),
-        ({"solver": "cg"}, "newton_cg"),
+        ({"solver": "sgd"}, "solver"),
         ({"solver": "dual"}, "newton_cg"),
         ({"form": "half"}, "form"),
         ({"hessian_at": "there"}, "hessian_at"),
@@ -700,9 +685,8 @@ def test_no_more_passes_than_allowed(passes: int) -> None:
     close(la.linear_mode, dense.minimum(dense.point), 1e-6)
 
 
-@pytest.mark.parametrize("solver", ["newton_cg", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_data_than_the_fits_are_refused(solver: str, dtype: torch.dtype) -> None:
+def test_other_data_than_the_fits_are_refused(dtype: torch.dtype) -> None:
     model = perceptron(3).to(dtype)
     loader = [(x.to(dtype), y) for x, y in batches(X, LABELS)]
     la = KronLaplace(model).fit(loader)
@@ -717,21 +701,13 @@ def test_other_data_than_the_fits_are_refused(solver: str, dtype: torch.dtype) -
 
     augmented = Augmented()
     with pytest.raises(ValueError, match="data must be those of the fit in every pass") as said:
-        la.fit_linear_mode(augmented, solver=solver)
+        la.fit_linear_mode(augmented)
     assert augmented.passes == 1 and la.linear_mode is None  # at the end of the first pass
     f = model(X.to(dtype)).double()
     fitted = -functional.cross_entropy(f, LABELS, reduction="sum").item()
     assert f"where the fit has {fitted:.4g}"[:-1] in str(said.value)
     with pytest.raises(ValueError, match="data must be those of the fit"):
         la.optimize_prior_precision(at="linear", train_loader=augmented)
-
-    class Later(Augmented):
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            found = super().__iter__()
-            return found if self.passes > 1 else iter(loader)
-
-    with pytest.raises(ValueError, match="data must be those of the fit"):
-        la.fit_linear_mode(Later(), solver=solver, max_passes=30)
 
 
 class Changing:
@@ -756,13 +732,6 @@ def test_float32_data_that_change_by_a_thousandth_are_refused(change: Callable[[
     la = KronLaplace(perceptron(3).float()).fit(loader)
     with pytest.raises(ValueError, match="data must be those of the fit"):
         la.fit_linear_mode(Changing(loader, since, change), tol=1e-5)
-
-
-def test_data_that_change_between_passes_are_refused_however_little() -> None:
-    loader = batches(X.float(), LABELS)
-    la = KronLaplace(perceptron(3).float()).fit(loader)
-    with pytest.raises(ValueError, match="got others in pass 2 than in the first"):
-        la.fit_linear_mode(Changing(loader, 2, lambda x: torch.nextafter(x, torch.full_like(x, math.inf))))
 
 
 def test_the_same_data_in_another_order_are_the_fits() -> None:
@@ -877,12 +846,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
         la.fit_linear_mode(loader, form="simple", checkpoint=path)
     whole, state = path.read_bytes(), torch.load(path)
     wrong = [whole[: len(whole) // 2], b"", b"nothing"]
-    for theta in (drawn(3), 1.0, None, torch.full((la.n_params,), math.nan).double(), -state["theta"]):
-        torch.save({**state, "theta": theta}, path)
-        wrong.append(path.read_bytes())
-    torch.save({key: value for key, value in state.items() if key != "checksum"}, path)
-    wrong.append(path.read_bytes())
-    torch.save([1], path)
+    torch.save({**state, "theta": -state["theta"]}, path)
     wrong.append(path.read_bytes())
     for content in wrong:
         path.write_bytes(content)
@@ -923,16 +887,10 @@ def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
     loaded.load_state_dict(older)
     assert loaded.linear_mode is None
     for wrong in (
-        {"theta": drawn(2)},
-        {},
         3,
+        {"theta": drawn(2)},
         state["linear_mode"] | {"theta": drawn(2)},
-        state["linear_mode"] | {"theta": torch.full((la.n_params,), math.inf).double()},
-        state["linear_mode"] | {"statistic": None},
         state["linear_mode"] | {"form": "half"},
-        state["linear_mode"] | {"square_norms": -la.square_norms},
-        state["linear_mode"] | {"loss": "much"},
-        state["linear_mode"] | {"passes": None},
     ):
         with pytest.raises(ValueError, match="load_state_dict"):
             loaded.load_state_dict({**state, "linear_mode": wrong})
@@ -966,8 +924,7 @@ def test_noise_below_the_precisions_bounds_is_left_alone() -> None:
     assert la.sigma_noise.item() == 1e-6
 
 
-@pytest.mark.parametrize("solver", ["newton_cg", "sgd"])
-def test_nothing_else_changes(solver: str) -> None:
+def test_nothing_else_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3))
     model, loader = randomised(model), batches(X, LABELS)
     model[0].bias.requires_grad_(False)
@@ -980,10 +937,10 @@ def test_nothing_else_changes(solver: str) -> None:
     random = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one = la.fit_linear_mode(loader, solver=solver, max_passes=30)
+        one = la.fit_linear_mode(loader, max_passes=30)
         with torch.no_grad():
             la._linear = None
-            two = la.fit_linear_mode(loader, solver=solver, max_passes=30)
+            two = la.fit_linear_mode(loader, max_passes=30)
             assert not torch.is_grad_enabled()
     assert torch.equal(one, two) and torch.is_grad_enabled()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -991,34 +948,6 @@ def test_nothing_else_changes(solver: str) -> None:
     assert [p.requires_grad for p in model.parameters()] == needs and all(p.grad is None for p in model.parameters())
     assert torch.get_num_threads() == threads and torch.get_default_dtype() == default
     assert torch.equal(torch.get_rng_state(), random) and torch.equal(la.prior_precision, precision)
-
-
-class OtherBatchesEveryTime:
-    """The same data in the same order, cut into other batches in every pass."""
-
-    def __init__(self, x, y):
-        self.x, self.y, self.passes = x, y, 0
-
-    def __iter__(self):
-        self.passes += 1
-        cut = 5 + self.passes % 17
-        yield self.x[:cut], self.y[:cut]
-        yield self.x[cut:], self.y[cut:]
-
-
-def test_steps_that_overshoot_are_cut_without_passes_where_batches_are_known_again():
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3).double()
-    with torch.no_grad():
-        model.weight.mul_(40)  # of wrong, saturated probabilities, whose parabola ends far off
-    x = torch.randn(40, 2, dtype=torch.float64)
-    y = torch.randint(3, (40,))
-    la = KronLaplace(model, prior_precision=0.1).fit([(x, y)])
-    found = la.fit_linear_mode([(x, y)], 1e-9).clone()
-    passes = la.linear_fit.passes
-    again = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean)
-    torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-8)
-    assert la.linear_fit.passes > passes
 
 
 def test_single_precision_finds_the_mode_of_probabilities_that_round_to_one():
@@ -1075,7 +1004,7 @@ def test_no_more_passes_than_allowed_where_steps_are_too_long():
     for passes in range(3, 24):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean, max_passes=passes)
+            found = la.fit_linear_mode([(x, y)], 1e-9, start=la.mean, max_passes=passes)
         assert la.linear_fit.passes <= passes
         # The place's own, also where the last step was given up.
         assert abs(la.linear_fit.loss - dense.loss(found)) < 1e-9 * la.linear_fit.loss
@@ -1090,19 +1019,3 @@ def test_memory_that_a_loader_uses_again_changes_no_number(make: Any, solver: st
     expected = la.fit_linear_mode(loader, solver=solver)
     other, _ = make()
     assert torch.equal(other.fit_linear_mode(Reusing(loader), solver=solver), expected)
-
-
-def test_a_batch_that_a_loader_has_twice_counts_twice_along_a_step():
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3).double()
-    with torch.no_grad():
-        model.weight.mul_(40)
-    x = torch.randn(20, 2, dtype=torch.float64)
-    y = torch.randint(3, (20,))
-    ways = [(x, y), (x, y)], [(torch.cat([x, x]), torch.cat([y, y]))]
-    passes = []
-    for loader in ways:
-        la = KronLaplace(model, prior_precision=0.1).fit(loader)
-        la.fit_linear_mode(loader, 1e-9)
-        passes.append(la.linear_fit.passes)
-    assert passes[0] == passes[1]

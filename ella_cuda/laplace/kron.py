@@ -25,7 +25,7 @@ from ella_cuda.laplace.copies import Chunk, fixed_draws, require_constant_amount
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass, requiring_grad
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
-from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
+from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
 from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
@@ -34,7 +34,6 @@ from ella_cuda.laplace.parameters import FittedBases, buffer_sums, fingerprint_o
 from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import CHECKSUM, checked_tensor, read_factors, save_factors
 from ella_cuda.laplace.summary import summary
 from ella_cuda.laplace.ties import by_parameter

@@ -367,7 +367,6 @@ TWO_BY_THREE = torch.zeros(2, 3)
         (COUNTS, torch.zeros(2, 1), torch.tensor([3.0, 2.5]), ValueError, "whole numbers from 0 on .* got 2.5"),
         (COUNTS, torch.zeros(2, 1), torch.tensor([3, -2]), ValueError, "whole numbers from 0 on .* got -2"),
         (COUNTS, torch.zeros(2, 1), torch.tensor([3.0, math.inf]), ValueError, "got inf"),
-        (COUNTS, torch.zeros(2, 1), torch.tensor([True, False]), TypeError, "counts .* torch.bool"),
         (NATURAL, torch.zeros(2, 3), torch.zeros(2, 1), ValueError, r"outputs \(N, 2K\), .* got \(2, 3\)"),
         (NATURAL, torch.zeros(2, 4, 2), torch.zeros(2, 4), ValueError, r"outputs \(N, 2K\), .* got \(2, 4, 2\)"),
         (NATURAL, -torch.ones(2, 4), torch.zeros(2, 4), ValueError, r"half .* shape \(2, 2\), got \(2, 4\)"),
@@ -507,10 +506,9 @@ def test_columns_of_ones_own_may_be_a_tensor(registry):
 
 
 def test_what_is_no_likelihood_is_not_registered(registry):
-    with pytest.raises(TypeError, match=r"expected a name, got <class.*write @register_likelihood\(\"name\"\)"):
-        register_likelihood(Binary)
-    with pytest.raises(ValueError, match="must not be empty"):
-        register_likelihood("")
+    for wrong in (Binary, ""):
+        with pytest.raises(TypeError, match=r"expected a name, got .*write @register_likelihood\(\"name\"\)"):
+            register_likelihood(wrong)
     for wrong in (nn.Linear, Binary()):
         with pytest.raises(TypeError, match=r"register_likelihood\('mine'\): expected a subclass of .*Likelihood, got"):
             register_likelihood("mine")(wrong)

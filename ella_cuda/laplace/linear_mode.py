@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ella_cuda.claim import claim
 from ella_cuda.files import no_file, remove_temporary_files, write_file
 from ella_cuda.laplace.batches import Inputs, data_points, joined, kept, tensors_of
 from ella_cuda.laplace.evidence import Evidence
@@ -302,7 +300,7 @@ def solve(
     :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode`."""
     file = _Checkpoint(la, form, checkpoint)
     bars = tqdm(desc="linear mode", unit="pass", disable=not progress_bar, leave=False)
-    with file.claimed(), bars as bar, torch.no_grad():
+    with bars as bar, torch.no_grad():
         loss = _Loss(la, loader, form, bar)
         theta = file.read()
         theta = start if theta is None else theta
@@ -487,19 +485,12 @@ class _Checkpoint:
                 f"fit_linear_mode: checkpoint: the folder {self.path.parent} does not exist; make it."
             )
 
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Work alone on the file; what killed processes left of it is removed."""
-        if self.path is None:
-            yield
-            return
-        with claim(self.path.with_name(f".{self.path.name}.lock"), f"fit_linear_mode: checkpoint {self.path}"):
-            remove_temporary_files(self.path.parent, self.path.name)
-            yield
-
     def read(self) -> Tensor | None:
-        """Where the last solution was interrupted; None where none was."""
-        if self.path is None or not self.path.exists():
+        """Where the last solution was interrupted, None where none was; what killed processes left of the file is removed."""
+        if self.path is None:
+            return None
+        remove_temporary_files(self.path.parent, self.path.name)
+        if not self.path.exists():
             return None
         try:
             if what := no_file(self.path):

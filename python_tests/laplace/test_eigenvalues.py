@@ -49,18 +49,6 @@ def test_blocks_that_do_not_converge_are_named(monkeypatch):
     )
 
 
-def test_large_blocks_one_by_one(monkeypatch):
-    moments = [symmetric(*shape) for shape in [(3, 4), (0, 6), (1, 5)]]
-    moments.append(symmetric(2, 4, dtype=torch.float32))
-    decompose_by(monkeypatch, 0)
-    seen, eigvalsh = [], torch.linalg.eigvalsh
-    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a: seen.append(tuple(a.shape)) or eigvalsh(a))
-    found = eigenvalues.eigenvalues_of_all([blocks.as_subclass(Elsewhere) for blocks in moments])
-    assert seen == [(4, 4)] * 3 + [(5, 5)] + [(4, 4)] * 2
-    for mine, blocks in zip(found, moments, strict=True):
-        torch.testing.assert_close(mine.as_subclass(Tensor), eigvalsh(blocks.double()))
-
-
 @pytest.fixture
 def own_calls(monkeypatch):
     """The groups and rows of each call of our kernel."""
@@ -329,8 +317,9 @@ def test_eigenvalues_by_threads(threads):
         assert values.dtype == torch.float64
 
 
-def test_threads_share_the_blocks_of_one_set_and_large_blocks_have_all(threads, monkeypatch):
-    monkeypatch.setattr(eigenvalues, "AT_ONCE_ON_CPU", 50)
+@pytest.fixture
+def decomposed(monkeypatch) -> dict[int, list[tuple[int, bool, int]]]:
+    """By the rows of blocks, how many went together, whether in a thread beside the main one, and its threads."""
     seen, eigvalsh = {}, torch.linalg.eigvalsh
 
     def note(blocks: Tensor) -> Tensor:
@@ -339,12 +328,22 @@ def test_threads_share_the_blocks_of_one_set_and_large_blocks_have_all(threads, 
         return eigvalsh(blocks)
 
     monkeypatch.setattr(torch.linalg, "eigvalsh", note)
+    return seen
+
+
+def test_threads_share_the_blocks_of_one_set_and_large_blocks_have_all(threads, decomposed, monkeypatch):
+    monkeypatch.setattr(eigenvalues, "AT_ONCE_ON_CPU", 50)
     sets, expected = zip(*(known(*shape) for shape in [(7, 5), (2, 8), (3, 7)]), strict=True)
     for values, right in zip(eigenvalues.eigenvalues_of_all(sets), expected, strict=True):
         torch.testing.assert_close(values, right)
-    assert sorted(seen[5]) == [(1, True, 1), (2, True, 1), (2, True, 1), (2, True, 1)]
-    assert seen[7] == [(1, True, 1)] * 3  # 49 numbers
-    assert seen[8] == [(1, False, threads)] * 2
+    assert sorted(decomposed[5]) == [(1, True, 1), (2, True, 1), (2, True, 1), (2, True, 1)]
+    assert decomposed[7] == [(1, True, 1)] * 3  # 49 numbers
+    assert decomposed[8] == [(1, False, threads)] * 2
+
+
+def test_what_most_of_the_time_goes_into_has_all_threads(threads, decomposed):
+    eigenvalues.eigenvalues_of_all([known(1, size)[0] for size in (40, 4, 5)])
+    assert decomposed == {40: [(1, False, threads)], 4: [(1, True, 1)], 5: [(1, True, 1)]}
 
 
 def test_nothing_to_decompose():
@@ -366,20 +365,6 @@ def test_constants_whatever_is_asked_for(threads):
         SecondMoment.decompose_all(moments)
     for moment in moments:
         assert torch.equal(moment.eigenvalues(), torch.ones(moment.total.shape[:2], dtype=torch.float64))
-
-
-def test_what_most_of_the_time_goes_into_has_all_threads(threads, monkeypatch):
-    own, eigvalsh = {}, torch.linalg.eigvalsh
-
-    def note(blocks: Tensor) -> Tensor:
-        own[blocks.shape[1]] = threading.current_thread() is not threading.main_thread()
-        return eigvalsh(blocks)
-
-    monkeypatch.setattr(torch.linalg, "eigvalsh", note)
-    sets, expected = zip(*(known(*shape) for shape in [(1, 40), (1, 4), (1, 5)]), strict=True)
-    for values, right in zip(eigenvalues.eigenvalues_of_all(sets), expected, strict=True):
-        torch.testing.assert_close(values, right)
-    assert own == {40: False, 4: True, 5: True}
 
 
 def test_projections_are_made_one_after_the_other(monkeypatch):

@@ -19,7 +19,6 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 from tqdm import tqdm
 
-from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from python_tests.laplace.checks import Reusing, randomised
@@ -373,12 +372,11 @@ def test_frozen_parameters_are_constants() -> None:
     close(found, dense.minimum(dense.point), 1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_and_ignored_labels(kind: Any) -> None:
+def test_positions_and_ignored_labels() -> None:
     x, y = drawn(9, 4, 3), torch.randint(3, (9, 4), generator=torch.Generator().manual_seed(1))
     y[0, 1] = y[3] = -100
     loader = batches(x, y, 4)
-    la = fitted(kind, (perceptron(3), "classification", loader))
+    la = fitted(KronLaplace, (perceptron(3), "classification", loader))
     found, dense = la.fit_linear_mode(loader, 1e-10), Dense(la, loader)
     close(found, dense.minimum(dense.point), 1e-7)
     falls = dense.loss(dense.point) - dense.loss(found)
@@ -407,18 +405,17 @@ def test_the_hessian_at_the_linear_outputs(kind: Any) -> None:
     la.optimize_prior_precision(at="linear", n_steps=30, hessian_at="linear")  # the loader is still known
 
 
-@pytest.mark.parametrize("passes", [3, 5])
-def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that go on from a place where no mode was found, which is left again."""
     la, loader = of_classes(KronLaplace, prior_precision=1e-3)
     find, seen = la._find_linear_mode, []
 
     def few(*how: Any) -> None:
-        find(*how, max_passes=passes)
+        find(*how, max_passes=3)
         seen.append(la.log_marginal_likelihood(at="linear").item())
 
     monkeypatch.setattr(la, "_find_linear_mode", few)
-    for n_steps in range(2, 16):
+    for n_steps in range(2, 16, 3):
         seen.clear()
         la._linear = None
         with warnings.catch_warnings():
@@ -510,8 +507,7 @@ def test_the_joint_fixed_point_is_stationary_in_the_exact_evidence(structure: st
     assert dense.gradient(la.linear_mode).norm() < 1e-6
 
 
-@pytest.mark.parametrize("kind", [KronLaplace, DiagLaplace])
-@pytest.mark.parametrize("make", [of_regression, of_classes])
+@pytest.mark.parametrize(("make", "kind"), [(of_regression, DiagLaplace), (of_classes, KronLaplace)])
 def test_the_joint_fixed_point_is_stationary_at_the_mode(make: Any, kind: Any) -> None:
     la, loader = make(kind)
     with warnings.catch_warnings():
@@ -636,7 +632,7 @@ def test_single_precision_says_that_it_stands_still() -> None:
     close(found.double(), exact.fit_linear_mode(batches(X, LABELS), 1e-10), 1e-3)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
 def test_no_more_passes_than_allowed(passes: int) -> None:
     la, loader = of_classes()
     with pytest.warns(UserWarning, match="max_passes") as said:
@@ -766,7 +762,7 @@ def test_an_interrupted_solution_goes_on(tmp_path: Path, before: bool) -> None:
     assert la.linear_fit.passes < whole / 2 and not path.exists()
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     la, loader = of_classes()
     path = tmp_path / "mode.pt"
 
@@ -793,10 +789,6 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
     path.write_bytes(whole)
     left = tmp_path / ".mode.1-0.tmp.pt"  # by a process that was killed
     left.write_bytes(whole)
-    with claim(tmp_path / ".mode.pt.lock", "it", patience=0.0), monkeypatch.context() as patched:
-        patched.setattr(claim.__wrapped__, "__defaults__", (0.0,))
-        with pytest.raises(RuntimeError, match=r"fit_linear_mode: checkpoint .*mode\.pt is in use by process \d+"):
-            la.fit_linear_mode(loader, checkpoint=path)
     la.fit_linear_mode(loader, checkpoint=path)
     assert not list(tmp_path.iterdir())
     os.mkfifo(path)
@@ -806,13 +798,12 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
         la.fit_linear_mode(loader, checkpoint=tmp_path / "none" / "mode.pt")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
-    la, loader = of_classes(kind)
+def test_states_and_copies_have_the_mode(tmp_path: Path) -> None:
+    la, loader = of_classes()
     la.fit_linear_mode(loader, form="simple")
     torch.save(la.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    loaded = kind(la.model)
+    loaded = KronLaplace(la.model)
     loaded.load_state_dict(state)
     assert torch.equal(state["linear_mode"]["theta"], la.linear_fit.theta)
     for other in (loaded, copy.copy(la), copy.deepcopy(la)):

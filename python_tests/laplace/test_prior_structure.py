@@ -208,6 +208,7 @@ def linear(forward: Callable[..., Tensor]) -> Callable[[], nn.Module]:
     return lambda: Function(forward, one=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 3))
 
 
+FIRST = {"0": ["0.weight", "0.bias"]}
 # Name -> network, input, and its normalised groups.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, list[str]]]] = {
     "pre-activation": (PreActivation, images, {"conv1": ["conv1.weight", "conv1.bias"]}),
@@ -240,10 +241,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
         images,
         {},
     ),
-    "own norm": (lambda: norms(ChannelsLast(4)), images, {"0": ["0.weight", "0.bias"]}),
+    "own norm": (lambda: norms(ChannelsLast(4)), images, FIRST),
     "weight normalisation": (parametrised, rows, {}),
     "frozen bias": (lambda: frozen("0.bias"), rows, {"3": ["3.weight"]}),
-    "frozen weight": (lambda: frozen("3.weight"), rows, {"0": ["0.weight", "0.bias"]}),
+    "frozen weight": (lambda: frozen("3.weight"), rows, FIRST),
     "factored": (lambda: factored(True), images, {"0": ["0.weight_out", "0.bias_out"]}),
     "factored without biases": (
         lambda: factored(False),
@@ -275,7 +276,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     "polyphase": (
         lambda: norms(nn.Sequential(nn.Identity(), PolyphasePool2d(), nn.BatchNorm2d(4)), padding=1),
         images,
-        {"0": ["0.weight", "0.bias"]},
+        FIRST,
     ),
     "over a group": (
         over_group,
@@ -295,26 +296,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     ),
     "a slice goes by": (linear(slice_goes_by), rows, {}),
     "a norm's weight": (linear(as_weight), rows, {}),
-    "instance norm": (lambda: norms(nn.InstanceNorm2d(4)), images, {"0": ["0.weight", "0.bias"]}),
-    "group norm": (lambda: norms(nn.GroupNorm(2, 4)), images, {"0": ["0.weight", "0.bias"]}),
-    "rms norm": (lambda: norms(nn.RMSNorm([4, 4, 4])), images, {"0": ["0.weight", "0.bias"]}),
+    "instance norm": (lambda: norms(nn.InstanceNorm2d(4)), images, FIRST),
+    "group norm": (lambda: norms(nn.GroupNorm(2, 4)), images, FIRST),
+    "rms norm": (lambda: norms(nn.RMSNorm([4, 4, 4])), images, FIRST),
     "local response norm": (lambda: norms(nn.LocalResponseNorm(2)), images, {}),
     "max pool": (lambda: norms(nn.Sequential(nn.MaxPool2d(2), nn.BatchNorm2d(4))), images, {}),
-    "average pool": (
-        lambda: norms(nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(4))),
-        images,
-        {"0": ["0.weight", "0.bias"]},
-    ),
-    "padding with ones": (
-        lambda: norms(nn.Sequential(nn.ConstantPad2d(1, 1.0), nn.BatchNorm2d(4))),
-        images,
-        {},
-    ),
-    "padded by the input": (
-        lambda: norms(nn.BatchNorm2d(4), padding=1, padding_mode="reflect"),
-        images,
-        {"0": ["0.weight", "0.bias"]},
-    ),
+    "average pool": (lambda: norms(nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(4))), images, FIRST),
+    "padding with ones": (lambda: norms(nn.Sequential(nn.ConstantPad2d(1, 1.0), nn.BatchNorm2d(4))), images, {}),
+    "padded by the input": (lambda: norms(nn.BatchNorm2d(4), padding=1, padding_mode="reflect"), images, FIRST),
 }
 # Layers of the rest that may have a factor all the same: max pooling is a nonlinearity, but positive factors go through it, and the
 # statistics of a batch take the bias away that follows a depthwise filter.

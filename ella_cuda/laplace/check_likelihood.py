@@ -153,7 +153,7 @@ class _Check:
             self._compare("log_likelihood", one - other, (singles[0] - singles[-1]) / variance, words)
 
     def _called(self, method: str, *arguments: Tensor) -> Any:
-        """What the method returns; it gets copies, and may not change them."""
+        """The method's result; the method gets copies, and may not change them."""
         given = [copy.deepcopy(a) for a in arguments]
         found = getattr(self.likelihood, method)(*given)
         if not all(map(identical, given, arguments)):

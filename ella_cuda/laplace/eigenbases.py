@@ -17,7 +17,7 @@ from ella_cuda.ops._precision import in_own_precision
 
 
 class Eigenbasis(NamedTuple):
-    r"""Of a parameter tensor's curvature, in block g
+    r"""The eigenvectors of a parameter tensor's curvature, in block g
     :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T`.
 
     Attributes:
@@ -81,13 +81,13 @@ class Eigenbasis(NamedTuple):
 
 
 def _some(of_blocks: Tensor, blocks: range | None) -> Tensor:
-    """What belongs to these blocks; what all share as it is."""
+    """The part of these blocks; what all share as it is."""
     whole = blocks is None or of_blocks.shape[0] == 1
     return of_blocks if whole else of_blocks[blocks.start : blocks.stop]
 
 
 def _whole(vectors: Tensor) -> Tensor:
-    """What all blocks share without its axis, so that a product with it is one of all their rows."""
+    """Vectors that all blocks share without their axis, so that a product with them is one of all rows."""
     return vectors[0] if vectors.shape[0] == 1 else vectors
 
 
@@ -101,7 +101,7 @@ def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
 def eigenbases(
     factors: Mapping[str, KroneckerFactor], parameter_shapes: Mapping[str, torch.Size]
 ) -> dict[str, Eigenbasis]:
-    """Of all factors, those that share a side with one decomposition of it.
+    """The eigenbases of all factors; factors that share a side have one decomposition of it.
 
     Raises:
         FloatingPointError, ArithmeticError: see :meth:`SecondMoment.eigenvalues`.

@@ -115,14 +115,14 @@ def eigenbases_of_all(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]] 
 
 
 def _of_low_rank(sets: Sequence[Tensor], rows: Sequence[tuple[int, float]], vectors: bool) -> dict[int, Found]:
-    """What :func:`of_rank` finds of those sets whose blocks are large compared with their rank, by place."""
+    """The results of :func:`of_rank` for sets whose blocks are large compared with their rank, by place."""
     large = [place for place, (rank, _) in enumerate(rows) if sets[place].shape[1] >= max(LOW_RANK * rank, LARGE)]
     found = {place: of_rank(sets[place], *rows[place], vectors) for place in large}
     return {place: few for place, few in found.items() if few is not None}
 
 
 def of_rank(blocks: Tensor, rank: int, error: float, vectors: bool = False) -> Found | None:
-    """Of symmetric positive semidefinite blocks ``(G, d, d)`` of at most this rank, the eigenvalues, ascending, ``(G, d)``, float64: those of
+    """Eigenvalues of symmetric positive semidefinite blocks ``(G, d, d)`` of at most this rank, ascending, ``(G, d)``, float64: those of
     ``Q^T A Q`` with Q an orthonormal basis of A's products with ``rank + SPARE`` random vectors, and zeros. What that leaves out of the
     trace, which is the sum of the other eigenvalues, says whether the rank is right.
 
@@ -170,7 +170,7 @@ def workspace(blocks: Iterable[tuple[int, int]], device: torch.device) -> int:
 
 
 def calls_at_once() -> int:
-    """As many as torch has threads, where the threads of a call can be limited; otherwise one, which then has them all."""
+    """The number of torch's threads, where the threads of a call can be limited; otherwise one, which then has them all."""
     return torch.get_num_threads() if _limits() is not None else 1
 
 
@@ -206,7 +206,7 @@ def _limit_to_one() -> None:
 
 @functools.cache
 def _limits() -> tuple[Callable[[int], object], ...] | None:
-    """What limits the threads of the calling thread alone, in MKL and OpenMP as torch has loaded them; None where LAPACK is not MKL."""
+    """Functions that limit the threads of the calling thread, in MKL and OpenMP as torch has loaded them; None where LAPACK is not MKL."""
     if not (torch.backends.mkl.is_available() and torch.backends.openmp.is_available()):
         return None
     try:
@@ -217,8 +217,8 @@ def _limits() -> tuple[Callable[[int], object], ...] | None:
 
 
 def _by_threads(sets: Sequence[Tensor], decompose: Callable[[Tensor], Found]) -> list[Found]:
-    """What ``decompose`` gives of each, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large that a
-    thread may not hold one, and what would otherwise keep one thread busy when the others are done."""
+    """The results of ``decompose`` for each set, on the CPU: some blocks a thread. All threads have, one after the other, blocks so large
+    that a thread may not hold one, and what would otherwise keep one thread busy when the others are done."""
     parts = [(place, part) for place, blocks in enumerate(sets) for part in _split(blocks)]
     costs = [part.shape[0] * part.shape[1] ** 3 for _, part in parts]
     most = sum(costs) / calls_at_once()
@@ -251,7 +251,7 @@ def _bases(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split(blocks: Tensor) -> tuple[Tensor, ...]:
-    """What is decomposed at once."""
+    """The blocks in parts that are decomposed at once."""
     numbers = AT_ONCE_ON_CPU if blocks.is_cpu else AT_ONCE_ELSEWHERE
     return blocks.split(max(numbers // max(blocks.shape[1] ** 2, 1), 1))
 
@@ -270,7 +270,7 @@ def _parts(items: Sequence[int], sizes: Sequence[int]) -> Iterable[list[int]]:
 
 
 def solver(device: torch.device) -> str:
-    """What decomposes many blocks on that device, in words."""
+    """The solver of many blocks on that device, in words."""
     if device.type != "cuda":
         at_once = calls_at_once()
         return f"torch's LAPACK, {at_once} at once" if at_once > 1 else "torch's LAPACK, one after the other"

@@ -56,7 +56,7 @@ def unit_columns(outputs: Tensor) -> Columns:
 
 
 def bytes_each(columns: Columns | Tensor) -> int:
-    """What a further column takes until it is there: nothing where all are."""
+    """The bytes that a further column takes until it is there: none where all are."""
     return columns.bytes_each if isinstance(columns, Columns) else 0
 
 
@@ -114,13 +114,13 @@ class Likelihood(ABC):
         return statistic
 
     def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
-        """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
+        """The loss of a training step, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
         total = -self.log_prob(full(outputs), targets).sum()
         return _mean(total / variance if self.has_noise else total, targets)
 
     def response(self, outputs: Tensor) -> Tensor:
-        """What outputs ``(..., K)`` say of targets, of the same shape: here the outputs themselves."""
+        """The response at outputs ``(..., K)``, of the same shape, such as probabilities: here the outputs themselves."""
         return outputs
 
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Likelihood(ABC):
         return targets, torch.ones((), dtype=torch.bool, device=targets.device)
 
     def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """How many targets are predicted right, and of how many, 0-dim each."""
+        """The number of targets that are predicted right, and the number of targets, 0-dim each."""
         raise NotImplementedError(f"{type(self).__name__} has has_classes = True and must define hits.")
 
     def __repr__(self) -> str:
@@ -294,7 +294,7 @@ class Classification(Likelihood):
             )
 
     def _counted(self, targets: Tensor) -> Tensor:
-        """Where the label is not to be ignored."""
+        """A mask of the labels that count, of the targets' shape."""
         return targets.long() != self.ignore_index
 
     def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -319,7 +319,7 @@ class Classification(Likelihood):
         return right.sum(), counted.sum()
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
-        """Of each position the K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
+        """The K-1 columns of each position's Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
         unlikely.
 
         With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
@@ -389,7 +389,7 @@ class IndependentLikelihood(Likelihood):
 
     @abstractmethod
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
+        """The second derivative of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
@@ -457,7 +457,7 @@ class _Discrete(IndependentLikelihood):
 
     @abstractmethod
     def _fits(self, targets: Tensor) -> Tensor:
-        """Where targets have such a value, bool of their shape."""
+        """A mask of the targets that have such a value, of their shape."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         super().check(outputs, _matching(outputs, targets))
@@ -581,7 +581,7 @@ class Heteroscedastic(Likelihood):
 
 
 def checked_outputs(outputs: Any, count: int) -> Tensor:
-    """What a model returned for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
+    """A model's outputs for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
 
     Raises:
         TypeError: it is no tensor.
@@ -615,7 +615,7 @@ def _mean(total: Tensor, targets: Tensor) -> Tensor:
 
 
 def _needed(traces: Tensor, tolerance: float) -> int:
-    """How many of the columns, whose traces are ``(N, columns)``, leave at most the share out; at least one."""
+    """The number of columns, whose traces are ``(N, columns)``, that leave at most the share out; at least one."""
     left = traces.detach().sum(0).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
     return max(1, int((~(left <= tolerance * left[:1])).sum()))  # nan is kept, to be found in the factors
 

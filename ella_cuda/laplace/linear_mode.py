@@ -43,7 +43,7 @@ Vectors = Callable[[Tensor], Tensor]
 
 
 class LinearMode(NamedTuple):
-    r"""Where the linearised network's posterior has its mode, as :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode` found it.
+    r"""The mode of the linearised network's posterior, as :meth:`ella_cuda.laplace.KronLaplace.fit_linear_mode` found it.
 
     Attributes:
         theta: the mode, ``(P,)``, float64.
@@ -53,7 +53,7 @@ class LinearMode(NamedTuple):
         loss: :math:`-\log p(D | h(\theta)) / T + \frac12 \|\theta - \mu\|^2_\Lambda`, nats, up to a regression's normaliser.
         residual: the norm of the loss' gradient over the larger of those of its two terms, in the metric of the posterior's covariance.
         passes: over the data that it took.
-        why: not the residual went below the tolerance; "" where it did.
+        why: the reason why the residual did not go below the tolerance; "" where it did.
     """
 
     theta: Tensor
@@ -388,8 +388,8 @@ def _newton(
 def _descended(
     loss: _Loss, theta: Tensor, step: Tensor, value: float, descent: float, rounding: float, passes: int
 ) -> tuple[Tensor, float, tuple[float, Tensor, Tensor]] | None:
-    """Where the loss has fallen along a step, whose length is halved until it does: the place, the loss and what :meth:`_Loss.gradient`
-    returns there; None where passes are over before, or float32 sees no fall.
+    """A place along a step where the loss has fallen, the loss and :meth:`_Loss.gradient` there; the step's length is halved until it does.
+    None where passes are over before, or float32 sees no fall.
 
     Raises:
         ArithmeticError: the loss does not fall in float64.
@@ -451,7 +451,7 @@ def _conjugate(
 
 
 def _by_kernel(la: Evidence, loss: _Loss) -> Tensor:
-    r"""Of a regression :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
+    r"""A regression's :math:`\mu + \Lambda^{-1} J^T (J \Lambda^{-1} J^T + \sigma^2 T)^{-1} (y - h(\mu))`, by the kernel of all outputs."""
     x, y = joined([kept(pair) for pair in loss.batches()])
     kernel = la.prior_covariance(x)
     kernel.diagonal().add_(1 / loss.weight)
@@ -486,7 +486,7 @@ class _Checkpoint:
             )
 
     def read(self) -> Tensor | None:
-        """Where the last solution was interrupted, None where none was; what killed processes left of the file is removed."""
+        """The place where the last solution was interrupted, if one was; what killed processes left of the file is removed."""
         if self.path is None:
             return None
         remove_temporary_files(self.path.parent, self.path.name)

@@ -290,5 +290,5 @@ class TangentModel:
         return value.to(self.device)
 
     def _split(self, vectors: Tensor) -> Values:
-        """By parameter name."""
+        """The parts of the vectors by parameter name."""
         return self._replaced.split(vectors)

@@ -31,7 +31,7 @@ Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
 def groups_of(la: Evidence, structure: str) -> Tensor:
-    """Of each parameter tensor, the number of the group that it shares a precision with; see :func:`group_indices`."""
+    """The number of each parameter tensor's group, whose tensors share a precision; see :func:`group_indices`."""
     device = la.prior_precision.device
     with torch.inference_mode(False):  # autograd saves it
         return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
@@ -149,7 +149,7 @@ def fixed_points(
 
 
 def _noise_aim(la: Evidence, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
-    """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
+    """The logarithm of the noise's precision after an update, ``(1,)``."""
     if not tune_sigma:
         return log_noise
     determined = determined * la.temperature
@@ -169,7 +169,7 @@ def put(la: Evidence, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str)
 
 
 def warn_of_motion(n_steps: int, instead: str = "") -> None:
-    """That fixed points do not rest, at the line that called optimize_prior_precision; and what else to do than to take more."""
+    """Warn at the line that called optimize_prior_precision that fixed points do not rest; ``instead``: what else to do than to take more."""
     warnings.warn(
         f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
         UserWarning,

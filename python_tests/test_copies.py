@@ -138,7 +138,7 @@ def with_a_mode() -> KronLaplace:
 
 def products(tangent: laplace.TangentModel) -> tuple[Any, ...]:
     u = torch.linspace(-1, 1, tangent.n_params)
-    pulled = tangent.push_pull(X, u, lambda f, along, _: along)
+    pulled = tangent.push_pull(X, u, lambda f, along: along)
     return tangent.form, tangent.parameter_names, tangent(u, X), tangent.vjp(X, torch.ones(9, 3)), pulled
 
 

@@ -517,8 +517,7 @@ class BaseLaplace(Predictive):
             tol: of the residual: the norm of the loss' gradient over that of the larger of its two terms, in the metric of the posterior's
                 covariance. None is 1e-6, and 1e-4 of float32 networks, whose rounding comes first.
             solver: "newton_cg"; of a regression, whose loss is quadratic, "cg" or "dual", which factorises the kernel of all ``N K`` outputs;
-                "sgd" takes steps along preconditioned gradients of batches, for ``max_passes``, and comes near alone; "auto" is "dual" with
-                few outputs, "cg", or "newton_cg".
+                "auto" is "dual" with few outputs, "cg", or "newton_cg".
             form: "full", or "simple": ``h = J theta``.
             hessian_at: "network", or "linear": the curvature is accumulated once more with the likelihood's Hessian at the linearised
                 network's outputs, and is the approximation's from then on.

@@ -1,13 +1,15 @@
-"""Eigenvectors of factors, in which a posterior's covariance is a diagonal."""
+"""The eigenvalues of all factors as one array, and the eigenvectors, in which a posterior's covariance is a diagonal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ella_cuda import ops
+from ella_cuda.distributed import Ranks
 from ella_cuda.laplace.eigenvalues import eigenbases_of_all
 from ella_cuda.laplace.factors import FactorShape, KroneckerFactor
 from ella_cuda.laplace.second_moment import SecondMoment
@@ -15,7 +17,7 @@ from ella_cuda.ops._precision import in_own_precision
 
 
 class Eigenbasis(NamedTuple):
-    r"""Of a parameter tensor's curvature, in block g
+    r"""The eigenvectors of a parameter tensor's curvature, in block g
     :math:`(U_g \otimes V_g)\, \mathrm{diag}(\lambda_g \otimes \mu_g)\, (U_g \otimes V_g)^T`.
 
     Attributes:
@@ -79,13 +81,13 @@ class Eigenbasis(NamedTuple):
 
 
 def _some(of_blocks: Tensor, blocks: range | None) -> Tensor:
-    """What belongs to these blocks; what all share as it is."""
+    """The part of these blocks; what all share as it is."""
     whole = blocks is None or of_blocks.shape[0] == 1
     return of_blocks if whole else of_blocks[blocks.start : blocks.stop]
 
 
 def _whole(vectors: Tensor) -> Tensor:
-    """What all blocks share without its axis, so that a product with it is one of all their rows."""
+    """Vectors that all blocks share without their axis, so that a product with them is one of all rows."""
     return vectors[0] if vectors.shape[0] == 1 else vectors
 
 
@@ -99,7 +101,7 @@ def _rows_in(rows: Tensor, vectors: Tensor) -> Tensor:
 def eigenbases(
     factors: Mapping[str, KroneckerFactor], parameter_shapes: Mapping[str, torch.Size]
 ) -> dict[str, Eigenbasis]:
-    """Of all factors, those that share a side with one decomposition of it.
+    """The eigenbases of all factors; factors that share a side have one decomposition of it.
 
     Raises:
         FloatingPointError, ArithmeticError: see :meth:`SecondMoment.eigenvalues`.
@@ -120,3 +122,37 @@ def eigenbases(
         vectors_in = None if factor.shape.inputs == 1 else vectors_in
         result[name] = Eigenbasis(factor.shape, parameter_shapes[name], values_in, values_out, vectors_in, vectors_out)
     return result
+
+
+class Spectra:
+    """Eigenvalues of factors as :func:`ella_cuda.ops.kron_evidence` takes them, packed once for as long as no factor changes.
+
+    Args:
+        factors: of all parameter tensors, in their order.
+    """
+
+    def __init__(self, factors: Iterable[KroneckerFactor]) -> None:
+        self._factors = list(factors)
+        self._moments = list(
+            {m: None for f in self._factors for m in (f.input_moment, f.output_moment) if m is not None}
+        )
+        self._packed: ops.KronSpectra | None = None
+        self._rows: list[int] = []  # in every moment when they were packed
+
+    def decompose_together(self, ranks: Ranks) -> None:
+        """Have the eigenvalues of all factors, each block's by one rank; raises as :meth:`packed`, on all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
+            SecondMoment.decompose_together(self._moments, ranks)
+
+    def packed(self) -> ops.KronSpectra:
+        """Constants: no gradient leads to a basis, whose state is taken to be that of the first call.
+
+        Raises:
+            FloatingPointError, ArithmeticError: see :meth:`ella_cuda.laplace.second_moment.SecondMoment.eigenvalues`.
+        """
+        rows = [moment.rows for moment in self._moments]
+        if self._packed is None or rows != self._rows:
+            with torch.inference_mode(False), torch.no_grad():  # later calls may want gradients
+                SecondMoment.decompose_all(self._moments)
+                self._packed, self._rows = ops.pack_spectra([f.eigenvalues() for f in self._factors]), rows
+        return self._packed

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ella_cuda.laplace.batches import DictKeys, Inputs, inputs_on, map_tensors, pair_on
 from ella_cuda.laplace.copies import require_served, with_draws
+from ella_cuda.laplace.one_function import HOOKS
 from ella_cuda.laplace.parameters import (
     FittedBases,
     filled_since,
@@ -25,7 +26,6 @@ from ella_cuda.modes import exclusively
 from ella_cuda.nn._autocast import widened
 from ella_cuda.ops._precision import autocast_is_on
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_TRAINING = {"training", "momentum", "dropout"}  # attributes that torch's own modules do not read in evaluation mode
 PLAIN = (bool, int, float, str, type(None), FunctionType)
 

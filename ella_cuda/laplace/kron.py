@@ -24,7 +24,7 @@ from ella_cuda.laplace.copies import Chunk, with_draws
 from ella_cuda.laplace.curvature import CurvaturePass, curvature_pass
 from ella_cuda.laplace.data_fit import DataFitGradient
 from ella_cuda.laplace.distributed_fit import FitSums, accumulate_together
-from ella_cuda.laplace.eigenbases import Eigenbasis, eigenbases
+from ella_cuda.laplace.eigenbases import Eigenbasis, Spectra, eigenbases
 from ella_cuda.laplace.evidence import elements
 from ella_cuda.laplace.factors import KroneckerFactor
 from ella_cuda.laplace.likelihoods import IGNORED, Columns, Likelihood, checked_outputs
@@ -32,7 +32,6 @@ from ella_cuda.laplace.memory import peak_bytes, require_memory, telling_needs
 from ella_cuda.laplace.posterior import KronPosterior
 from ella_cuda.laplace.rules import PerExampleRule, Rule
 from ella_cuda.laplace.rules.base import APPROXIMATIONS, RESOLUTIONS
-from ella_cuda.laplace.spectra import Spectra
 from ella_cuda.laplace.state import checked_tensor, load_factors, save_factors
 from ella_cuda.laplace.test_time import requiring_grad
 from ella_cuda.laplace.ties import by_parameter, merged_shapes

@@ -39,9 +39,7 @@ class Columns:
         return self._count
 
     def __getitem__(self, part: slice) -> Tensor:
-        begin, end, step = part.indices(self._count)
-        if step != 1:
-            raise ValueError(f"Columns: a slice must have step 1, got {step}.")
+        begin, end, _ = part.indices(self._count)
         return self._build(begin, max(begin, end))
 
 
@@ -58,7 +56,7 @@ def unit_columns(outputs: Tensor) -> Columns:
 
 
 def bytes_each(columns: Columns | Tensor) -> int:
-    """What a further column takes until it is there: nothing where all are."""
+    """The bytes that a further column takes until it is there: none where all are."""
     return columns.bytes_each if isinstance(columns, Columns) else 0
 
 
@@ -103,8 +101,7 @@ class Likelihood(ABC):
         step = max(1, SIGNED_BYTES // max(1, bytes_each(columns)))
         for begin in range(0, len(columns), step):
             part = columns[begin : begin + step]
-            device = outputs.device if generator is None else generator.device
-            signs = 2 * torch.randint(2, part.shape[:2], device=device, generator=generator) - 1
+            signs = 2 * torch.randint(2, part.shape[:2], device=_device(part, generator), generator=generator) - 1
             total += (part * signs.to(part).view(*signs.shape, *[1] * (part.dim() - 2))).sum(0)
         return total[None]
 
@@ -117,13 +114,13 @@ class Likelihood(ABC):
         return statistic
 
     def loss(self, outputs: Tensor, targets: Tensor, variance: Tensor) -> Tensor:
-        """What a step of training minimises, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
+        """The loss of a training step, 0-dim: the mean of ``-log p(y_n | f_n)`` over the data points, up to what does not depend on
         the outputs. ``variance`` is sigma^2, 0-dim, for a likelihood with noise."""
         total = -self.log_prob(full(outputs), targets).sum()
         return _mean(total / variance if self.has_noise else total, targets)
 
     def response(self, outputs: Tensor) -> Tensor:
-        """What outputs ``(..., K)`` say of targets, of the same shape: here the outputs themselves."""
+        """The response at outputs ``(..., K)``, of the same shape, such as probabilities: here the outputs themselves."""
         return outputs
 
     def probabilities(self, link: str, mean: Tensor, covariance: Tensor) -> Tensor:
@@ -163,7 +160,7 @@ class Likelihood(ABC):
         return targets, torch.ones((), dtype=torch.bool, device=targets.device)
 
     def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """How many targets are predicted right, and of how many, 0-dim each."""
+        """The number of targets that are predicted right, and the number of targets, 0-dim each."""
         raise NotImplementedError(f"{type(self).__name__} has has_classes = True and must define hits.")
 
     def __repr__(self) -> str:
@@ -196,13 +193,11 @@ def register_likelihood(name: str) -> Callable[[LikelihoodType], LikelihoodType]
                 return outputs.exp() * targets
 
     Raises:
-        TypeError: ``name`` is no string, or the decorated class no Likelihood.
-        ValueError: ``name`` is empty, or the name of another class.
+        TypeError: ``name`` is no name, or the decorated class no Likelihood.
+        ValueError: ``name`` is the name of another class.
     """
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise TypeError(f'register_likelihood: expected a name, got {name!r}; write @register_likelihood("name").')
-    if not name:
-        raise ValueError("register_likelihood: the name must not be empty.")
 
     def decorate(likelihood: LikelihoodType) -> LikelihoodType:
         if not (isinstance(likelihood, type) and issubclass(likelihood, Likelihood)):
@@ -235,16 +230,15 @@ def likelihood_of(given: str | Likelihood, ignore_index: int = IGNORED, where: s
     """
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral):
         raise TypeError(f"{where}ignore_index must be an integer, got {ignore_index!r}.")
+    if isinstance(given, type) and issubclass(given, Likelihood):
+        raise TypeError(f"{where}likelihood must be a name or an object, got the class; pass {given.__name__}(...).")
     if isinstance(given, Likelihood):
-        kind = type(given)
+        made, kind = given, type(given)
         if LIKELIHOODS.get(kind.name) is not kind:
             raise TypeError(
                 f"{where}likelihood: the class {kind.__name__} is not registered; decorate it with "
                 '@ella_cuda.laplace.register_likelihood("name").'
             )
-        made = given
-    elif isinstance(given, type) and issubclass(given, Likelihood):
-        raise TypeError(f"{where}likelihood must be a name or an object, got the class; pass {given.__name__}(...).")
     else:
         kind = LIKELIHOODS[check_choice(f"{where}likelihood", given, tuple(LIKELIHOODS))]
         made = kind(ignore_index=int(ignore_index)) if "ignore_index" in inspect.signature(kind).parameters else kind()
@@ -279,10 +273,9 @@ class Classification(Likelihood):
                 "likelihood='binary'."
             )
         if targets.shape != expected:
-            if targets.shape == (*expected, 1):
-                remedy = f"; pass y.squeeze({len(expected)})"
-            else:  # one column for each class
-                remedy = f"; of one-hot labels pass y.argmax({len(expected)})" if targets.shape == outputs.shape else ""
+            axis = len(expected)
+            one_hot = f"; of one-hot labels pass y.argmax({axis})" if targets.shape == outputs.shape else ""
+            remedy = f"; pass y.squeeze({axis})" if targets.shape == (*expected, 1) else one_hot
             raise ValueError(
                 f"targets: expected class indices of shape {tuple(expected)}, got shape {tuple(targets.shape)}{remedy}."
             )
@@ -291,10 +284,9 @@ class Classification(Likelihood):
                 f"targets: expected integer class indices, got dtype {targets.dtype}; for real targets use "
                 "likelihood='regression'."
             )
-        labels = targets.long()
-        low, high = _range(labels)
-        if low < 0 or high >= classes:  # of labels that are ignored, perhaps
-            low, high = _range(labels.masked_fill(~self._counted(targets), 0))
+        labels = targets.long().masked_fill(~self._counted(targets), 0)
+        # The smallest and the largest: one wait for the device.
+        low, high = torch.stack(torch.aminmax(labels)).tolist() if labels.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
                 f"targets: labels must lie in 0..{classes - 1} (the model has {classes} outputs), or be ignore_index = {self.ignore_index}, "
@@ -302,7 +294,7 @@ class Classification(Likelihood):
             )
 
     def _counted(self, targets: Tensor) -> Tensor:
-        """Where the label is not to be ignored."""
+        """A mask of the labels that count, of the targets' shape."""
         return targets.long() != self.ignore_index
 
     def _cross_entropy(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -327,7 +319,7 @@ class Classification(Likelihood):
         return right.sum(), counted.sum()
 
     def columns(self, outputs: Tensor, targets: Tensor, tolerance: float = 0.0) -> Columns:
-        """Of each position the K-1 columns of the Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
+        """The K-1 columns of each position's Cholesky factor of ``diag(p) - p p^T``, in closed form, its classes sorted from likely to
         unlikely.
 
         With tails ``s_j = p_j + ... + p_{K-1}``: ``L[j,j] = sqrt(p_j s_{j+1} / s_j)`` and ``L[i,j] = -p_i sqrt(p_j /
@@ -351,30 +343,23 @@ class Classification(Likelihood):
         traces = diagonal.square() + (square_tails + 2 * below).masked_fill(nothing, -torch.inf).exp()
         traces = traces.flatten(1)  # (N, T (K-1))
         if positions == 1:
-            chosen, count = None, _needed(traces, tolerance)
+            chosen = torch.arange(_needed(traces, tolerance), device=traces.device).expand(n, -1)
         else:
             chosen = _largest_first(traces, tolerance)
-            count = chosen.shape[1]
 
         def build(begin: int, end: int) -> Tensor:
-            if chosen is None:
-                columns, place = log_p[:, 0], torch.arange(begin, end, device=rank.device)[:, None]
-                ranks, (factor, top, likely) = rank[:, 0], (t[:, 0, begin:end].T for t in (below, diagonal, order))
-            else:
-                picks, images = chosen[:, begin:end].T, torch.arange(n, device=rank.device)
-                position, place = picks // (k - 1), picks % (k - 1)  # (columns, N)
-                columns, ranks = log_p[images, position], rank[images, position]
-                factor, top, likely = (t[images, position, place] for t in (below, diagonal, order))
+            picks, images = chosen[:, begin:end].T, torch.arange(n, device=rank.device)
+            position, place = picks // (k - 1), picks % (k - 1)  # (columns, N)
+            columns, ranks = log_p[images, position], rank[images, position]
+            factor, top, likely = (t[images, position, place] for t in (below, diagonal, order))
             columns = -(columns + factor[..., None]).exp()  # (columns, N, K)
             columns = columns.masked_fill(ranks <= place[..., None], 0.0)
             columns = columns.scatter(2, likely[..., None], top[..., None]).to(outputs.dtype)
-            if chosen is not None:
-                whole, where = columns.new_zeros(len(columns), n, positions, k), position[..., None, None]
-                columns = whole.scatter(2, where.expand(-1, -1, 1, k), columns[:, :, None])
-            return columns.view(len(columns), *outputs.shape)
+            whole, where = columns.new_zeros(len(columns), n, positions, k), position[..., None, None]
+            return whole.scatter(2, where.expand(-1, -1, 1, k), columns[:, :, None]).view(len(columns), *outputs.shape)
 
-        rows = n * k if chosen is None else 2 * n * k  # copies of what is gathered
-        return Columns(count, build, 3 * 8 * rows + outputs.element_size() * outputs.numel())
+        # Copies of what is gathered.
+        return Columns(chosen.shape[1], build, 6 * 8 * n * k + outputs.element_size() * outputs.numel())
 
     def response(self, outputs: Tensor) -> Tensor:
         return torch.softmax(outputs, -1)
@@ -390,7 +375,7 @@ class Classification(Likelihood):
 
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
         p = torch.softmax(outputs.flatten(0, -2), 1)
-        drawn = torch.multinomial(_on_device_of(p, generator), 1, generator=generator).to(p.device)
+        drawn = torch.multinomial(p.to(_device(p, generator)), 1, generator=generator).to(p.device)
         column = p.scatter_add(1, drawn, p.new_full((), -1.0).expand(drawn.shape)).view(outputs.shape)
         return column.masked_fill(~self._counted(targets)[..., None], 0.0)[None]
 
@@ -404,7 +389,7 @@ class IndependentLikelihood(Likelihood):
 
     @abstractmethod
     def second_derivative(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """That of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
+        """The second derivative of ``-log p`` in every entry of the outputs, of their shape; zero where it is negative."""
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         if targets.shape != outputs.shape:
@@ -422,9 +407,11 @@ class IndependentLikelihood(Likelihood):
         return _sparse(outputs, root[..., None], torch.arange(root.shape[1], device=root.device)[:, None], tolerance)
 
     def sampled_column(self, outputs: Tensor, targets: Tensor, generator: torch.Generator | None) -> Tensor:
-        device = outputs.device if generator is None else generator.device
-        drawn = torch.randn(outputs.shape, dtype=outputs.dtype, device=device, generator=generator)
-        return (drawn.to(outputs.device) * self._root(outputs, targets).to(outputs.dtype))[None]
+        where = {"dtype": outputs.dtype, "device": _device(outputs, generator)}
+        return (
+            torch.randn(outputs.shape, generator=generator, **where).to(outputs.device)
+            * self._root(outputs, targets).to(outputs.dtype)
+        )[None]
 
 
 @register_likelihood("regression")
@@ -463,19 +450,35 @@ class Regression(IndependentLikelihood):
         return unit_columns(outputs)
 
 
+class _Discrete(IndependentLikelihood):
+    """Targets of certain values, bool, integer or real, of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``."""
+
+    values: ClassVar[str]  # in words
+
+    @abstractmethod
+    def _fits(self, targets: Tensor) -> Tensor:
+        """A mask of the targets that have such a value, of their shape."""
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        super().check(outputs, _matching(outputs, targets))
+        if not (fits := self._fits(targets)).all():
+            raise ValueError(
+                f"targets: expected {self.values} for likelihood={self.name!r}, got {targets[~fits][0].item()}."
+            )
+
+    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return targets, self._fits(targets).all()
+
+
 @register_likelihood("binary")
-class Binary(IndependentLikelihood):
+class Binary(_Discrete):
     """Bernoulli variables whose logits are the outputs: targets 0 or 1 of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``; bool,
     integer or real."""
 
     has_classes = True
+    values = "0 or 1"
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        super().check(outputs, _matching(outputs, targets))
-        _require_values(targets, self._fits(targets), "0 or 1", self.name)
-
-    @staticmethod
-    def _fits(targets: Tensor) -> Tensor:
+    def _fits(self, targets: Tensor) -> Tensor:
         return (targets == 0) | (targets == 1)
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -496,27 +499,19 @@ class Binary(IndependentLikelihood):
         right = torch.where(_matching(predictions, targets) == 1, p, 1 - p)
         return right.clamp(min=SMALLEST_PROBABILITY).log()
 
-    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return targets, self._fits(targets).all()
-
     def hits(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         right = (outputs > 0) == (_matching(outputs, targets) == 1)
         return right.sum(), torch.full_like(right.sum(), right.numel())
 
 
 @register_likelihood("poisson")
-class Poisson(IndependentLikelihood):
+class Poisson(_Discrete):
     """Counts whose log rates are the outputs: targets whole numbers from 0 on, of the outputs' shape, or ``(N,)`` for outputs ``(N, 1)``;
     integer or real."""
 
-    def check(self, outputs: Tensor, targets: Tensor) -> None:
-        super().check(outputs, _matching(outputs, targets))
-        if targets.dtype == torch.bool:
-            raise TypeError("targets: expected counts for likelihood='poisson', got dtype torch.bool; use .long().")
-        _require_values(targets, self._fits(targets), "whole numbers from 0 on", self.name)
+    values = "whole numbers from 0 on"
 
-    @staticmethod
-    def _fits(targets: Tensor) -> Tensor:
+    def _fits(self, targets: Tensor) -> Tensor:
         whole = targets == targets.floor() if targets.is_floating_point() else True
         return (targets >= 0) & (targets < torch.inf) & whole
 
@@ -529,9 +524,6 @@ class Poisson(IndependentLikelihood):
 
     def response(self, outputs: Tensor) -> Tensor:
         return outputs.exp()
-
-    def admitted(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return targets, self._fits(targets).all()
 
 
 @register_likelihood("heteroscedastic")
@@ -589,7 +581,7 @@ class Heteroscedastic(Likelihood):
 
 
 def checked_outputs(outputs: Any, count: int) -> Tensor:
-    """What a model returned for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
+    """A model's outputs for so many data points, as a plain tensor ``(N, K)`` or ``(N, ..., K)``.
 
     Raises:
         TypeError: it is no tensor.
@@ -622,13 +614,8 @@ def _mean(total: Tensor, targets: Tensor) -> Tensor:
     return total / torch.full_like(total, len(targets))
 
 
-def _range(labels: Tensor) -> tuple[int, int]:
-    """The smallest and the largest: one wait for the device."""
-    return tuple(torch.stack(torch.aminmax(labels)).tolist()) if labels.numel() else (0, 0)
-
-
 def _needed(traces: Tensor, tolerance: float) -> int:
-    """How many of the columns, whose traces are ``(N, columns)``, leave at most the share out; at least one."""
+    """The number of columns, whose traces are ``(N, columns)``, that leave at most the share out; at least one."""
     left = traces.detach().sum(0).flip(0).cumsum(0).flip(0)  # trace of this column and those after it
     return max(1, int((~(left <= tolerance * left[:1])).sum()))  # nan is kept, to be found in the factors
 
@@ -665,10 +652,5 @@ def _require_real(targets: Tensor, name: str) -> None:
         )
 
 
-def _require_values(targets: Tensor, fits: Tensor, expected: str, name: str) -> None:
-    if not fits.all():
-        raise ValueError(f"targets: expected {expected} for likelihood={name!r}, got {targets[~fits][0].item()}.")
-
-
-def _on_device_of(tensor: Tensor, generator: torch.Generator | None) -> Tensor:
-    return tensor if generator is None else tensor.to(generator.device)
+def _device(like: Tensor, generator: torch.Generator | None) -> torch.device:
+    return like.device if generator is None else generator.device

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ella_cuda.laplace.batches import Inputs, map_tensors, run_model
 from ella_cuda.laplace.tangent import rounding_of
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 Hook = Callable[..., Any]
 OUTPUT = -1  # among a forward hook's arguments
 RUNS = 8  # that are compared where a generator moved

@@ -87,15 +87,13 @@ def push(function: Callable[[Values], Tensor], values: Values, direction: Values
         return outputs, torch.zeros_like(outputs) if along is None else along.detach()
 
 
-def push_by_gradients(
-    function: Callable[[Values], Tensor], values: Values, direction: Values
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`push` by a gradient of gradients; values require one. Also the sum of the derivative by one gradient."""
+def push_by_gradients(function: Callable[[Values], Tensor], values: Values, direction: Values) -> tuple[Tensor, Tensor]:
+    """:func:`push` by a gradient of gradients; values require one."""
     outputs = function(values)
     seed = torch.ones_like(outputs).requires_grad_()
     pulled = torch.autograd.grad(outputs, [*values.values()], seed, create_graph=True, materialize_grads=True)
     product = sum((g * direction[name]).sum() for name, g in zip(values, pulled, strict=True))
-    return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0], product.detach()
+    return outputs, torch.autograd.grad(product, seed, retain_graph=True)[0]
 
 
 def has_forward_mode(function: Callable[[Values], Tensor], values: Values, strict: bool = False) -> bool:
@@ -120,13 +118,13 @@ def has_forward_mode(function: Callable[[Values], Tensor], values: Values, stric
     with torch.enable_grad():
         for way in (push, push_by_gradients):
             try:
-                outputs, along, *_ = way(function, leaves, u)
+                outputs, along = way(function, leaves, u)
                 r = drawn(outputs, len(u))
                 pulled = torch.autograd.grad(outputs, [*leaves.values()], r, materialize_grads=True)
             except Exception:  # whatever functions without this way raise
                 continue
             rounding = max(map(rounding_of, (along, *values.values())))
-            wanted = torch.cat([(u[n] * as_dense(g)).double().flatten() for n, g in zip(u, pulled, strict=True)])
+            wanted = torch.cat([(u[n] * g).double().flatten() for n, g in zip(u, pulled, strict=True)])
             agrees, known = not apart((along * r).double(), wanted, rounding), way is push
             if not known:
                 # Backward hooks of modules have no forward mode, and no part where no gradient is recorded.
@@ -164,10 +162,6 @@ def _follows_first(
     return bool((difference - one).abs() < (difference - other).abs() / 4)
 
 
-def as_dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
-
-
 def apart(one: Tensor, other: Tensor, rounding: float) -> Tensor:
     """Whether two sums of terms differ by more than rounding of these; False where one is not finite. 0-dim bool."""
     size = one.abs().sum() + other.abs().sum()
@@ -177,8 +171,7 @@ def apart(one: Tensor, other: Tensor, rounding: float) -> Tensor:
 def jvp(
     function: Callable[[Values], Tensor], values: Values, directions: Values, in_forward_mode: bool = True
 ) -> Tensor:
-    """The derivatives of a function of parameters along S directions, in forward mode, or by two passes of reverse mode where a function
-    has no forward mode.
+    """The derivatives of a function of parameters along S directions, differentiable in these in forward mode.
 
     Args:
         function: of values by name, to a tensor.
@@ -188,45 +181,30 @@ def jvp(
 
     Returns:
         ``(S, *function(values).shape)``.
-
-    Raises:
-        NotImplementedError: a function without a forward mode is differentiable once.
     """
 
     def forward(direction: Values) -> Tensor:
         return torch.func.jvp(function, (values,), (direction,))[1]
 
-    def reverse(direction: Values) -> tuple[Tensor, Tensor]:
+    def reverse(direction: Values) -> Tensor:
         # By autograd itself: torch.func refuses a torch.autograd.Function without setup_context.
         with torch.enable_grad():
             leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
-            return push_by_gradients(function, leaves, direction)[1:]
+            return push_by_gradients(function, leaves, direction)[1]
 
-    def along(way: Callable[[Values], Any], sample: int) -> Any:
-        return way({name: d[sample] for name, d in directions.items()})
-
-    count = len(next(iter(directions.values())))
     load_forward_mode()
-    try:
-        if not in_forward_mode:
-            raise NotImplementedError
-        last, way = along(forward, count - 1), forward
-    except Exception:  # whatever functions without a forward mode raise
-        last, product = along(reverse, count - 1)
-        # Of a function that is differentiable once, autograd leaves the second derivative out without a word.
-        if differ({"": last.sum()}, {"": product}, last.abs().sum()):
-            raise NotImplementedError("jvp: a function without a forward mode is differentiable once.") from None
-
-        def way(direction: Values) -> Tensor:
-            return reverse(direction)[0]
-
-    if count > 1:
+    way = forward if in_forward_mode else reverse
+    *others, last = (
+        {name: d[sample] for name, d in directions.items()} for sample in range(len(next(iter(directions.values()))))
+    )
+    last = way(last)
+    if in_forward_mode and others:
         with suppress(Exception):  # whatever functions that vmap cannot take raise
             together = torch.func.vmap(way)(directions)
             # Some functions have wrong derivatives there, all but the first.
             if not differ({"": together[-1]}, {"": last}):
                 return together
-    return torch.stack([*(along(way, sample) for sample in range(count - 1)), last])
+    return torch.stack([*map(way, others), last])
 
 
 def rounding_of(tensor: Tensor) -> float:
@@ -235,14 +213,13 @@ def rounding_of(tensor: Tensor) -> float:
     return 2.0**-6 if tensor.is_cuda and tensor.dtype == torch.float32 else torch.finfo(tensor.dtype).eps ** 0.5
 
 
-def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor], of: Tensor | None = None) -> bool:
-    """Whether two ways to the same derivatives differ beyond rounding, in what is finite; ``of`` is the size of what was added up, where
-    that is not theirs."""
-    for name, b in other.items():
-        size = b.abs().amax() if of is None else of
-        if size.isfinite() and (one[name] - b).abs().amax() > rounding_of(b) * size:
-            return True
-    return False
+def differ(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two ways to the same derivatives differ beyond rounding, in what is finite."""
+    sizes = {name: b.abs().amax() for name, b in other.items()}
+    return any(
+        bool(size.isfinite() and (one[name] - other[name]).abs().amax() > rounding_of(size) * size)
+        for name, size in sizes.items()
+    )
 
 
 def first_at_fault(

@@ -18,7 +18,6 @@ from ella_cuda.laplace.tangent import (
     ReplacedParameters,
     Values,
     apart,
-    as_dense,
     embeddings_have_derivatives,
     first_at_fault,
     has_forward_mode,
@@ -33,11 +32,10 @@ from ella_cuda.modes import exclusively, running_the_model
 from ella_cuda.ops._precision import without_autocast
 
 FORMS = ("full", "simple")
-ON_CPU, ELSEWHERE = 256 << 20, 2 << 30  # bytes that the graph of data points that go together may keep
 TRIED = 8  # data points of the first batch that derivatives are tried out on
 GROSS = 16.0  # rounding errors that two products may differ by along a direction that is not random
 
-Cotangent = Callable[[Tensor, Tensor, slice], Tensor]
+Cotangent = Callable[[Tensor, Tensor], Tensor]
 
 
 class TangentModel:
@@ -89,14 +87,12 @@ class TangentModel:
         self.parameter_names = list(parameters)
         self.n_params = sum(p.numel() for p in self._values.values())
         self.device = next(iter(self._values.values())).device
-        self.ways: list[
-            tuple[int, bool | Exception]
-        ] = []  # to derivatives, and how many data points each was tried out on
-        self._points: dict[Any, int] = {}  # that go together, by the inputs' shapes
+        # How many data points derivatives were tried out on, and whether there is a forward mode, or why there are no products.
+        self.ways: list[tuple[int, bool | Exception]] = []
 
     @property
     def point(self) -> Tensor:
-        return torch.cat([value.flatten() for value in self._values.values()])
+        return self._flat(self._values)
 
     def __call__(self, theta: Tensor, x: Any) -> Tensor:
         """h(theta, x), ``(N, ...)``; of several vectors ``(S, P)``, ``(S, N, ...)``. Differentiable in theta where the network's functions
@@ -126,8 +122,7 @@ class TangentModel:
         directions = self._split(u.reshape(-1, self.n_params))
         with self._running():
             self._try_out(x)
-            ways = dict(self._values), directions, self._way is not False
-            found = jvp(lambda values: self._run(x, values), *ways)
+            found = jvp(lambda values: self._run(x, values), dict(self._values), directions, self._way is not False)
         return found if u.dim() > 1 else found[0]
 
     @running_the_model
@@ -151,7 +146,7 @@ class TangentModel:
                 raise ValueError(f"r: expected a tensor of the outputs' shape {tuple(outputs.shape)}, got {got}.")
             rows = r.to(outputs.device, outputs.dtype)
             try:
-                found = [self._pulled(outputs, leaves, row) for row in (rows if several else rows[None])]
+                found = [self._pulled(outputs, leaves, row, True) for row in (rows if several else rows[None])]
             except RuntimeError as error:  # of functions without a derivative
                 raise self._way if isinstance(self._way, NotImplementedError) else error from None
         return torch.stack(found) if several else found[0]
@@ -167,74 +162,36 @@ class TangentModel:
         """``J^T c`` for cotangents c that depend on ``J u``, in one pass through the network: ``(P,)``, summed over the data points.
 
         Args:
-            x: inputs ``(N, ...)``; some data points at a time go through the network, as many as there is room for.
+            x: inputs ``(N, ...)``.
             u: a direction ``(P,)``.
-            cotangent: ``(f, J u, which)``, of the data points ``which``, -> c, of the outputs' shape.
+            cotangent: ``(f, J u)`` -> c, of the outputs' shape.
 
         Raises:
             NotImplementedError: a function of the network has no forward mode and is differentiable once.
             ArithmeticError: its gradients are not the transpose of its derivatives along directions; names the layer.
         """
         x, directions = self._inputs(x), self._split(self._vectors("u", u))
-        count, total = data_points(x), torch.zeros(self.n_params, dtype=torch.float64, device=self.device)
         with self._running(), torch.enable_grad():
-            step = self._together(x)
-            differ = torch.zeros((), dtype=torch.bool, device=self.device)
-            for begin in range(0, max(count, 1), step):
-                which = slice(begin, min(begin + step, count))
-                part = self._push_pull(take(x, which), directions, lambda f, t, which=which: cotangent(f, t, which))
-                total += part[0]
-                differ |= part[1]
-            if differ:
+            self._try_out(x)
+            leaves, way = self._leaves(), push if self._way else push_by_gradients
+            outputs, along = way(lambda values: self._run(x, values), leaves, directions)
+            c = cotangent(outputs.detach(), along)
+            pulled = self._pulled(outputs, leaves, c).double()
+            of_outputs, of_parameters = along.double() * c, self._flat(directions) * pulled
+            if apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *directions.values())))):
                 error = ArithmeticError("derivatives in forward mode and gradients do not belong together")
-                raise self._blamed(x, [*range(count)], error, strict=True)
-        return total
+                raise self._blamed(x, [*range(data_points(x))], error, strict=True)
+        return pulled
 
     # one part ----------------------------------------------------------------------------------------------------
 
-    def _push_pull(self, x: Inputs, u: Values, cotangent: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """``J^T c``; and whether ``<J u, c>`` is another number than ``<u, J^T c>``."""
-        leaves, way = self._leaves(), push if self._way else push_by_gradients
-        outputs, along, *_ = way(lambda values: self._run(x, values), leaves, u)
-        c = cotangent(outputs.detach(), along)
-        pulled = self._pulled(outputs, leaves, c, last=True).double()
-        of_outputs, of_parameters = along.double() * c, torch.cat([part.flatten() for part in u.values()]) * pulled
-        return pulled, apart(of_outputs, of_parameters, GROSS * max(map(rounding_of, (along, *u.values()))))
+    @staticmethod
+    def _flat(values: Values) -> Tensor:
+        return torch.cat([value.flatten() for value in values.values()])
 
-    def _pulled(self, outputs: Tensor, leaves: Values, cotangent: Tensor, last: bool = False) -> Tensor:
-        found = torch.autograd.grad(
-            outputs, list(leaves.values()), cotangent, retain_graph=not last, materialize_grads=True
-        )
-        return torch.cat([as_dense(g).flatten() for g in found])
-
-    def _together(self, x: Inputs) -> int:
-        """How many data points go through the network together."""
-        key = tuple((tuple(t.shape[1:]), t.dtype) for t in tensors_of(x))
-        if not data_points(x):
-            return 1
-        self._try_out(x)
-        first = take(x, slice(1))
-        if key in self._points:
-            return self._points[key]
-        if data_points(x) == 1:
-            return 1
-        # Two data points keep more than one by what one keeps; parameters are kept once.
-        more = self._kept_bytes(take(x, slice(2))) - self._kept_bytes(first)
-        room = ON_CPU if self.device.type == "cpu" else ELSEWHERE
-        self._points[key] = max(room // max(more, 1), 1)
-        return self._points[key]
-
-    def _kept_bytes(self, x: Inputs) -> int:
-        """Of all that the graph of these data points keeps."""
-        sizes: list[int] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            sizes.append(tensor.numel() * tensor.element_size())  # a sparse one's as if it were dense
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            self._push_pull(x, self._split(self.point), lambda f, _: f)
-        return sum(sizes)
+    def _pulled(self, outputs: Tensor, leaves: Values, cotangent: Tensor, again: bool = False) -> Tensor:
+        found = torch.autograd.grad(outputs, [*leaves.values()], cotangent, retain_graph=again, materialize_grads=True)
+        return torch.cat([g.flatten() for g in found])
 
     def _try_out(self, x: Inputs) -> None:
         """Find the way to derivatives along directions, once, by some data points of the batch.
@@ -333,5 +290,5 @@ class TangentModel:
         return value.to(self.device)
 
     def _split(self, vectors: Tensor) -> Values:
-        """By parameter name."""
+        """The parts of the vectors by parameter name."""
         return self._replaced.split(vectors)

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor | float]  # (predictions, targets)
 
 
 def groups_of(la: Evidence, structure: str) -> Tensor:
-    """Of each parameter tensor, the number of the group that it shares a precision with; see :func:`group_indices`."""
+    """The number of each parameter tensor's group, whose tensors share a precision; see :func:`group_indices`."""
     device = la.prior_precision.device
     with torch.inference_mode(False):  # autograd saves it
         return torch.tensor(group_indices(structure, la.parameter_names, la.model), device=device)
@@ -150,7 +150,7 @@ def fixed_points(
 
 
 def _noise_aim(la: Evidence, square_error: Tensor, determined: Tensor, log_noise: Tensor, tune_sigma: bool) -> Tensor:
-    """Where an update puts the logarithm of the noise's precision, ``(1,)``."""
+    """The logarithm of the noise's precision after an update, ``(1,)``."""
     if not tune_sigma:
         return log_noise
     determined = determined * la.temperature
@@ -170,7 +170,7 @@ def put(la: Evidence, at: Tensor, group: Tensor, tune_sigma: bool, at_mode: str)
 
 
 def warn_of_motion(n_steps: int, instead: str = "") -> None:
-    """That fixed points do not rest, at the line that called optimize_prior_precision; and what else to do than to take more."""
+    """Warn at the line that called optimize_prior_precision that fixed points do not rest; ``instead``: what else to do than to take more."""
     warnings.warn(
         f"optimize_prior_precision: the fixed points do not rest after n_steps={n_steps}; take more{instead}.",
         UserWarning,
@@ -188,20 +188,22 @@ def grid_search(
 ) -> Tensor:
     """The precision of the grid, one for all tensors, whose predictions have the smallest loss on the loader's data; ``predict`` gives those
     of all the grid's for a batch's inputs."""
-    losses = [_Total(la, loss) for _ in grid]
-    seen = False
+    sums, count = torch.zeros(len(grid), dtype=torch.float64, device="cpu"), 0
+    seen: list[list[tuple[Any, Tensor]]] = [[] for _ in grid]
+    keys = dict_keys(la.dict_key_x, la.dict_key_y)
     for batch in tqdm(val_loader, desc="grid", disable=not progress_bar, leave=False):
-        x, y = pair_on(
-            batch, la.prior_precision.device, "optimize_prior_precision", dict_keys(la.dict_key_x, la.dict_key_y)
-        )
-        seen = seen or bool(len(y))
-        for total, predictions in zip(losses, predict(x), strict=True):
-            total.add(predictions, y)
-    if not seen:
+        x, y = pair_on(batch, la.prior_precision.device, "optimize_prior_precision", keys)
+        count += len(y)
+        for number, predictions in enumerate(predict(x)):
+            if loss is None:
+                sums[number] -= log_density(la, predictions, y).item()
+            else:
+                seen[number].append((predictions, kept(y)))
+    if not count:
         raise ValueError(
             "optimize_prior_precision: val_loader gave no data; pass a re-iterable loader such as a DataLoader."
         )
-    values = torch.tensor([total.value() for total in losses], dtype=torch.float64, device="cpu")
+    values = sums / count if loss is None else sums.new_tensor([_of_all(loss, pairs) for pairs in seen])
     finite = values.isfinite()
     if not finite.any():
         raise ValueError(
@@ -237,38 +239,18 @@ def log_density(la: Evidence, predictions: Any, targets: Tensor, n_samples: int 
     return likelihood.log_predictive(predictions, targets, la.sigma_noise, n_samples).sum()
 
 
-class _Total:
-    """The loss of some batches: the mean negative log predictive density, or a user's function of all predictions and targets."""
-
-    def __init__(self, la: Evidence, loss: Loss | None) -> None:
-        self._la, self._loss = la, loss
-        self._sum, self._count = 0.0, 0
-        self._kept: list[tuple[Any, Tensor]] = []
-
-    def add(self, predictions: Any, targets: Tensor) -> None:
-        """A batch's."""
-        if self._loss is None:
-            self._sum -= log_density(self._la, predictions, targets).item()
-            self._count += len(targets)
-        else:
-            self._kept.append((predictions, kept(targets)))
-
-    def value(self) -> float:
-        """Of all batches."""
-        if self._loss is None:
-            return self._sum / self._count
-        predictions, targets = zip(*self._kept, strict=True)
-        joined = (
-            tuple(torch.cat(part) for part in zip(*predictions, strict=True))
-            if isinstance(predictions[0], tuple)
-            else torch.cat(predictions)
-        )
-        found = self._loss(joined, torch.cat(targets))
-        try:
-            return float(found)
-        except (RuntimeError, TypeError, ValueError) as error:
-            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
-            raise TypeError(f"optimize_prior_precision: loss must return one number, got {got}.") from error
+def _of_all(loss: Loss, pairs: list[tuple[Any, Tensor]]) -> float:
+    """The loss of the predictions and targets of all batches."""
+    predictions, targets = zip(*pairs, strict=True)
+    if isinstance(predictions[0], tuple):
+        found = loss(tuple(torch.cat(part) for part in zip(*predictions, strict=True)), torch.cat(targets))
+    else:
+        found = loss(torch.cat(predictions), torch.cat(targets))
+    try:
+        return float(found)
+    except (RuntimeError, TypeError, ValueError) as error:
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        raise TypeError(f"optimize_prior_precision: loss must return one number, got {got}.") from error
 
 
 def check_arguments(
@@ -283,12 +265,12 @@ def check_arguments(
             "'layerwise'."
         )
     check_choice("prior_structure", prior_structure, STRUCTURES)
-    if method == "gridsearch" and val_loader is None:
-        raise ValueError("optimize_prior_precision: method='gridsearch' needs val_loader, which yields (x, y).")
-    if val_loader is not None:
+    if method == "gridsearch":
+        if val_loader is None:
+            raise ValueError("optimize_prior_precision: method='gridsearch' needs val_loader, which yields (x, y).")
         require_loader(val_loader, "optimize_prior_precision: val_loader")
-    if method == "gridsearch" and prior_structure != "scalar":
-        raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")
+        if prior_structure != "scalar":
+            raise ValueError("method='gridsearch' tries one precision for all tensors; pass prior_structure='scalar'.")
     ends = [as_float64(f"log_prior_prec_{n}", v, torch.device("cpu")) for n, v in (("min", low), ("max", high))]
     if not -FURTHEST <= ends[0] <= ends[1] <= FURTHEST:
         raise ValueError(

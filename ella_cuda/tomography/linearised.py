@@ -644,7 +644,7 @@ class LinearisedDIP:
         theta.requires_grad_()
         optimizer = torch.optim.Adam([theta], lr=lr, weight_decay=LINEAR_DECAY)
 
-        def cotangent(f: Tensor, along: Tensor, _: slice) -> Tensor:
+        def cotangent(f: Tensor, along: Tensor) -> Tensor:
             nonlocal loss
             image = (along if simple else f + along).detach().requires_grad_()
             with torch.enable_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import os
@@ -18,7 +19,6 @@ from torch.func import functional_call, jacrev
 from torch.nn import functional
 from tqdm import tqdm
 
-from ella_cuda.claim import claim
 from ella_cuda.data import TensorLoader
 from ella_cuda.laplace import DiagLaplace, FullLaplace, KronLaplace, SubnetLaplace, linear_mode
 from ella_cuda.laplace.evidence import effective_by_tensor, evidence_at
@@ -160,8 +160,8 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "how",
-    [{}, {"temperature": 2.5}, {"prior_mean": 0.3}, {"prior_mean": drawn(40, seed=7)}, {"prior_precision": "some"}],
-    ids=["plain", "temperature", "mean", "means", "precisions"],
+    [{}, {"temperature": 2.5, "prior_mean": drawn(40, seed=7)}, {"prior_mean": 0.3, "prior_precision": "some"}],
+    ids=["plain", "temperature and means", "mean and precisions"],
 )
 def test_the_mode_is_the_minimum_and_raises_the_evidence(problem, kind: Any, how: dict[str, Any]) -> None:
     """By as much as the loss falls, whatever the curvature is."""
@@ -215,36 +215,6 @@ def test_other_starts_lead_to_the_same_mode(form: str) -> None:
     assert la.linear_fit.passes > 3
 
 
-def test_torchs_own_optimiser_finds_the_same_loss() -> None:
-    la, loader = of_classes()
-    la.fit_linear_mode(loader, 1e-10)
-    dense = Dense(la, loader)
-    theta = dense.point.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([theta], max_iter=500, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = dense.loss(theta)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert abs(dense.loss(theta).item() - la.linear_fit.loss) < 1e-9
-
-
-@pytest.mark.parametrize("make", [of_regression, of_classes])
-def test_gradients_of_batches_come_near(make: Any) -> None:
-    la, loader = make(KronLaplace)
-    start = Dense(la, loader).loss(Dense(la, loader).point).item()
-    with pytest.warns(UserWarning, match="gradients of batches leave it there") as said:
-        la.fit_linear_mode(loader, solver="sgd", max_passes=60)
-    assert said[0].filename == __file__
-    near, passes = Dense(la, loader).loss(la.linear_mode).item(), la.linear_fit.passes
-    la.fit_linear_mode(loader, 1e-9)
-    best = Dense(la, loader).loss(la.linear_mode).item()
-    assert passes == 60 and 0 <= near - best < 0.02 * (start - best)
-
-
 def test_the_curvature_itself_leaves_one_step_of_a_regression() -> None:
     la, loader = of_regression(FullLaplace, prior_precision=0.01)
     la.fit_linear_mode(loader, 1e-8, "cg")
@@ -291,11 +261,12 @@ def test_products_with_the_curvature_are_the_dense_hessians(form: str) -> None:
         close(torch.tensor(loss.value(statistic, theta), dtype=torch.float64), dense.loss(theta))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loss.tangent, "outputs", None)  # the network does not run for them again
-            close(loss.product(v), expected)
+            close(loss.product(v)[0], expected)
         for other in (loader, batches(X[:20].flip(0), LABELS[:20].flip(0), 5), batches(X[:20], LABELS[:20], 7)):
             loss.loader = other
-            close(loss.product(v), expected)
-            assert loss.curvature() == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
+            product, curvature = loss.product(v)
+            close(product, expected)
+            assert curvature == pytest.approx(torch.dot(v, expected).item(), rel=1e-10)
 
 
 def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
@@ -313,20 +284,38 @@ def test_a_softmax_curvature_of_large_directions_in_single_precision() -> None:
     assert (found * along.double()).sum() > 0
 
 
-def test_a_hidden_curvature_is_none_and_a_negative_one_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("factor", "error", "words"),
+    [
+        (-1e3, ArithmeticError, r"must not be negative, got a curvature of -\d"),
+        (math.nan, FloatingPointError, "not finite"),
+    ],
+)
+def test_a_curvature_that_is_negative_or_not_finite_is_refused(
+    factor: float, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     la, loader = of_classes(FullLaplace)
-    with tqdm(disable=True) as bar:
+    curved = linear_mode._Loss._curved
+    monkeypatch.setattr(linear_mode._Loss, "_curved", lambda self, h, y, along: factor * curved(self, h, y, along))
+    with pytest.raises(error, match=words):
+        la.fit_linear_mode(loader)
+
+
+def test_a_curvature_that_rounding_hides_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum below zero by less than the rounding errors of its terms."""
+
+    def hidden(self: Any, h: Tensor, y: Tensor, along: Tensor) -> Tensor:
+        signs = torch.ones(along.numel(), dtype=torch.float64)
+        signs[::2] = -1 - 4 * torch.finfo(torch.float64).eps
+        return signs.view_as(along) / along
+
+    monkeypatch.setattr(linear_mode._Loss, "_curved", hidden)
+    loader = batches(X[:20], LABELS[:20])
+    la = fitted(FullLaplace, (perceptron(3), "classification", loader), prior_precision=1e-30)
+    with tqdm(disable=True) as bar, torch.no_grad():
         loss = linear_mode._Loss(la, loader, "full", bar)
-    eps = torch.finfo(torch.float64).eps
-    for bend, expected in (((2.0, 2.0, 0.5), 2.5), ((-1e-14, 1e-14, 1e-6), 1e-6), ((-10 * eps, 1.0, 0.0), 0.0)):
-        loss._bend = bend
-        assert loss.curvature() == pytest.approx(expected)
-    loss._bend = -1e-3, 1.0, 1e-4
-    with pytest.raises(ArithmeticError, match=r"must not be negative, got a curvature of -0\.001"):
-        loss.curvature()
-    loss._bend = math.nan, math.nan, 1.0
-    with pytest.raises(FloatingPointError, match="not finite"):
-        loss.curvature()
+        loss.gradient(loss.point)
+        assert loss.product(drawn(la.n_params))[1] == 0.0
 
 
 # kinds of posteriors and outputs ------------------------------------------------------------------------------------
@@ -355,11 +344,12 @@ def test_a_subnetworks_other_elements_stay() -> None:
 
 
 @pytest.mark.parametrize("solver", ["cg", "dual"])
-@pytest.mark.parametrize("subset", ["last_layer", ["0.weight", "2.bias"]])
-def test_some_parameters(solver: str, subset: Any) -> None:
-    la, loader = of_regression(FullLaplace, subset_of_weights=subset)
+@pytest.mark.parametrize("subset", ["last_layer", ["0.weight", "2.bias"], "all"])
+def test_some_parameters_and_positions(solver: str, subset: Any) -> None:
+    loader = batches(drawn(9, 4, 3), drawn(9, 4, 2, seed=1), 4)
+    la = fitted(FullLaplace, (perceptron(), "regression", loader), subset_of_weights=subset)
     found, dense = la.fit_linear_mode(loader, 1e-10, solver), Dense(la, loader)
-    assert found.shape == (la.n_params,) and la.n_params < 22
+    assert found.shape == (la.n_params,) and (la.n_params < 26) == (subset != "all")
     close(found, dense.minimum(dense.point), 1e-7)
     close(la.log_marginal_likelihood(at="linear"), dense.exact_evidence())
 
@@ -383,24 +373,15 @@ def test_frozen_parameters_are_constants() -> None:
     close(found, dense.minimum(dense.point), 1e-7)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_positions_and_ignored_labels(kind: Any) -> None:
+def test_positions_and_ignored_labels() -> None:
     x, y = drawn(9, 4, 3), torch.randint(3, (9, 4), generator=torch.Generator().manual_seed(1))
     y[0, 1] = y[3] = -100
     loader = batches(x, y, 4)
-    la = fitted(kind, (perceptron(3), "classification", loader))
+    la = fitted(KronLaplace, (perceptron(3), "classification", loader))
     found, dense = la.fit_linear_mode(loader, 1e-10), Dense(la, loader)
     close(found, dense.minimum(dense.point), 1e-7)
     falls = dense.loss(dense.point) - dense.loss(found)
     close(la.log_marginal_likelihood(at="linear") - la.log_marginal_likelihood(), falls)
-
-
-@pytest.mark.parametrize("solver", ["cg", "dual"])
-def test_positions_of_a_regression(solver: str) -> None:
-    loader = batches(drawn(9, 4, 3), drawn(9, 4, 2, seed=1), 4)
-    la = fitted(FullLaplace, (perceptron(), "regression", loader))
-    la.fit_linear_mode(loader, 1e-10, solver)
-    close(la.log_marginal_likelihood(at="linear"), Dense(la, loader).exact_evidence())
 
 
 @pytest.mark.parametrize("kind", [FullLaplace, KronLaplace, DiagLaplace])
@@ -425,18 +406,17 @@ def test_the_hessian_at_the_linear_outputs(kind: Any) -> None:
     la.optimize_prior_precision(at="linear", n_steps=30, hessian_at="linear")  # the loader is still known
 
 
-@pytest.mark.parametrize("passes", [3, 5])
-def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+def test_modes_that_are_not_reached_do_not_lower_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that go on from a place where no mode was found, which is left again."""
     la, loader = of_classes(KronLaplace, prior_precision=1e-3)
     find, seen = la._find_linear_mode, []
 
     def few(*how: Any) -> None:
-        find(*how, max_passes=passes)
+        find(*how, max_passes=3)
         seen.append(la.log_marginal_likelihood(at="linear").item())
 
     monkeypatch.setattr(la, "_find_linear_mode", few)
-    for n_steps in range(2, 16):
+    for n_steps in range(2, 16, 3):
         seen.clear()
         la.linear_fit = None
         with warnings.catch_warnings():
@@ -477,24 +457,16 @@ def test_the_evidence_at_the_mode_is_a_regressions_exact_one(precision: Any, how
 
 
 def test_a_linear_network_is_bayesian_linear_regression() -> None:
+    """The best precision and noise, by MacKay's conditions on the closed form."""
     model, x, y = randomised(nn.Sequential(nn.Linear(3, 1, bias=False))), X, REAL[:, :1]
-    loader = batches(x, y)
-    la = FullLaplace(model, "regression", prior_precision=0.5, sigma_noise=0.4).fit(loader)
-    precision, s2 = x.T @ x / 0.16 + 0.5 * torch.eye(3).double(), 0.16
-    close(la.fit_linear_mode(loader, 1e-12), torch.linalg.solve(precision, x.T @ y / s2).flatten())
-    kernel = x @ x.T / 0.5 + s2 * torch.eye(25).double()
-    expected = torch.distributions.MultivariateNormal(torch.zeros(25).double(), kernel).log_prob(y[:, 0])
-    close(la.log_marginal_likelihood(at="linear"), expected)
-    # The best precision and noise, by MacKay's conditions on the closed form.
+    la = FullLaplace(model, "regression", prior_precision=0.5, sigma_noise=0.4).fit(batches(x, y))
     la.optimize_prior_precision(at="linear", tol=1e-10, n_steps=500)
     d, s2 = la.prior_precision.item(), la.sigma_noise.item() ** 2
     inverse = torch.linalg.inv(x.T @ x / s2 + d * torch.eye(3).double())
     w = inverse @ x.T @ y / s2
     gamma = 3 - d * inverse.trace()
-    close(
-        torch.tensor([d, s2], dtype=torch.float64),
-        torch.stack([gamma / (w**2).sum(), ((y - x @ w) ** 2).sum() / (25 - gamma)]),
-    )
+    best = torch.stack([gamma / (w**2).sum(), ((y - x @ w) ** 2).sum() / (25 - gamma)])
+    close(torch.tensor([d, s2], dtype=torch.float64), best)
 
 
 def test_the_mode_is_held_where_precisions_move() -> None:
@@ -536,8 +508,7 @@ def test_the_joint_fixed_point_is_stationary_in_the_exact_evidence(structure: st
     assert dense.gradient(la.linear_mode).norm() < 1e-6
 
 
-@pytest.mark.parametrize("kind", [KronLaplace, DiagLaplace])
-@pytest.mark.parametrize("make", [of_regression, of_classes])
+@pytest.mark.parametrize(("make", "kind"), [(of_regression, DiagLaplace), (of_classes, KronLaplace)])
 def test_the_joint_fixed_point_is_stationary_at_the_mode(make: Any, kind: Any) -> None:
     la, loader = make(kind)
     with warnings.catch_warnings():
@@ -553,34 +524,12 @@ def test_the_joint_fixed_point_is_stationary_at_the_mode(make: Any, kind: Any) -
     assert Dense(la, loader).gradient(la.linear_mode).norm() < 1e-6
 
 
-def test_the_evidence_is_not_below_that_of_plain_turns() -> None:
-    la, loader = of_classes()
-    plain = copy.copy(la)
-    la.optimize_prior_precision(at="linear", tol=1e-6, n_steps=500)
-    for _ in range(60):
-        plain.fit_linear_mode(loader, 1e-8)
-        norms = plain.linear_fit.square_norms
-        gamma = torch.tensor(list(plain.effective_parameters().values())).double()
-        plain.prior_precision = (gamma / norms).clamp(1e-6, 1e10)
-    plain.fit_linear_mode(loader, 1e-9)
-    # Precisions of what the data say nothing about may stand anywhere.
-    assert la.log_marginal_likelihood(at="linear") > plain.log_marginal_likelihood(at="linear") - 1e-5
-
-
-def layer_normed() -> tuple[nn.Module, list[str]]:
-    model = nn.Sequential(
-        *(nn.Linear(3, 6), nn.LayerNorm(6, eps=0, elementwise_affine=False), nn.Tanh()),
-        *(nn.Linear(6, 6), nn.LayerNorm(6, eps=0, elementwise_affine=False), nn.Tanh(), nn.Linear(6, 2)),
-    )
-    return randomised(model), ["0", "3"]
-
-
-def batch_normed() -> tuple[nn.Module, list[str]]:
-    model = nn.Sequential(
-        *(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6, eps=0, affine=False), nn.Tanh()),
-        *(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6, eps=0, affine=False), nn.Tanh(), nn.Linear(6, 2)),
-    )
-    return randomised(model), ["0", "3"]
+def normed(kind: type[nn.Module]) -> nn.Module:
+    flags = {"elementwise_affine": False} if kind is nn.LayerNorm else {"affine": False}
+    linear = functools.partial(nn.Linear, bias=kind is nn.LayerNorm)
+    parts = [linear(3, 6), kind(6, eps=0, **flags), nn.Tanh()]
+    parts += [linear(6, 6), kind(6, eps=0, **flags), nn.Tanh(), nn.Linear(6, 2)]
+    return randomised(nn.Sequential(*parts))
 
 
 @torch.no_grad()
@@ -597,9 +546,9 @@ def rescaled(model: nn.Module, layers: list[str], factors: tuple[float, ...]) ->
     return model
 
 
-@pytest.mark.parametrize("make", [layer_normed, batch_normed])
-def test_scale_does_not_matter_with_groups_of_normalised_layers(make: Any) -> None:
-    model, layers = make()
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d])
+def test_scale_does_not_matter_with_groups_of_normalised_layers(kind: type[nn.Module]) -> None:
+    model, layers = normed(kind), ["0", "3"]
     factors, loader, inputs = (3.0, 3.0**1.5), batches(X, REAL), drawn(6, 3, seed=9)
     other = rescaled(model, layers, factors)
     torch.testing.assert_close(other(inputs), model(inputs), rtol=1e-12, atol=1e-12)
@@ -627,13 +576,9 @@ def test_what_does_not_fit_is_refused() -> None:
     la, loader = of_classes()
     for wrong, match in (
         ({"tol": 0.0}, "tol"),
-        ({"tol": 1.0}, "tol"),
         ({"tol": math.nan}, "tol: expected positive finite values, got nan"),
         ({"max_passes": 0}, "max_passes"),
-        ({"max_passes": 2.0}, "max_passes"),
-        ({"max_passes": True}, "max_passes"),
-        ({"solver": "adam"}, "solver"),
-        ({"solver": "cg"}, "newton_cg"),
+        ({"solver": "sgd"}, "solver"),
         ({"solver": "dual"}, "newton_cg"),
         ({"form": "half"}, "form"),
         ({"hessian_at": "there"}, "hessian_at"),
@@ -688,7 +633,7 @@ def test_single_precision_says_that_it_stands_still() -> None:
     close(found.double(), exact.fit_linear_mode(batches(X, LABELS), 1e-10), 1e-3)
 
 
-@pytest.mark.parametrize("passes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
 def test_no_more_passes_than_allowed(passes: int) -> None:
     la, loader = of_classes()
     with pytest.warns(UserWarning, match="max_passes") as said:
@@ -699,40 +644,6 @@ def test_no_more_passes_than_allowed(passes: int) -> None:
     assert (dense.loss(found) < dense.loss(dense.point)) == (passes > 2)
     la.fit_linear_mode(loader, 1e-9)
     close(la.linear_mode, dense.minimum(dense.point), 1e-6)
-
-
-@pytest.mark.parametrize("solver", ["newton_cg", "sgd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_data_than_the_fits_are_refused(solver: str, dtype: torch.dtype) -> None:
-    model = perceptron(3).to(dtype)
-    loader = [(x.to(dtype), y) for x, y in batches(X, LABELS)]
-    la = KronLaplace(model).fit(loader)
-
-    class Augmented:
-        passes = 0
-
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            self.passes += 1
-            noise = [drawn(*x.shape, seed=self.passes).to(dtype) for x, _ in loader]
-            return iter([(x + 0.3 * n, y) for (x, y), n in zip(loader, noise, strict=True)])
-
-    augmented = Augmented()
-    with pytest.raises(ValueError, match="data must be those of the fit in every pass") as said:
-        la.fit_linear_mode(augmented, solver=solver)
-    assert augmented.passes == 1 and la.linear_mode is None  # at the end of the first pass
-    f = model(X.to(dtype)).double()
-    fitted = -functional.cross_entropy(f, LABELS, reduction="sum").item()
-    assert f"where the fit has {fitted:.4g}"[:-1] in str(said.value)
-    with pytest.raises(ValueError, match="data must be those of the fit"):
-        la.optimize_prior_precision(at="linear", train_loader=augmented)
-
-    class Later(Augmented):
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            found = super().__iter__()
-            return found if self.passes > 1 else iter(loader)
-
-    with pytest.raises(ValueError, match="data must be those of the fit"):
-        la.fit_linear_mode(Later(), solver=solver, max_passes=30)
 
 
 class Changing:
@@ -746,41 +657,33 @@ class Changing:
         return iter([(self.change(x), y) if self.passes >= self.since else (x, y) for x, y in self.loader])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_data_than_the_fits_are_refused(dtype: torch.dtype) -> None:
+    model = perceptron(3).to(dtype)
+    loader = [(x.to(dtype), y) for x, y in batches(X, LABELS)]
+    la = KronLaplace(model).fit(loader)
+    augmented = Changing(loader, 1, lambda x: x + 0.3 * drawn(*x.shape, seed=1).to(dtype))
+    with pytest.raises(ValueError, match="data must be those of the fit in every pass") as said:
+        la.fit_linear_mode(augmented)
+    assert augmented.passes == 1 and la.linear_mode is None  # at the end of the first pass
+    f = model(X.to(dtype)).double()
+    fitted = -functional.cross_entropy(f, LABELS, reduction="sum").item()
+    assert f"where the fit has {fitted:.4g}"[:-1] in str(said.value)
+    with pytest.raises(ValueError, match="data must be those of the fit"):
+        la.optimize_prior_precision(at="linear", train_loader=augmented)
+
+
 @pytest.mark.parametrize(
     "change",
     [lambda x: 1.001 * x, lambda x: x + 1e-3 * drawn(*x.shape, seed=1).float(), lambda x: x.flip(0)],
     ids=["scaled", "noise", "other pairs"],
 )
-@pytest.mark.parametrize("since", [1, 2, 3])
+@pytest.mark.parametrize("since", [1, 3])
 def test_float32_data_that_change_by_a_thousandth_are_refused(change: Callable[[Tensor], Tensor], since: int) -> None:
     loader = batches(X.float(), LABELS)
     la = KronLaplace(perceptron(3).float()).fit(loader)
     with pytest.raises(ValueError, match="data must be those of the fit"):
         la.fit_linear_mode(Changing(loader, since, change), tol=1e-5)
-
-
-def test_data_that_change_between_passes_are_refused_however_little() -> None:
-    loader = batches(X.float(), LABELS)
-    la = KronLaplace(perceptron(3).float()).fit(loader)
-    with pytest.raises(ValueError, match="got others in pass 2 than in the first"):
-        la.fit_linear_mode(Changing(loader, 2, lambda x: torch.nextafter(x, torch.full_like(x, math.inf))))
-
-
-def test_the_same_data_in_another_order_are_the_fits() -> None:
-    x, y = X.float(), LABELS
-    la = KronLaplace(perceptron(3).float()).fit(batches(x, y))
-
-    class Shuffled:
-        passes = 0
-
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            self.passes += 1
-            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.passes))
-            return iter(batches(x[order], y[order], 3 + self.passes))
-
-    loader = Shuffled()
-    la.fit_linear_mode(loader, tol=0.1)
-    assert loader.passes > 2
 
 
 class Breaks(torch.nn.Module):
@@ -860,7 +763,7 @@ def test_an_interrupted_solution_goes_on(tmp_path: Path, before: bool) -> None:
     assert la.linear_fit.passes < whole / 2 and not path.exists()
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     la, loader = of_classes()
     path = tmp_path / "mode.pt"
 
@@ -878,12 +781,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
         la.fit_linear_mode(loader, form="simple", checkpoint=path)
     whole, state = path.read_bytes(), torch.load(path)
     wrong = [whole[: len(whole) // 2], b"", b"nothing"]
-    for theta in (drawn(3), 1.0, None, torch.full((la.n_params,), math.nan).double(), -state["theta"]):
-        torch.save({**state, "theta": theta}, path)
-        wrong.append(path.read_bytes())
-    torch.save({key: value for key, value in state.items() if key != "checksum"}, path)
-    wrong.append(path.read_bytes())
-    torch.save([1], path)
+    torch.save({**state, "theta": -state["theta"]}, path)
     wrong.append(path.read_bytes())
     for content in wrong:
         path.write_bytes(content)
@@ -892,10 +790,6 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
     path.write_bytes(whole)
     left = tmp_path / ".mode.1-0.tmp.pt"  # by a process that was killed
     left.write_bytes(whole)
-    with claim(tmp_path / ".mode.pt.lock", "it", patience=0.0), monkeypatch.context() as patched:
-        patched.setattr(claim.__wrapped__, "__defaults__", (0.0,))
-        with pytest.raises(RuntimeError, match=r"fit_linear_mode: checkpoint .*mode\.pt is in use by process \d+"):
-            la.fit_linear_mode(loader, checkpoint=path)
     la.fit_linear_mode(loader, checkpoint=path)
     assert not list(tmp_path.iterdir())
     os.mkfifo(path)
@@ -905,13 +799,12 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
         la.fit_linear_mode(loader, checkpoint=tmp_path / "none" / "mode.pt")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
-    la, loader = of_classes(kind)
+def test_states_and_copies_have_the_mode(tmp_path: Path) -> None:
+    la, loader = of_classes()
     la.fit_linear_mode(loader, form="simple")
     torch.save(la.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    loaded = kind(la.model)
+    loaded = KronLaplace(la.model)
     loaded.load_state_dict(state)
     assert torch.equal(state["linear_mode"]["theta"], la.linear_fit.theta)
     for other in (loaded, copy.copy(la), copy.deepcopy(la)):
@@ -924,16 +817,10 @@ def test_states_and_copies_have_the_mode(kind: Any, tmp_path: Path) -> None:
     loaded.load_state_dict(older)
     assert loaded.linear_mode is None
     for wrong in (
-        {"theta": drawn(2)},
-        {},
         3,
+        {"theta": drawn(2)},
         state["linear_mode"] | {"theta": drawn(2)},
-        state["linear_mode"] | {"theta": torch.full((la.n_params,), math.inf).double()},
-        state["linear_mode"] | {"statistic": None},
         state["linear_mode"] | {"form": "half"},
-        state["linear_mode"] | {"square_norms": -la.square_norms},
-        state["linear_mode"] | {"loss": "much"},
-        state["linear_mode"] | {"passes": None},
     ):
         with pytest.raises(ValueError, match="load_state_dict"):
             loaded.load_state_dict({**state, "linear_mode": wrong})
@@ -967,8 +854,7 @@ def test_noise_below_the_precisions_bounds_is_left_alone() -> None:
     assert la.sigma_noise.item() == 1e-6
 
 
-@pytest.mark.parametrize("solver", ["newton_cg", "sgd"])
-def test_nothing_else_changes(solver: str) -> None:
+def test_nothing_else_changes() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 3))
     model, loader = randomised(model), batches(X, LABELS)
     model[0].bias.requires_grad_(False)
@@ -981,10 +867,10 @@ def test_nothing_else_changes(solver: str) -> None:
     random = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one = la.fit_linear_mode(loader, solver=solver, max_passes=30)
+        one = la.fit_linear_mode(loader, max_passes=30)
         with torch.no_grad():
             la.linear_fit = None
-            two = la.fit_linear_mode(loader, solver=solver, max_passes=30)
+            two = la.fit_linear_mode(loader, max_passes=30)
             assert not torch.is_grad_enabled()
     assert torch.equal(one, two) and torch.is_grad_enabled()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -992,34 +878,6 @@ def test_nothing_else_changes(solver: str) -> None:
     assert [p.requires_grad for p in model.parameters()] == needs and all(p.grad is None for p in model.parameters())
     assert torch.get_num_threads() == threads and torch.get_default_dtype() == default
     assert torch.equal(torch.get_rng_state(), random) and torch.equal(la.prior_precision, precision)
-
-
-class OtherBatchesEveryTime:
-    """The same data in the same order, cut into other batches in every pass."""
-
-    def __init__(self, x, y):
-        self.x, self.y, self.passes = x, y, 0
-
-    def __iter__(self):
-        self.passes += 1
-        cut = 5 + self.passes % 17
-        yield self.x[:cut], self.y[:cut]
-        yield self.x[cut:], self.y[cut:]
-
-
-def test_steps_that_overshoot_are_cut_without_passes_where_batches_are_known_again():
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3).double()
-    with torch.no_grad():
-        model.weight.mul_(40)  # of wrong, saturated probabilities, whose parabola ends far off
-    x = torch.randn(40, 2, dtype=torch.float64)
-    y = torch.randint(3, (40,))
-    la = KronLaplace(model, prior_precision=0.1).fit([(x, y)])
-    found = la.fit_linear_mode([(x, y)], 1e-9).clone()
-    passes = la.linear_fit.passes
-    again = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean)
-    torch.testing.assert_close(again, found, rtol=1e-6, atol=1e-8)
-    assert la.linear_fit.passes > passes
 
 
 def test_single_precision_finds_the_mode_of_probabilities_that_round_to_one():
@@ -1038,16 +896,6 @@ def test_single_precision_finds_the_mode_of_probabilities_that_round_to_one():
     probabilities = (x.float() @ found[1].float()[:6].view(3, 2).T + found[1].float()[6:]).softmax(1)
     assert (probabilities.amax(1) == 1).double().mean() > 0.5
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0)
-
-
-def test_derivatives_that_are_not_the_likelihoods(monkeypatch):
-    slope = linear_mode._Loss._slope
-    monkeypatch.setattr(linear_mode._Loss, "_slope", lambda self, h, y: -slope(self, h, y))
-    loader = batches(X, LABELS)
-    la = KronLaplace(perceptron(3)).fit(loader)
-    with pytest.raises(ArithmeticError, match="do not belong together"):
-        la.fit_linear_mode(loader)
-    assert la.linear_mode is None
 
 
 def test_single_precision_rests_where_it_sees_no_fall(monkeypatch):
@@ -1076,7 +924,7 @@ def test_no_more_passes_than_allowed_where_steps_are_too_long():
     for passes in range(3, 24):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = la.fit_linear_mode(OtherBatchesEveryTime(x, y), 1e-9, start=la.mean, max_passes=passes)
+            found = la.fit_linear_mode([(x, y)], 1e-9, start=la.mean, max_passes=passes)
         assert la.linear_fit.passes <= passes
         # The place's own, also where the last step was given up.
         assert abs(la.linear_fit.loss - dense.loss(found)) < 1e-9 * la.linear_fit.loss
@@ -1091,19 +939,3 @@ def test_memory_that_a_loader_uses_again_changes_no_number(make: Any, solver: st
     expected = la.fit_linear_mode(loader, solver=solver)
     other, _ = make()
     assert torch.equal(other.fit_linear_mode(Reusing(loader), solver=solver), expected)
-
-
-def test_a_batch_that_a_loader_has_twice_counts_twice_along_a_step():
-    torch.manual_seed(0)
-    model = nn.Linear(2, 3).double()
-    with torch.no_grad():
-        model.weight.mul_(40)
-    x = torch.randn(20, 2, dtype=torch.float64)
-    y = torch.randint(3, (20,))
-    ways = [(x, y), (x, y)], [(torch.cat([x, x]), torch.cat([y, y]))]
-    passes = []
-    for loader in ways:
-        la = KronLaplace(model, prior_precision=0.1).fit(loader)
-        la.fit_linear_mode(loader, 1e-9)
-        passes.append(la.linear_fit.passes)
-    assert passes[0] == passes[1]

@@ -154,16 +154,6 @@ def used_elsewhere(m: Any, x: Tensor) -> Tensor:
     return m.head(torch.relu(m.norm(m.one(x)))) + m.one.weight.sum()
 
 
-def computed_elsewhere(m: Any, x: Tensor) -> Tensor:
-    return m.head(torch.relu(m.norm(m.one(x)) @ m.rotated))
-
-
-def computing() -> nn.Module:
-    model = Function(computed_elsewhere, one=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)).double()
-    model.rotated = model.one.weight.t() * 2
-    return model
-
-
 def about_shapes(m: Any, x: Tensor) -> Tensor:
     y = m.conv(x)
     return m.head(torch.relu(m.norm(y)).view(y.size(0), y.shape[1], -1).mean(2))
@@ -204,15 +194,9 @@ def parametrised() -> nn.Module:
     return mlp(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.LayerNorm(4))
 
 
-def frozen_bias() -> nn.Module:
-    model = mlp(nn.Linear(4, 4), nn.LayerNorm(4))
-    model[0].bias.requires_grad_(False)
-    return model
-
-
-def frozen_weight() -> nn.Module:
+def frozen(name: str) -> nn.Module:
     model = mlp(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
-    model[3].weight.requires_grad_(False)
+    model.get_parameter(name).requires_grad_(False)
     return model
 
 
@@ -224,6 +208,7 @@ def linear(forward: Callable[..., Tensor]) -> Callable[[], nn.Module]:
     return lambda: Function(forward, one=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 3))
 
 
+FIRST = {"0": ["0.weight", "0.bias"]}
 # Name -> network, input, and its normalised groups.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, list[str]]]] = {
     "pre-activation": (PreActivation, images, {"conv1": ["conv1.weight", "conv1.bias"]}),
@@ -256,10 +241,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
         images,
         {},
     ),
-    "own norm": (lambda: norms(ChannelsLast(4)), images, {"0": ["0.weight", "0.bias"]}),
+    "own norm": (lambda: norms(ChannelsLast(4)), images, FIRST),
     "weight normalisation": (parametrised, rows, {}),
-    "frozen bias": (frozen_bias, rows, {}),
-    "frozen weight": (frozen_weight, rows, {"0": ["0.weight", "0.bias"]}),
+    "frozen bias": (lambda: frozen("0.bias"), rows, {"3": ["3.weight"]}),
+    "frozen weight": (lambda: frozen("3.weight"), rows, FIRST),
     "factored": (lambda: factored(True), images, {"0": ["0.weight_out", "0.bias_out"]}),
     "factored without biases": (
         lambda: factored(False),
@@ -291,7 +276,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     "polyphase": (
         lambda: norms(nn.Sequential(nn.Identity(), PolyphasePool2d(), nn.BatchNorm2d(4)), padding=1),
         images,
-        {"0": ["0.weight", "0.bias"]},
+        FIRST,
     ),
     "over a group": (
         over_group,
@@ -304,7 +289,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
         },
     ),
     "used elsewhere": (linear(used_elsewhere), rows, {}),
-    "computed elsewhere": (computing, rows, {}),
     "shapes": (
         lambda: Function(about_shapes, conv=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4), head=nn.Linear(4, 3)),
         images,
@@ -312,21 +296,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[st
     ),
     "a slice goes by": (linear(slice_goes_by), rows, {}),
     "a norm's weight": (linear(as_weight), rows, {}),
-    "instance norm": (lambda: norms(nn.InstanceNorm2d(4)), images, {"0": ["0.weight", "0.bias"]}),
-    "group norm": (lambda: norms(nn.GroupNorm(2, 4)), images, {"0": ["0.weight", "0.bias"]}),
-    "rms norm": (lambda: norms(nn.RMSNorm([4, 4, 4])), images, {"0": ["0.weight", "0.bias"]}),
+    "instance norm": (lambda: norms(nn.InstanceNorm2d(4)), images, FIRST),
+    "group norm": (lambda: norms(nn.GroupNorm(2, 4)), images, FIRST),
+    "rms norm": (lambda: norms(nn.RMSNorm([4, 4, 4])), images, FIRST),
     "local response norm": (lambda: norms(nn.LocalResponseNorm(2)), images, {}),
     "max pool": (lambda: norms(nn.Sequential(nn.MaxPool2d(2), nn.BatchNorm2d(4))), images, {}),
-    "average pool": (
-        lambda: norms(nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(4))),
-        images,
-        {"0": ["0.weight", "0.bias"]},
-    ),
-    "padded by the input": (
-        lambda: norms(nn.BatchNorm2d(4), padding=1, padding_mode="reflect"),
-        images,
-        {"0": ["0.weight", "0.bias"]},
-    ),
+    "average pool": (lambda: norms(nn.Sequential(nn.AvgPool2d(2), nn.BatchNorm2d(4))), images, FIRST),
+    "padding with ones": (lambda: norms(nn.Sequential(nn.ConstantPad2d(1, 1.0), nn.BatchNorm2d(4))), images, {}),
+    "padded by the input": (lambda: norms(nn.BatchNorm2d(4), padding=1, padding_mode="reflect"), images, FIRST),
 }
 # Layers of the rest that may have a factor all the same: max pooling is a nonlinearity, but positive factors go through it, and the
 # statistics of a batch take the bias away that follows a depthwise filter.
@@ -357,7 +334,7 @@ def test_groups_are_those_of_the_graph(name: str) -> None:
     assert model.training and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "computed elsewhere"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_factor_of_a_group_changes_nothing_if_and_only_if_a_norm_follows(name: str) -> None:
     """In float64, with the statistics of the batch and next to no eps."""
     model, x = made(name), NETWORKS[name][1]()
@@ -388,58 +365,55 @@ def test_every_convolution_of_resnet18_is_a_group() -> None:
     assert len(groups[-1][1]) == 42
 
 
-@pytest.mark.parametrize("layer", ["f_fc+conv", "fc+s_fc+s_conv", "gconv+conv+f_fc"])
-def test_the_papers_network_has_no_norms(layer: str) -> None:
-    model = neyshabur(layer, 1, 3, width=1)
+@pytest.mark.parametrize(
+    "make", [lambda: neyshabur("gconv+s_conv+f_fc", 1, 3, width=1), lambda: nn.Linear(3, 2), OwnLinear]
+)
+def test_networks_without_norms(make: Callable[[], nn.Module]) -> None:
+    """The paper's, and models that are one layer."""
+    model = make()
     assert prior_groups(model) == [("unnormalised", [n for n, _ in model.named_parameters()], False)]
 
 
-def test_a_model_that_is_one_layer() -> None:
-    assert prior_groups(nn.Linear(3, 2)) == [("unnormalised", ["weight", "bias"], False)]
-    assert prior_groups(OwnLinear()) == [("unnormalised", ["weight"], False)]
-
-
 class Asks(nn.Module):
+    """Arguments with defaults, and another use of the layer in training."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
 
     def forward(self, x: Tensor, twice: bool = False, mask: Tensor | None = None) -> Tensor:
-        x = self.norm(self.layer(x))
+        y = self.layer(x)
+        x = self.norm(y) + y if self.training else self.norm(y)
         if mask is not None:
             x = x * mask
         return self.layer(x) if twice else x
 
 
-class Tests(Asks):
+class Branches(Asks):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.layer(x)) if x.shape[1] == 4 else x
 
 
-class Auxiliary(Asks):
-    """Another use of the layer in training."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return self.norm(y) + y if self.training else self.norm(y)
-
-
-@pytest.mark.parametrize("kind", [Asks, Auxiliary])
-def test_arguments_have_their_defaults_and_modules_are_in_evaluation_mode(kind: type[nn.Module]) -> None:
-    model = kind()
+@pytest.mark.parametrize("module", [Asks.__module__, "ella_cuda.experiments.networks"])
+def test_arguments_have_their_defaults_and_modules_are_in_evaluation_mode(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of networks of the package itself, beside its layers."""
+    monkeypatch.setattr(Asks, "__module__", module)
+    model = Asks()
     assert prior_groups(model)[0] == ("layer", ["layer.weight", "layer.bias"], True)
     assert model.training and model.norm.training
 
 
 def test_what_cannot_be_traced_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Tests.*TraceError.*prior_structure='layerwise'"):
-        prior_groups(Tests())
+    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Branches.*TraceError.*prior_structure='layerwise'"):
+        prior_groups(Branches())
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
         prior_groups(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no trainable parameters"):
         prior_groups(nn.Linear(3, 2).requires_grad_(False))
-    la = KronLaplace(Tests()).fit([(torch.randn(5, 4), torch.arange(5) % 3)])
-    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Tests"):
+    la = KronLaplace(Branches()).fit([(torch.randn(5, 4), torch.arange(5) % 3)])
+    with pytest.raises(ValueError, match=r"torch\.fx cannot trace Branches"):
         la.optimize_prior_precision(prior_structure="normalised")
     la.optimize_prior_precision(prior_structure="module", n_steps=2)
 
@@ -487,16 +461,3 @@ def test_structures_by_name() -> None:
         "scalar": [0] * 9,
     }
     assert group_indices("normalised", names[2:5], model) == [0, 0, 1]
-
-
-def test_networks_of_the_package_itself_are_traced_into(monkeypatch):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
-
-        def forward(self, x):
-            return self.norm(self.conv(x))
-
-    monkeypatch.setattr(Block, "__module__", "ella_cuda.experiments.networks")
-    assert ("0.conv", ["0.conv.weight", "0.conv.bias"], True) in prior_groups(nn.Sequential(Block(), nn.Flatten()))

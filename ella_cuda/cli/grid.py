@@ -26,6 +26,7 @@ from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED, AmountsConfig
 from ella_cuda.files import write_file
 from ella_cuda.reports.text import OBJECTIVE_TITLES, columns, counted, layer_title, network_title, number
+from ella_cuda.training.learners import WORDS
 from ella_cuda.workers import default_jobs, prepare_process
 
 NOTHING = "none"  # the option's word for an empty value
@@ -235,9 +236,10 @@ def wrong_attributes(error: ValueError, given: Collection[str]) -> UsageError:
 
 def check_effect(options: dict[str, Any], configs: Sequence[RunConfig]) -> None:
     """Raise UsageError for an option that none of the runs heeds."""
-    for kind in ("lengthscales", "anchors"):
-        if f"lr_{kind}" in options and not any(kind in c.learn for c in configs):
-            raise UsageError(f"--lr-{kind} is a rate of what is learned; no run learns {kind} (--learn {kind}).")
+    for word, learner in WORDS.items():
+        rates = [flag(name) for name in learner.run_settings if name in options]
+        if rates and not any(word in c.learn.split("+") for c in configs):
+            raise UsageError(f"{', '.join(rates)}: of what is learned; no run learns {word} (--learn {word}).")
     known = settings_of(RunConfig)
     if not any(c.learns_amounts for c in configs) and (
         of_amounts := [flag(name) for name in settings_of(AmountsConfig) if name in options]

@@ -29,11 +29,11 @@ from ella_cuda.cli.grid import (
 )
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.declaring import settings_of
-from ella_cuda.experiments.hyperparameters import ROTATED
-from ella_cuda.models import SPARSE_PATHS
+from ella_cuda.experiments.hyperparameters import ROTATED, can_learn
 from ella_cuda.reports import layer_table, results_table
 from ella_cuda.reports.results import amounts_table, learned, rotations_table
 from ella_cuda.reports.text import layer_title
+from ella_cuda.training.learners import WORDS
 
 
 def add_train(commands: Any) -> None:
@@ -124,7 +124,8 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
     except ValueError as error:
         raise wrong_attributes(error, given) from error
     if lacking:
-        of = "" if lacking == ["augmentation"] else f" of a layer with {' or '.join(sorted(SPARSE_PATHS))}"
+        needed = sorted(frozenset().union(*(WORDS[word].paths for words in lacking for word in words.split("+"))))
+        of = f" of a layer with {' or '.join(needed)}" if needed else ""
         dense = f"; of layers with {DENSE_PATH} paths --all makes them" if not (of or dense_too) else ""
         raise UsageError(f"--learn {shown(lacking)} needs evidence runs{of}{dense}.")
     check_effect(options, configs)
@@ -133,9 +134,5 @@ def _grid(given: dict[str, Any]) -> tuple[list[RunConfig], dict[str, Any]]:
 
 def _learned_by(words: Sequence[str], objective: str, paths: set[str]) -> list[str]:
     """What the runs of a network learn beside the precisions: one run, of nothing, where it has nothing of what is asked for."""
-    here = [
-        word
-        for word in words
-        if objective == "evidence" and (word in (NOTHING, "augmentation") or paths & SPARSE_PATHS)
-    ]
+    here = [word for word in words if objective == "evidence" and (word == NOTHING or can_learn(word, paths))]
     return here or [NOTHING]

@@ -32,7 +32,7 @@ from ella_cuda.distributed import Ranks, shard
 from ella_cuda.experiments.device import device_of_process, resolve_device
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions, evaluate
-from ella_cuda.experiments.hyperparameters import CurvatureConfig, NetworkConfig, RunConfig
+from ella_cuda.experiments.hyperparameters import CurvatureConfig, LearnersConfig, NetworkConfig, RunConfig
 from ella_cuda.experiments.optimizer import adam_for, learning_rate_schedule
 from ella_cuda.experiments.tensorboard import FOLDER, TensorBoardLog, require_tensorboard
 from ella_cuda.files import remove_temporary_files
@@ -276,9 +276,7 @@ def _run(
         lr_hyp=config.lr_hyp,
         prior_structure=config.prior_structure,
         learn=[name for name in config.learn.split("+") if name],
-        lr_lengthscales=config.lr_lengthscales,
-        lr_anchors=config.lr_anchors,
-        lr_aug=config.lr_aug,
+        **config.of(LearnersConfig),
         n_epochs_burnin=config.burn_in,
         n_hypersteps=config.hypersteps,
         marglik_frequency=config.frequency,

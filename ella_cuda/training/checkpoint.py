@@ -44,7 +44,6 @@ BEFORE = {
     "augment": None,
     "aug_sampling": None,
     "keep": "last",
-    "hold_factors": True,
 }  # settings that older states do not name, and what they were
 ROUNDED = "optimizer_groups"  # whose rates may follow from sums, so that they hang on the number of threads by rounding
 ROUNDING = 1e-6  # relative

@@ -133,7 +133,7 @@ def test_a_step_follows_the_gradient_at_the_fit():
 def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
     model = network()
     x, y = data().tensors
-    (learner,) = learners_of(["lengthscales"], model, {"lengthscales": {"lr": 1e-2}})
+    (learner,) = learners_of(["lengthscales"], model, 1, {"lr_lengthscales": 1e-2})
     learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups[0]["params"], lr=1e-2)
     basis = model[0].s_conv.basis
     basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
@@ -242,7 +242,7 @@ def test_what_is_learned_is_kept_as_plain_strings():
         ANCHORS = "anchors"
         LENGTHSCALES = "lengthscales"
 
-    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), {word: {"lr": 0.1} for word in BOTH})
+    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), 1, {})
     names = [learner.name for learner in learn]
     assert names == ["anchors", "lengthscales"] and {type(name) for name in names} == {str}
 

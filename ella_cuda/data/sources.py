@@ -13,7 +13,7 @@ from ella_cuda.data.checksums import compare, md5
 from ella_cuda.data.cifar import parse_cifar_batch, read_archive
 from ella_cuda.data.dataset import Dataset
 from ella_cuda.data.draws import stratified_order
-from ella_cuda.data.idx import idx_content, idx_shape, parse_idx
+from ella_cuda.data.idx import idx_content, parse_idx
 
 DEFAULT_ROOT = Path("data")
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
@@ -55,7 +55,7 @@ def _tensors(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.nd
     (train_images, train_labels), (test_images, test_labels) = train, test
 
     def images(pixels: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(pixels).to(torch.float32).div_(255)
+        return torch.from_numpy(pixels.astype(np.float32)).div_(255)
 
     def labels(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64))
@@ -89,17 +89,17 @@ def _idx_source(
                 f"{title}: no folder holds {', '.join(IDX_FILES)} (plain or .gz); looked in "
                 f"{', '.join(str(f) for f in folders)}. {advice}"
             )
-        shapes = [idx_shape(f) for f in files]  # before the data, of which a small file may hold many
-        for file, shape, ndim in zip(files, shapes, (3, 1, 3, 1), strict=True):
-            if len(shape) != ndim:
-                raise ValueError(f"{file} must have {ndim} dimension(s), got shape {shape}.")
-        for images, labels in ((0, 1), (2, 3)):
-            if shapes[images][0] != shapes[labels][0]:
-                raise ValueError(
-                    f"{files[images]} has {shapes[images][0]} images and {files[labels]} has {shapes[labels][0]} labels; they must agree."
-                )
         contents = [idx_content(f) for f in files]
-        train_images, train_labels, test_images, test_labels = map(parse_idx, contents, files)
+        arrays = [parse_idx(raw, f) for raw, f in zip(contents, files, strict=True)]
+        for file, array, ndim in zip(files, arrays, (3, 1, 3, 1), strict=True):
+            if array.ndim != ndim:
+                raise ValueError(f"{file} must have {ndim} dimension(s), got shape {array.shape}.")
+        for images, labels in ((0, 1), (2, 3)):
+            if len(arrays[images]) != len(arrays[labels]):
+                raise ValueError(
+                    f"{files[images]} has {len(arrays[images])} images and {files[labels]} has {len(arrays[labels])} labels; they must agree."
+                )
+        train_images, train_labels, test_images, test_labels = arrays
         compare(name, [(str(f), n, md5(raw)) for f, n, raw in zip(files, IDX_FILES, contents, strict=True)])
         return _tensors((train_images[:, None], train_labels), (test_images[:, None], test_labels), 10)
 

@@ -16,7 +16,7 @@ from ella_cuda.laplace import TangentModel
 from ella_cuda.laplace.values import check_choice
 from ella_cuda.modes import evaluation_mode
 from ella_cuda.ops._precision import in_own_precision
-from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, load_optimizer, require_same
+from ella_cuda.tomography.deep_image_prior import Loop, as_image, data_loss, fit_network, require_same
 from ella_cuda.tomography.evidence import (
     DenseMeasured,
     IterativeMeasured,
@@ -416,7 +416,7 @@ class LinearisedDIP:
             with torch.no_grad():
                 for key, r in raw.items():
                     r.copy_(kept["raw"][key])
-            load_optimizer(optimizer, kept["optimizer"])
+            optimizer.load_state_dict(kept["optimizer"])
             if tv_terms is not None:
                 tv_terms = kept["tv_terms"].to(tv_terms)
             self._measured.load_state_dict(kept["measured"])
@@ -679,7 +679,7 @@ class LinearisedDIP:
             require_same(kept["projected"], projected)
             theta.detach().copy_(kept["theta"])
             best, found = float(kept["best"][0]), kept["best"][1].to(theta)
-            load_optimizer(optimizer, kept["optimizer"])
+            optimizer.load_state_dict(kept["optimizer"])
 
         loop.run(n_steps, step, state, restore)
         return found

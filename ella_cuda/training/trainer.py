@@ -128,13 +128,7 @@ class MarglikTrainer:
         self._prior = Prior(self.model, self._likelihood, la.parameter_names, prior)
         self._optimizer = make_optimizer(steps.optimizer_cls, self._prior.parameters, steps.optimizer_kwargs)
         groups = self._prior.described(self._optimizer)  # before a scheduler changes their rates
-        batches = _length(train_loader)
-        self._scheduler = make_scheduler(
-            steps.scheduler_cls,
-            self._optimizer,
-            steps.scheduler_kwargs,
-            None if batches is None else batches * steps.n_epochs,
-        )
+        self._scheduler = make_scheduler(steps.scheduler_cls, self._optimizer, steps.scheduler_kwargs)
         self._step = TrainingStep(self.model, self._optimizer, self._prior.parameters, self._likelihood)
         self._together = None if self._ranks.group is None else StepTogether(self._step, self._ranks)
         device = self._prior.parameters[0].device
@@ -419,8 +413,16 @@ class MarglikTrainer:
 
     def _restore(self, source: str, state: Mapping[str, Any]) -> None:
         self._describe_data()
-        parts = (self.model, self._optimizer, self._scheduler, self.learners, self._loaders)
-        restore(source, without_cuda(state, self._ranks), self._settings, *parts)
+        restore(
+            source,
+            without_cuda(state, self._ranks),
+            self._settings,
+            self.model,
+            self._optimizer,
+            self._loaders,
+            scheduler=self._scheduler,
+            learners=self.learners,
+        )
         restore_own_random_state(state["random"], self._loaders, self._device, self._ranks)
         torch.clear_autocast_cache()
         # Rates as they were rounded at first.
@@ -549,14 +551,6 @@ def _averaged(model: nn.Module, augment: nn.Module | None) -> nn.Module:
             "marglik_training: augment must be None where the model is an AveragedFunction, which has its own."
         )
     return AveragedFunction(model, augment)
-
-
-def _length(loader: Any) -> int | None:
-    """Batches of a pass; None where the loader does not tell."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def marglik_training(*args: Any, **kwargs: Any) -> Result:

@@ -186,17 +186,12 @@ def scaled(by: float) -> RayOperator:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda k: halve(k["state"]["network"]), r"\['network'\] .* is in torch.float16, here in torch.float64"),
-        (lambda k: halve(k["state"]["best"]["network"]), r"\['best'\] .* is in torch.float16"),
-        (lambda k: halve(k["state"]["optimizer"]["state"][0], "exp_avg"), r"optimizer .*exp_avg.* is in torch.float16"),
-        (lambda k: halve(k["state"], "projected"), r"\['projected'\] is in torch.float16"),
-        (lambda k: k["state"]["optimizer"]["state"].pop(0), "optimizer has no state of parameter 0"),
-        (lambda k: k["state"].pop("best"), "has no best"),
+        (lambda k: k["state"].pop("best"), "does not fit .'best'"),
+        (lambda k: k["state"]["optimizer"].pop("param_groups"), "does not fit .'param_groups'"),
         (lambda k: k.update(state=5), "has no state"),
         (lambda k: k.update(settings=5), "has no settings"),
         (lambda k: k["settings"].update(lr=torch.ones(3)), "is of another run: lr"),
         (lambda k: k["settings"].update(lr=5), "is of another run: lr"),
-        (lambda k: k["values"].append(5), "values of the checkpoint .* are no floats"),
     ],
 )
 def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
@@ -208,11 +203,6 @@ def test_an_entry_of_another_form_is_named(tmp_path, kept, change, words):
     with pytest.raises(ValueError, match=words):
         dip.reconstruct(y, n_steps=4, checkpoint=path, **QUIET)
     assert path.read_bytes() == before and all(map(torch.equal, weights, dip.network.parameters()))
-
-
-def halve(tensors, name=None):
-    name = next(iter(tensors)) if name is None else name
-    tensors[name] = tensors[name].half()
 
 
 @pytest.fixture(scope="module")

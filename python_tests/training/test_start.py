@@ -215,16 +215,12 @@ class NeedsLoss(torch.optim.SGD):
     [
         ({"optimizer_cls": torch.optim.LBFGS}, TypeError, "that of LBFGS needs closure. Use one .*Adam"),
         ({"optimizer_cls": NeedsLoss, "optimizer_kwargs": {"lr": 0.1}}, TypeError, "that of NeedsLoss needs loss"),
-        ({"optimizer_cls": lambda p: p}, TypeError, "must make a torch.optim.Optimizer, but .*made a list"),
-        ({"optimizer_cls": "adam"}, TypeError, "optimizer_cls must be a class"),
         (
             {"optimizer_kwargs": {"rate": 0.1}},
             TypeError,
             r"optimizer_cls = Adam .*optimizer_kwargs = \{'rate': '0.1'\}: .*'rate'",
         ),
         ({"optimizer_kwargs": {"lr": -1.0}}, ValueError, "optimizer_kwargs = .*Invalid learning rate: -1.0"),
-        ({"optimizer_kwargs": 0.1}, TypeError, "optimizer_kwargs must be None or a dict of arguments by name, got 0.1"),
-        ({"optimizer_kwargs": {1: 0.1}}, TypeError, "optimizer_kwargs must be None or a dict of arguments by name"),
         (
             {"scheduler_cls": lr_scheduler.ReduceLROnPlateau},
             TypeError,
@@ -240,25 +236,11 @@ class NeedsLoss(torch.optim.SGD):
             TypeError,
             "scheduler_cls = StepLR cannot be made .*'epochs'",
         ),
-        ({"scheduler_cls": lambda optimizer: None}, TypeError, "a NoneType, has no step"),
-        ({"scheduler_kwargs": {"T_max": 3}}, ValueError, "scheduler_kwargs=.* need a scheduler_cls, got None"),
-        (
-            {"scheduler_cls": lr_scheduler.OneCycleLR, "scheduler_kwargs": {"max_lr": 0.1, "total_steps": 59}},
-            ValueError,
-            "for each of the training's 60 batches, .* got total_steps = 59",
-        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 def test_optimizers_and_schedules(options, error, message):
     refused(error, message, **options)
-
-
-def test_an_object_in_place_of_its_class_is_named_by_its_type():
-    optimizer = torch.optim.Adam(network().parameters())
-    schedule = lr_scheduler.StepLR(optimizer, 2)
-    refused(TypeError, r"optimizer_cls must be .*, got an object of type Adam\.$", optimizer_cls=optimizer)
-    refused(TypeError, r"scheduler_cls must be .*, got an object of type StepLR\.$", scheduler_cls=schedule)
 
 
 def test_optimizers_that_ask_for_a_closure_in_their_step():

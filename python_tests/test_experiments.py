@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import json
 import math
-import platform
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from ella_cuda.experiments import (
     run_grid,
     run_one,
 )
-from ella_cuda.experiments.device import _processor_names, device_name
+from ella_cuda.experiments.device import device_name
 from ella_cuda.experiments.diary import Diary
 from ella_cuda.laplace import KronLaplace
 from ella_cuda.models import neyshabur
@@ -84,18 +83,11 @@ def test_all_rows_of_a_table_share_the_recipe():
         ({"lr_hyp": math.nan}, "lr_hyp must be positive and finite"),
         ({"train_size": 0}, "train_size must be at least 1"),
         ({"fan_in_limit": 0}, "fan_in_limit must be at least 1"),
-        ({"holdout": 1.0}, "holdout must lie between"),
-        ({"holdout": 1e-30}, "holdout must lie between 1e-06 and 0.999999, got 1e-30"),
-        ({"prior_prec_init": 1e-39}, "prior_prec_init must be at least 1.18e-38 and at most 3.4e"),
-        ({"lr": 1e-39}, "lr must be at least 1.18e-38"),
-        ({"lr": 1e-320}, "lr must be"),
-        ({"lr_hyp": 1e39}, "lr_hyp must be at least .* and at most 3.4e"),
-        ({"inverse_lengthscale": 1e300}, r"inverse_lengthscale must be at least 1.18e-38 and at most 1e\+30"),
-        ({"cooldown": 1e-39}, "cooldown must be above 0, by 1.18e-38 or more"),
-        ({"column_tolerance": 1e-39}, "column_tolerance must be 0 or at least 1.18e-38"),
-        ({"cooldown": 0.0}, "cooldown must be above 0"),
-        ({"cooldown": 1.5}, "cooldown must be above 0"),
-        ({"column_tolerance": 1.0}, "column_tolerance must be at least 0 and less than 1, got 1.0"),
+        ({"holdout": 1.0}, "holdout must be at least 1e-06 and at most 0.999999, got 1.0"),
+        ({"inverse_lengthscale": 1e300}, r"inverse_lengthscale must be positive and at most 1e\+30"),
+        ({"cooldown": 0.0}, "cooldown must be positive"),
+        ({"cooldown": 1.5}, "cooldown must be positive and at most 1, got 1.5"),
+        ({"column_tolerance": 1.0}, "column_tolerance must be at least 0 and at most 0.999, got 1.0"),
         ({"column_tolerance": -1e-9}, "column_tolerance must be at least 0"),
         ({"restarts": "always"}, "restarts must be one of none, evidence"),
         ({"restarts": "evidence", "cooldown": None}, "restarts='evidence' needs a cooldown"),
@@ -482,31 +474,6 @@ def test_a_grid_repeats_no_finished_run(tmp_path, monkeypatch):
     assert sessions[0]["device_name"] == device_name(torch.device("cpu"))
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     assert "model name" not in known or sessions[0]["device_name"] in known
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "programs", "name"),
-    [
-        ("model\t\t: 17\nmodel name\t: One 9004\nmodel name\t: Two\n", {}, "One 9004"),
-        ("CPU implementer\t: 0x41\n", {"lscpu": "Vendor ID:  ARM\nModel name:   Neoverse-V2\n"}, "Neoverse-V2"),
-        ("processor\t: 0\n", {"lscpu": "Model name:   -\n", "sysctl": "Apple M3\n"}, "Apple M3"),
-        (None, {"sysctl": "Apple M3\n"}, "Apple M3"),
-    ],
-    ids=["Linux on x86", "Linux on ARM", "an unknown one", "macOS"],
-)
-def test_a_processor_has_its_makers_name(tmp_path, monkeypatch, cpuinfo, programs, name):
-    for program, says in programs.items():
-        (tmp_path / program).write_text(f"#!/bin/sh\nprintf '{says}'\n")
-        (tmp_path / program).chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    assert next(filter(None, _processor_names(tmp_path / "cpuinfo"))) == name
-
-
-def test_a_processor_of_which_nobody_tells_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert next(filter(None, _processor_names(tmp_path / "cpuinfo"))) in (platform.processor(), platform.machine())
 
 
 def test_a_grid_refuses_another_grids_folder(tmp_path):

@@ -112,7 +112,7 @@ def test_an_unknown_option_is_the_commands_own_error(args, usage, words, capsys)
             "prior_prec_init must be at least 1.18e-38",
             "(given: --prior-prec-init)",
         ),
-        (["train", "--holdout", "1e-30"], "holdout must lie between 1e-06", "(given: --holdout)"),
+        (["train", "--holdout", "1e-30"], "holdout must be at least 1e-06", "(given: --holdout)"),
         (
             ["train", "--layer", "s_fc", "--inverse-lengthscale", "1e300"],
             "inverse_lengthscale must be at least",

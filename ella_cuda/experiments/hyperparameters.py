@@ -9,7 +9,7 @@ from typing import Any
 
 from ella_cuda.augment import GENERATORS
 from ella_cuda.data import AUGMENTATIONS, SOURCES, TASKS
-from ella_cuda.experiments.declaring import SINGLE, setting, settings_of
+from ella_cuda.experiments.declaring import setting, settings_of
 from ella_cuda.groups import GROUPS
 from ella_cuda.laplace.kron import FISHERS
 from ella_cuda.laplace.prior_structure import STRUCTURES
@@ -61,30 +61,10 @@ def _check_generators(name: str, value: str) -> None:
         raise ValueError(f"{name} must be names out of {', '.join(GENERATORS)}, got {value!r}.")
 
 
-def _check_cooldown(name: str, value: float) -> None:
-    if not SINGLE[0] <= value <= 1:
-        raise ValueError(f"{name} must be above 0, by {SINGLE[0]:.3g} or more, and at most 1, got {value}.")
-
-
-def _check_tolerance(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
-    if 0 < value < SINGLE[0]:
-        raise ValueError(f"{name} must be 0 or at least {SINGLE[0]:.3g}, got {value}.")
-
-
 def _check_ood(name: str, value: str) -> None:
     known = (*SOURCES, ROTATED)
     if value and not set(value.split("+")) <= set(known):
         raise ValueError(f"{name} must be names out of {', '.join(known)}, got {value!r}.")
-
-
-def _check_holdout(name: str, value: float) -> None:
-    minimum, maximum = MIN_HOLDOUT, 1 - MIN_HOLDOUT
-    if not minimum <= value <= maximum:
-        raise ValueError(
-            f"{name} must lie between {minimum:g} and {maximum:g}, got {value}: images are needed on both sides."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +115,8 @@ class DataConfig:
     )
     holdout: float | None = setting(
         None,
-        check=_check_holdout,
+        minimum=MIN_HOLDOUT,
+        maximum=1 - MIN_HOLDOUT,
         help="keep this fraction of the training images to evaluate on, instead of the test images",
     )
     data_seed: int = setting(
@@ -209,7 +190,7 @@ class OptimizerConfig:
     cooldown: float | None = setting(
         None,
         by_data={"digits": 0.3},
-        check=_check_cooldown,
+        maximum=1.0,
         help="share of the steps, or of each cycle, the last, in which lr falls linearly (- below: a cosine over all)",
     )
     restarts: str = setting(
@@ -235,7 +216,8 @@ class CurvatureConfig:
     column_tolerance: float = setting(
         0.0,
         by_data={"digits": 0.05},
-        check=_check_tolerance,
+        minimum=0.0,
+        maximum=0.999,
         help="share of the output Hessian's trace that curvature may leave out",
     )
 

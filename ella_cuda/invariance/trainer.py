@@ -104,8 +104,6 @@ class ElboTrainer:
         depends_on: Mapping[str, Any] | None = None,
         description: str = "training",
     ) -> None:
-        if not isinstance(model, ShallowNetwork):
-            raise TypeError(f"ElboTrainer: model must be a ShallowNetwork, got {type(model).__name__}.")
         check_choice("ElboTrainer: objective", objective, OBJECTIVES)
         counts = {"n_epochs": n_epochs, "checkpoint_frequency": checkpoint_frequency, "n_samples": n_samples}
         n_epochs, checkpoint_frequency, n_samples = (positive_integer(*one, "ElboTrainer") for one in counts.items())

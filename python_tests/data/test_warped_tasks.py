@@ -191,21 +191,13 @@ def test_an_angle_for_each_image_turns_it_alone():
 
 
 @pytest.mark.parametrize(
-    ("images", "degrees", "error", "words"),
+    ("images", "degrees", "words"),
     [
-        (torch.rand(2, 8, 8), 15, ValueError, r"images must have shape \(N, C, S, S\), got \(2, 8, 8\)"),
-        (torch.rand(2, 1, 8, 9), 15, ValueError, r"images must have shape \(N, C, S, S\)"),
-        (torch.ones(2, 1, 8, 8).long(), 15, TypeError, "images must be a floating-point tensor, got torch.int64"),
-        (
-            torch.rand(2, 1, 8, 8),
-            torch.ones(3),
-            ValueError,
-            r"degrees must be one number or have shape \(2,\), got \(3,\)",
-        ),
-        (torch.rand(2, 1, 8, 8), math.inf, ValueError, "degrees must be finite"),
-        (torch.rand(2, 1, 8, 8), "15", TypeError, "degrees must be a number or a tensor, got str"),
+        (torch.rand(2, 8, 8), 15, r"images must have shape \(N, C, S, S\), got \(2, 8, 8\)"),
+        (torch.rand(2, 1, 8, 9), 15, r"images must have shape \(N, C, S, S\)"),
+        (torch.rand(2, 1, 8, 8), math.inf, "degrees must be finite"),
     ],
 )
-def test_what_cannot_be_turned_is_refused(images, degrees, error, words):
-    with pytest.raises(error, match=f"rotated: {words}"):
+def test_what_cannot_be_turned_is_refused(images, degrees, words):
+    with pytest.raises(ValueError, match=f"rotated: {words}"):
         rotated(images, degrees)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import ella_cuda
 from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
@@ -370,8 +369,6 @@ def test_wrong_arguments_are_refused():
             trainer(model, **options)
     with pytest.raises(ValueError, match="ShallowNetwork: n_samples must be a positive integer, got 0"):
         model.predict(images()[0], 0)
-    with pytest.raises(TypeError, match="model must be a ShallowNetwork, got Linear"):
-        ElboTrainer(nn.Linear(2, 2), loader())
     with pytest.raises(
         TypeError, match="ElboTrainer: train_loader must be a loader that is iterated anew in every epoch"
     ):
@@ -380,10 +377,6 @@ def test_wrong_arguments_are_refused():
         ElboTrainer(model, [])
     with pytest.raises(ValueError, match="must yield at least one batch"):
         ElboTrainer(model, [], n_data=3, progress_bar=False).run()
-    with pytest.raises(TypeError, match="features must be a module, got function"):
-        ShallowNetwork(images, model.layer)
-    with pytest.raises(TypeError, match="layer must be a BayesianLinear, got Linear"):
-        ShallowNetwork(model.features, nn.Linear(6, 3))
     with pytest.raises(ValueError, match="likelihood must be one of"):
         ShallowNetwork(model.features, model.layer, "poisson")
     with pytest.raises(ValueError, match="sigma_noise must be positive"):
@@ -434,13 +427,3 @@ def test_autocast_changes_no_training():
             assert torch.allclose(features(images()[0]).float(), copy.deepcopy(features)(images()[0]).float())
         found.append(numbers(model))
     torch.testing.assert_close(*found)
-
-
-def test_names_are_at_hand():
-    assert set(ella_cuda.invariance.__all__) == {
-        "BayesianLinear",
-        "ElboTrainer",
-        "InvariantFilterBank",
-        "ShallowNetwork",
-        "multisample_elbo",
-    }

@@ -259,23 +259,19 @@ def test_a_bar_is_shown_if_wanted(capsys):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"network must be a torch.nn.Module, got function"):
-        LinearisedDIP(lambda x: x, RAYS)
-    with pytest.raises(TypeError, match=r"ray_transform must be a RayTransform or RayOperator, got Tensor"):
-        LinearisedDIP(small_unet(), torch.eye(3))
     for options, words in (
-        ({"tv_weight": -1.0}, "tv_weight must be at least 0"),
+        ({"tv_weight": -1.0}, "tv_weight must be positive"),
         ({"batch_size": 0}, "batch_size must be a positive integer"),
         ({"n_probes": 1.5}, "n_probes must be a positive integer"),
         ({"form": "half"}, "form must be one of 'full', 'simple'"),
         ({"method": "exact"}, "method must be one of"),
         ({"rank": -1}, "rank must be a positive integer"),
-        ({"tol": math.nan}, "tol must be at least 0 and finite"),
-        ({"memory_budget": -1}, "memory_budget must be at least 0"),
+        ({"tol": math.nan}, "tol must be positive and finite"),
+        ({"memory_budget": -1}, "memory_budget must be positive"),
     ):
         with pytest.raises(ValueError, match=words):
             LinearisedDIP(small_unet(), RAYS, **options)
-    with pytest.raises(TypeError, match="memory_budget must be a number, got '2GB'"):
+    with pytest.raises(TypeError, match="memory_budget must be one number, got str"):
         LinearisedDIP(small_unet(), RAYS, memory_budget="2GB")
     with pytest.raises(TypeError, match=r"network must be float32 or float64, got torch\.bfloat16"):
         LinearisedDIP(small_unet().bfloat16(), RAYS)

@@ -417,7 +417,7 @@ def test_what_needs_the_linear_model_says_so_and_wrong_arguments_are_refused():
     for call, words in (
         (lambda: dip.optimize_hyperparameters(0), "n_steps must be a positive integer"),
         (lambda: dip.optimize_hyperparameters(at="mode"), "at must be one of"),
-        (lambda: dip.optimize_hyperparameters(tv_prior=-1.0), "tv_prior must be at least 0"),
+        (lambda: dip.optimize_hyperparameters(tv_prior=-1.0), "tv_prior must be positive"),
         (lambda: dip.optimize_hyperparameters(lr=math.nan), "lr must be positive"),
         (lambda: dip.sample(0), "n must be a positive integer"),
         (lambda: dip.log_density(torch.zeros(3, 3)), r"x must be a finite image \(6, 6\), got \(3, 3\)"),

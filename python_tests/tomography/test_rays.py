@@ -85,20 +85,17 @@ def test_both_directions_are_differentiable_in_every_mode():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "words"),
     [
-        ((0, 3), ValueError, "image_size must be positive, got 0"),
-        ((2.5, 3), TypeError, "image_size must be an integer or"),
-        ((4, 0), ValueError, "angles must be positive, got 0"),
-        ((4, []), ValueError, "angles must be a positive number or finite radians"),
-        ((4, [math.nan]), ValueError, "angles must be"),
-        ((4, "many"), TypeError, "angles must be a number or a sequence"),
-        ((4, 3, 0), ValueError, "detector_size must be positive"),
-        ((4, 3, 2.0), TypeError, "detector_size must be an integer"),
+        ((0, 3), "image_size must be a positive integer, got 0"),
+        ((4, 0), "angles must be a positive integer, got 0"),
+        ((4, []), "angles must be a positive number or finite radians"),
+        ((4, [math.nan]), "angles must be"),
+        ((4, 3, 0), "detector_size must be a positive integer"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_arguments_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
         RayTransform(*arguments)
 
 
@@ -202,20 +199,12 @@ def test_pairs_that_are_none_are_refused():
         RayOperator(lambda x: rays.forward(x) + 0.1, rays.adjoint, 4)
     with pytest.raises(ValueError, match="adjoint must return"):
         RayOperator(rays.forward, lambda y: rays.adjoint(y)[:2], 4)
-    with pytest.raises(TypeError, match="adjoint must be a function"):
-        RayOperator(rays.forward, None, 4)
     with pytest.raises(TypeError, match="forward must return a float32 or float64 tensor, got ndarray"):
         RayOperator(lambda x: x.numpy(), rays.adjoint, 4)
-    with pytest.raises(TypeError, match=r"forward must return a float32 or float64 tensor, got torch\.int64"):
-        RayOperator(lambda x: (x > 0).long(), rays.adjoint, 4)
-    with pytest.raises(TypeError, match="adjoint must return a float32 or float64 tensor, got ndarray"):
-        RayOperator(rays.forward, lambda y: rays.adjoint(y).numpy(), 4)
     with pytest.raises(ValueError, match="measurements along one axis at least"):
         RayOperator(lambda x: x.sum(), lambda y: y.expand(4, 4), 4)
     with pytest.raises(ValueError, match=r"fbp must return an image \(4, 4\), got \(3, 7\)"):
         RayOperator(rays.forward, rays.adjoint, 4, fbp=lambda y: y).fbp(drawn(3, 7))
-    with pytest.raises(TypeError, match="image_shape must be a sequence of integers, got 16"):
-        RayOperator(rays.forward, rays.adjoint, 4, image_shape=16)
     with pytest.raises(ValueError, match="image_shape must have the 16 numbers"):
         RayOperator(rays.forward, rays.adjoint, 4, image_shape=(1, 4, 5))
 

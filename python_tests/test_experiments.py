@@ -50,13 +50,6 @@ def test_every_data_set_has_a_recipe_with_known_tasks():
         assert configure(data, recipe(data)["task"][0], "conv", "evidence").data == data
 
 
-def test_fc_learns_at_the_common_rates_where_no_others_are_given():
-    assert recipe("cifar10", "fc") == recipe("cifar10")
-    assert configure("cifar10", "plain", "fc", "map", fan_in_limit=77).fan_in_limit == 77
-    assert configure("cifar10", "plain", "fc", "map").fan_in_limit == recipe("cifar10")["fan_in_limit"]
-    assert configure("digits", "digit", "fc", "map", fan_in_limit=77).fan_in_limit == 77
-
-
 def test_all_rows_of_a_table_share_the_recipe():
     """Only FC's rates may differ from the others', where the recipe says so."""
     common = recipe("digits")
@@ -137,14 +130,6 @@ def test_evaluate_by_hand():
     p = [1 / (1 + math.exp(-v)) for v in values]
     by_hand = -(math.log(p[0]) + math.log(p[1]) + math.log(1 - p[2]) + math.log(1 - p[3])) / 4
     assert nll == pytest.approx(by_hand, rel=1e-6)
-
-
-def test_evaluation_in_batches_is_evaluation_at_once(monkeypatch):
-    model = neyshabur("conv", 1, 3, width=1)
-    images, labels = torch.randn(11, 1, 32, 32), torch.randint(0, 3, (11,))
-    whole = evaluate(model, images, labels)
-    monkeypatch.setattr("ella_cuda.experiments.evaluation.EVALUATION_BATCH", 4)
-    assert evaluate(model, images, labels) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(("layer", "objective"), [("f_fc+conv", "evidence"), ("conv", "map")])
@@ -241,12 +226,6 @@ def test_cycles_end_where_the_evidence_is_asked(tmp_path, objective, restarts, e
         ]
     assert saved["scheduler"]["lr_lambdas"][0]["ends"] == tuple(3 * e for e in ends)
     assert saved["scheduler"]["last_epoch"] == 3 * epochs
-
-
-def test_a_folder_from_before_there_were_restarts_has_none():
-    stored = dataclasses.asdict(small())
-    assert stored.pop("restarts") == recipe("digits")["restarts"] == "evidence"
-    assert RunConfig(**stored).restarts == "none"
 
 
 def test_the_order_of_what_a_run_learns_does_not_matter():
@@ -528,14 +507,6 @@ def test_a_running_run_can_be_read(tmp_path, monkeypatch):
         experiments.read_running(tmp_path)
 
 
-def test_a_damaged_note_of_the_environment_is_no_reason_to_refuse_a_resume(tmp_path, without_pictures):
-    configs = [small(objective="map", epochs=1)]
-    rows = run_grid(configs, tmp_path, progress=False)
-    (tmp_path / "environment.json").write_text("{")
-    assert run_grid(configs, tmp_path, progress=False) == rows
-    assert len(json.loads((tmp_path / "environment.json").read_text())) == 1
-
-
 def test_holdout_sees_no_test_image():
     everything = load("digits")
     data = prepare("digits", "digit", holdout_fraction=0.25)
@@ -599,23 +570,3 @@ def test_dense_runs_are_spread_among_the_others(tmp_path, monkeypatch):
     assert [c for i, c in enumerate(started) if i not in dense] == [
         c for c in configs if "fc" not in c.layer.split("+")
     ]
-
-
-def test_one_run_at_a_time_ends_with_the_dense_ones(tmp_path, monkeypatch):
-    started: list[str] = []
-
-    def record(config, *_, **__):
-        started.append(config.layer)
-        return {"run": config.name}
-
-    monkeypatch.setattr("ella_cuda.experiments.grid.run_one", record)
-    monkeypatch.setattr("ella_cuda.experiments.grid.save_report", lambda *_: None)
-    configs = [small(layer=layer, objective="map") for layer in ("fc", "f_fc+conv", "fc+conv", "conv")]
-    experiments.run_grid(configs, tmp_path / "grid", jobs=1, progress=False)
-    assert started == ["f_fc+conv", "conv", "fc", "fc+conv"]
-
-
-@pytest.mark.parametrize("layers", [["conv", "f_fc"], ["fc", "fc+conv"]])
-def test_map_runs_of_one_kind_keep_their_order(tmp_path, monkeypatch, layers):
-    configs = [small(layer=layer, objective="map") for layer in layers]
-    assert order(configs, tmp_path / "grid", monkeypatch) == configs

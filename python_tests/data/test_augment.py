@@ -34,11 +34,6 @@ def test_a_batch_is_its_images_one_by_one(device, shape, reach):
     assert np.array_equal(made.cpu().numpy(), by_loop(images.numpy(), draws.tolist(), fill.numpy(), reach))
 
 
-def test_no_images_are_no_trouble():
-    augment = FlipsShifts(torch.zeros(2))
-    assert augment(torch.zeros(0, 2, 4, 4), augment.draw(0)).shape == (0, 2, 4, 4)
-
-
 def test_draws_are_uniform_and_independent():
     n = 162 * 400
     flip, right, down = FlipsShifts(torch.zeros(1)).draw(n).unbind(1)
@@ -116,14 +111,6 @@ def test_restoring_the_generator_repeats_augmented_epochs(own):
     assert all(torch.equal(a, b) for a, (b, _) in zip(first, [*loader, *loader], strict=True))
 
 
-def test_the_order_is_that_of_an_unaugmented_loader():
-    torch.manual_seed(3)
-    plain = TensorLoader(torch.zeros(23, 1, 2, 2), torch.arange(1, 24), 5, shuffle=True)
-    expected = [y.tolist() for _, y in plain]
-    torch.manual_seed(3)
-    assert [y.tolist() for _, y in numbered(shuffle=True)] == expected
-
-
 class Transfers(TorchDispatchMode):
     """Counts what goes from one device to another; on the meta device, reading a value back is an error of torch's."""
 
@@ -160,7 +147,3 @@ def test_an_epoch_moves_one_tensor_to_the_data(augmented):
 def test_arguments_that_do_not_fit_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_none_is_none():
-    assert augmentation("none", load("digits")) is None

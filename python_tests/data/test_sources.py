@@ -10,7 +10,6 @@ import pickle
 import struct
 import tarfile
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ella_cuda.data import Dataset, load, make_task, sources, subsample
+from ella_cuda.data import Dataset, load, sources
 from ella_cuda.data.checksums import PUBLISHED
 from ella_cuda.data.cifar import parse_cifar_batch
 
@@ -71,13 +70,6 @@ def test_images_and_labels_must_be_equally_many(tmp_path):
     write_mnist(tmp_path)
     write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.zeros(6), compress=True)
     with pytest.raises(ValueError, match=r"5 images and .* 6 labels"):
-        load("mnist", tmp_path)
-
-
-def test_labels_outside_the_classes_are_refused(tmp_path):
-    write_mnist(tmp_path)
-    write_idx(tmp_path / "train-labels-idx1-ubyte", np.full(12, 10), compress=True)
-    with pytest.raises(ValueError, match=r"train_labels must lie in 0\.\.9"):
         load("mnist", tmp_path)
 
 
@@ -134,20 +126,6 @@ def test_the_real_fashion_mnist(fashion_mnist):
     # The mean and standard deviation that everyone normalises Fashion-MNIST with.
     assert abs(float(data.train_images.double().mean()) - 0.2860) < 5e-5
     assert abs(float(data.train_images.double().std()) - 0.3530) < 5e-5
-
-
-@needs_fashion_mnist
-@pytest.mark.parametrize("task", ["quadrant", "rotated", "translated", "scaled"])
-def test_the_real_fashion_mnist_in_parts_is_part_of_the_whole(fashion_mnist, task):
-    data = subsample(fashion_mnist, 1000)
-    data = replace(data, test_images=data.test_images[:9], test_labels=data.test_labels[:9], test_ids=data.test_ids[:9])
-    part = subsample(data, 100, seed=1)
-    whole, made = make_task(data, task), make_task(part, task)
-    place = {int(i): k for k, i in enumerate(whole.train_ids)}
-    index = torch.tensor([place[int(i)] for i in made.train_ids])
-    assert torch.equal(made.train_images, whole.train_images[index])
-    assert torch.equal(made.train_labels, whole.train_labels[index])
-    assert 0 <= float(made.train_images.min()) < float(made.train_images.max()) <= 1 + 1e-6
 
 
 @needs_fashion_mnist
@@ -415,12 +393,6 @@ def test_another_data_sets_file_is_refused(tmp_path, monkeypatch):
     assert len(load("fashion-mnist", tmp_path).train_images) == 12
 
 
-def test_every_checksum_names_one_file():
-    names = {(data, file) for data, files in PUBLISHED.items() for file in files}
-    assert len({d for files in PUBLISHED.values() for d in files.values()}) == len(names) == 16
-    assert all(set(PUBLISHED[d]) == set(sources.IDX_FILES) for d in ("mnist", "fashion-mnist"))
-
-
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_cifars_checksums_are_torchvisions(name):
     try:
@@ -469,8 +441,3 @@ def test_download_goes_through_torchvision_into_its_layout(tmp_path, monkeypatch
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert len(load("mnist", tmp_path, download=True).train_images) == 12
     assert asked == ["MNIST"]  # what is there is not fetched again
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"digits, mnist, fashion-mnist, cifar10, cifar100, got 'svhn'"):
-        load("svhn")

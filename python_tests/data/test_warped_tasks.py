@@ -79,13 +79,6 @@ def test_every_map_is_scipys(monkeypatch, task, drawn, numbers):
         assert np.abs(result.numpy() - expected).max() < 2e-5
 
 
-def test_another_size_moves_in_proportion(monkeypatch):
-    seen = []
-    monkeypatch.setattr("ella_cuda.data.tasks.uniform", lambda *args: (seen.append(args[3:]), uniform(*args))[1])
-    make_task(dataset(torch.rand(2, 1, 16, 16)), "translated", 16)
-    assert set(seen) == {(-4.0, 4.0)}
-
-
 def blobs(n: int, *centres: tuple[float, float]) -> torch.Tensor:
     """n equal images with a Gaussian of standard deviation 1.5 pixels at each (right, down) from the centre."""
     at = torch.arange(32.0) - 15.5

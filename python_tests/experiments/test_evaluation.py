@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ella_cuda import cli
 from ella_cuda.data import load, resize
-from ella_cuda.experiments import LoadedRun, RunConfig, configure, load_run, prepare_for, run_grid, run_one
+from ella_cuda.experiments import LoadedRun, RunConfig, configure, load_run, prepare_for, run_one
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions
 from ella_cuda.experiments.hyperparameters import EvaluationConfig
 from ella_cuda.reports import results_table
-from ella_cuda.reports.results import results_csv
 from python_tests.data.test_sources import write_cifar, write_idx
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*not as published")
@@ -257,12 +256,3 @@ def test_the_command_asks_and_its_files_answer(data_dir, tmp_path, capsys):
     assert float(cells["rotated 15 nll plugin"]) == row["rotations"]["plugin"][1]["nll"]
     again = ["train", "--resume", str(folder), "--data-dir", str(data_dir), "--ood"]
     assert cli.main([*again, "rotated", "mnist"]) == 0 and cli.main([*again, "mnist"]) == 2
-
-
-def test_rows_from_before_have_the_table_they_had(tmp_path):
-    (row,) = run_grid([small("map", epochs=1)], tmp_path, progress=False)
-    late = ("nll_predictive", "ece", "brier", "ece_plugin", "brier_plugin", "reliability")
-    before = {k: v for k, v in row.items() if k not in late}
-    assert "predictive" not in results_table([before]) and "ece" not in results_csv([before])
-    table = results_table([before, {**row, "seed": 1}]).splitlines()
-    assert table[table.index(next(t for t in table if t.startswith("ECE, predictive"))) + 1].split() == ["plain", "-"]

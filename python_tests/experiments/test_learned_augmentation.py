@@ -176,21 +176,6 @@ def test_wrong_usage_is_2_and_says_what_to_do(args, words, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_tables_of_the_paper_have_no_such_options(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["reproduce", "toy", "--copies", "3"]) == 2
-    assert "--copies" in capsys.readouterr().err
-
-
-def test_configurations_of_folders_begun_before_are_the_same():
-    chosen = configure("digits", "digit", "conv", "evidence").chosen
-    assert not {"copies", "generators", "amount_init", "lr_aug"} & chosen.keys()
-    assert small().amounts == GENERATORS and small(generators="ty+rotation").amounts == ("ty", "rotation")
-    recipe = configure("digits", "plain", "conv", "evidence", learn="augmentation")
-    assert (recipe.frequency, recipe.burn_in, recipe.restarts) == (2, 4, "none")
-    assert configure("cifar10", "plain", "conv", "evidence", learn="augmentation").augment == "none"
-
-
 def test_ranges_of_tasks():
     digits = subsample(subsample(load("digits"), 12), 5, part="test")
     plain, turned = (make_task(digits, task) for task in ("plain", "rotated-90"))

@@ -144,24 +144,6 @@ def test_draws_of_a_batch_are_shared_by_filters_alone():
         assert eps.shape == (1, 4, 6)
 
 
-def test_generators_that_are_off_do_nothing():
-    """A bank that may turn is not moved by a shift's amount, and at amounts of 0 filters are themselves."""
-    augment = raw(3, ("rotation", "tx"), {"rotation": 0.0, "tx": 0.0})
-    bank = bank_of(augment)
-    x = torch.randn(2, *SHAPE, **DOUBLE)
-    plain = torch.relu(F.linear(x.flatten(1), bank.weight.flatten(1), bank.bias))
-    torch.testing.assert_close(bank(x), plain)
-    augment.set_eta({"rotation": 0.0, "tx": 0.5})
-    turned = bank.filters()
-    assert not torch.allclose(turned, bank.weight.expand_as(turned))
-    # Rows are moved along x alone: sums over columns hardly change in the middle, and rows never mix.
-    only = bank.weight.detach().clone()
-    only[:, :, 3] = 0
-    with torch.no_grad():
-        bank.weight.copy_(only)
-    assert (bank.filters()[..., 3, :] == 0).all()
-
-
 def test_a_full_circle_is_invariant_to_its_quarter_turns():
     augment = raw(4, "rotation", math.pi * (1 - 1e-15), sampling="grid")
     bank = bank_of(augment, shape=(1, 8, 8))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -163,12 +162,6 @@ def test_frozen_parameters_stay_and_a_training_goes_on(frozen, tmp_path):
         assert "features.weight" in moved(model, before)
 
 
-def test_loaders_that_no_checkpoint_holds_are_warned_of(tmp_path):
-    data = DataLoader(TensorDataset(*images()), 20, num_workers=1, persistent_workers=True)
-    with pytest.warns(UserWarning, match="ElboTrainer: checkpoint: a resumed run will not repeat"):
-        ElboTrainer(network(), data, checkpoint=tmp_path / "checkpoint.pt")
-
-
 def test_amounts_that_need_a_gradient_do_so_afterwards():
     model = network()
     model.features.augment.raw.requires_grad_()
@@ -223,16 +216,6 @@ def test_a_checkpoint_of_another_training_is_refused(change, words, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_checkpoint_of_other_data_is_refused(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    trainer(checkpoint=path).run()
-    x, y = images()
-    with pytest.raises(ValueError, match="other train_loader data"):
-        ElboTrainer(
-            network(), TensorLoader(1 - x, y, 16, shuffle=True), n_epochs=3, progress_bar=False, checkpoint=path
-        ).run()
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -253,15 +236,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, words, tmp_path)
     with pytest.raises(ValueError, match=words):
         other.load_state_dict(state)
     assert not moved(model, before) and other.epochs == 0
-
-
-def test_a_file_that_is_none_is_refused(tmp_path):
-    path: Path = tmp_path / "checkpoint.pt"
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="not a readable checkpoint"):
-        trainer(checkpoint=path).run()
-    with pytest.raises(TypeError, match="ElboTrainer: checkpoint must be a path or None, got int"):
-        trainer(checkpoint=3)
 
 
 def test_what_is_not_finite_stops_training_and_keeps_the_last_checkpoint(tmp_path):
@@ -320,25 +294,6 @@ def test_amounts_of_two_augmentations_have_names_of_their_own():
     model = ShallowNetwork(nn.ModuleDict({"a": first, "b": second}), BayesianLinear(6, 3))
     amounts = {k: v for k, v in model.hyperparameters().items() if k != "prior_precision"}
     assert amounts == pytest.approx({"a.augment.rotation": 0.5, "b.augment.rotation": 0.25, "tx": 0.1, "ty": 0.2})
-
-
-@pytest.mark.parametrize("objective", ["bound", "point"])
-def test_targets_that_do_not_fit_are_refused(objective):
-    """Not broadcast: (N,) beside (N, 1) would be (N, N)."""
-    x, y = images()
-    bank = network().features
-    for model, labels, words in (
-        (
-            ShallowNetwork(bank, BayesianLinear(6, 1), "regression"),
-            torch.rand(40),
-            r"targets \(20, 1\), .* got \(20,\)",
-        ),
-        (network(), y + 1, "classes from 0 to 2, got 1 to 3"),
-        (network(), y.int(), "torch.int64, got .* torch.int32"),
-    ):
-        data = TensorLoader(x, labels, 20)
-        with pytest.raises(ValueError, match=f"y must be {words}" if "int64" not in words else words):
-            ElboTrainer(model, data, n_epochs=1, objective=objective, progress_bar=False).run()
 
 
 def test_features_may_be_any_module():

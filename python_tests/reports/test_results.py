@@ -13,14 +13,9 @@ from ella_cuda import run_folder
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
 from ella_cuda.reports.text import (
-    columns,
-    counted,
-    duration,
-    layer_title,
     network_title,
     number,
     run_title,
-    tensor_title,
 )
 from python_tests.reports.rows import evaluations, row
 
@@ -77,10 +72,6 @@ def test_what_was_not_computed_is_a_dash():
     text = results_table([row(objective="map", neg_log_marginal_likelihood=None), row()])
     assert text.splitlines()[-1].split() == ["digit", "-", "1.250"]
     assert results_table([]) == "no finished run"
-
-
-def test_held_out_numbers_are_not_called_test_numbers():
-    assert "held-out training images" in results_table([row(evaluated_on="holdout")])
 
 
 def test_csv_has_a_line_a_run_and_columns_of_every_layer():
@@ -156,19 +147,6 @@ def test_a_folder_that_cannot_be_written_keeps_what_it_had(tmp_path, monkeypatch
 )
 def test_numbers_of_any_size(value, text):
     assert number(value) == text
-
-
-def test_counts_and_times():
-    assert [counted(n, "run") for n in (0, 1, 2)] == ["0 runs", "1 run", "2 runs"]
-    times = {-1: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h", 86399: "23 h", 5e5: "5 d"}
-    assert {t: duration(t) for t in times} == times
-
-
-def test_titles_and_columns():
-    assert layer_title("f_fc+conv") == "F-FC+CONV"
-    assert tensor_title("conv", "0.weight") == tensor_title("conv", "layer.0.weight") == "CONV weight"
-    assert tensor_title("gconv", "0.spatial.weight") == "GCONV spatial.weight"
-    assert columns([["a", "bb"], ["ccc", "d"]]) == "a    bb\nccc   d"
 
 
 def test_data_sets_and_group_convolutions_are_kept_apart():

@@ -251,13 +251,6 @@ def test_a_loss_that_is_not_finite_stops_and_leaves_the_best_weights():
         dip.linearise()
 
 
-def test_a_bar_is_shown_if_wanted(capsys):
-    LinearisedDIP(small_unet(), RAYS).reconstruct(measured(), n_steps=10)
-    assert "LinearisedDIP.reconstruct: 100%" in capsys.readouterr().err
-    LinearisedDIP(small_unet(), RAYS).reconstruct(measured(), n_steps=2, **QUIET)
-    assert capsys.readouterr().err == ""
-
-
 def test_wrong_arguments_are_refused():
     for options, words in (
         ({"tv_weight": -1.0}, "tv_weight must be positive"),

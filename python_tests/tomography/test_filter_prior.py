@@ -105,8 +105,3 @@ def test_blocks_of_ones_own(network):
 def test_wrong_blocks_are_refused(network, blocks, error, words):
     with pytest.raises(error, match=words):
         FilterPrior(network, blocks)
-
-
-def test_a_network_without_convolutions_is_refused():
-    with pytest.raises(ValueError, match=r"must have a torch\.nn\.Conv2d"):
-        FilterPrior(nn.Linear(3, 3))

@@ -64,15 +64,6 @@ def test_filtered_back_projection_finds_a_smooth_image():
     assert rays.fbp(rays.forward(x).float()).dtype == torch.float32
 
 
-def test_sizes_by_default():
-    assert RayTransform(28, 20).data_shape == (20, 41) and RayTransform((5, 8), [0.3]).data_shape == (1, 11)
-    torch.testing.assert_close(RayTransform(4, 4).angles, torch.arange(4, dtype=torch.float64) * math.pi / 4)
-
-
-def test_angles_are_constants():
-    assert not RayTransform(4, torch.tensor([0.3], requires_grad=True)).fbp(torch.ones(1, 7)).requires_grad
-
-
 def test_both_directions_are_differentiable_in_every_mode():
     rays = RayTransform((3, 4), [0.2, 1.1], 5)
     x, y = drawn(2, 3, 4).requires_grad_(), drawn(2, 2, 5).requires_grad_()

@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import zipfile
 
 import pytest
 import torch
@@ -110,15 +109,6 @@ def test_code_in_a_file_is_not_executed(tmp_path):
     with pytest.raises(ValueError, match=r"something else, \S+\._Fail, than tensors and plain values") as raised:
         read_checkpoint(tmp_path / "run.pt")
     assert "weights_only" not in str(raised.value) and "trust" not in str(raised.value)
-
-
-def test_a_compressed_file_is_refused_before_it_is_uncompressed(tmp_path):
-    save_checkpoint(tmp_path / "run.pt", {"epoch": 1})
-    with zipfile.ZipFile(tmp_path / "run.pt") as whole, zipfile.ZipFile(tmp_path / "small.pt", "w") as small:
-        for part in whole.infolist():
-            small.writestr(part.filename, whole.read(part), zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match="a part is compressed"):
-        read_checkpoint(tmp_path / "small.pt")
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ella_cuda import cli, experiments, marglik_training
+from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
 from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
@@ -101,13 +101,6 @@ def test_optimizers_that_are_not_fused(optimizer, device, graphs):
         pytest.skip("torch's optimizers that are not fused keep their options for graphs to accelerators")
     options = {"optimizer_cls": optimizer, "optimizer_kwargs": {"lr": 0.01}}
     same_numbers(run(device, True, **options), run(device, False, **options))
-    assert graphs[0].replayed
-
-
-def test_noise_of_a_regression_reaches_the_graph(device, graphs):
-    torch.manual_seed(8)
-    y = torch.randn(24, 10)
-    same_numbers(*(run(device, c, y=y, likelihood="regression", sigma_noise_init=0.5) for c in (True, False)))
     assert graphs[0].replayed
 
 
@@ -343,22 +336,6 @@ def test_what_cannot_be_recorded_is_refused(device, graphs):
     same_numbers(*(run(device, c, **options) for c in (True, False)))
 
 
-@pytest.mark.parametrize(
-    ("y", "likelihood", "error", "message"),
-    [
-        (torch.arange(24) % 10 + 0.5, "classification", TypeError, "expected integer class indices"),
-        (torch.arange(24) % 10 + 1, "classification", ValueError, r"labels must lie in 0\.\.9"),
-        (torch.ones(24, 9), "regression", ValueError, "expected the outputs' shape"),
-        (torch.ones(24, 10).long(), "regression", TypeError, "expected real numbers"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused_as_step_by_step(device, graphs, y, likelihood, error, message):
-    for cuda_graph in (True, False):
-        with pytest.raises(error, match=message):
-            run(device, cuda_graph, y=y, likelihood=likelihood, objective="map")
-    assert not graphs[0].replayed
-
-
 def test_a_model_that_reads_values_is_refused(device, graphs):
     if device.type == "cuda":
         pytest.skip("a capture that breaks off leaves CUDA's generator in it, for the tests that follow")
@@ -377,12 +354,6 @@ def test_a_model_that_reads_values_is_refused(device, graphs):
     except KeyError:  # no cause of what happens while it is handled
         with pytest.raises(RuntimeError, match=r"as a CUDA graph \(.*reads a value"):
             run(device, True, Reads())
-
-
-def test_shapes_beyond_the_most_have_no_graph(device, graphs, monkeypatch):
-    monkeypatch.setattr(graph, "MAX_SHAPES", 1)
-    same_numbers(*(run(device, c) for c in (True, False)))
-    assert (graphs[0].warmed, graphs[0].recorded) == (1 + 6, 1)
 
 
 def kept_nodes(model: nn.Module) -> list[str]:
@@ -415,19 +386,6 @@ def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path, without_pictures)
     rows = [run_grid([run_config], tmp_path / str(c), progress=False, cuda_graph=c)[0] for c in (True, False)]
     assert rows[0]["neg_log_marginal_likelihood"] == pytest.approx(rows[1]["neg_log_marginal_likelihood"], rel=1e-3)
     assert len(graphs) == 1 and graphs[0].replayed
-
-
-def test_the_command_hands_it_on(tmp_path, monkeypatch, capsys):
-    told = []
-    monkeypatch.setattr(cli.grid, "named_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(experiments, "run_grid", lambda *args, **options: told.append(options["cuda_graph"]) or [])
-    for more in ([], ["--cuda-graph"]):
-        cli.main(["train", "--out", str(tmp_path / "runs"), *more])
-    assert told == [False, True]
-    monkeypatch.undo()
-    assert cli.main(["train", "--out", str(tmp_path / "runs"), "--device", "cpu", "--cuda-graph"]) == 2
-    assert "--cuda-graph needs a CUDA device, got cpu" in capsys.readouterr().err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_only_cuda_has_graphs(tmp_path: Path):

@@ -181,18 +181,6 @@ def test_another_number_than_declared_is_refused(loader, message):
     assert prior == pytest.approx(weight / 21, rel=1e-4)
 
 
-def test_no_step_is_made_beyond_the_declared_number():
-    steps = []
-
-    class Counted(torch.optim.SGD):
-        def step(self, closure=None):
-            steps.append(1)
-
-    with pytest.raises(ValueError, match=MORE):
-        train(Claiming([DATA[:12], DATA[12:]], 20), optimizer_cls=Counted)
-    assert len(steps) == 1
-
-
 def test_passes_that_differ_are_refused_when_they_do():
     class Growing:
         passes = 0
@@ -218,14 +206,6 @@ def test_evidence_of_other_data_is_refused_unless_n_is_given():
         train(TensorLoader(X, Y, 7), marglik_loader=Claiming([DATA[:12]], 24), **evidence)
     train(TensorLoader(X, Y, 7), marglik_loader=half, n_data=24, **evidence)
     train(TensorLoader(X, Y, 7), marglik_loader=half)  # no evidence is asked for
-
-
-@pytest.mark.parametrize("size", [True, 2.0, "24"])
-def test_a_size_that_is_no_number(size):
-    with pytest.raises(TypeError, match=r"train_loader\.dataset_size must be an integer, got"):
-        train(Claiming([DATA[:]], size))
-    with pytest.raises(TypeError, match="n_data must be an integer, got"):
-        train([DATA[:]], n_data=size)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
-from python_tests.laplace.checks import Reusing
 
 X, Y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
 
@@ -180,10 +179,6 @@ def test_networks_that_the_evidence_cannot_serve():
     refused(ValueError, "layer '1' .*was never called", model=Unused(nn.Linear(5, 3), nn.Linear(5, 3)))
 
 
-def test_looking_needs_no_memory_of_a_pass_that_ended():
-    marglik_training(network(), Reusing([(X, Y)]), n_epochs=1, progress_bar=False)
-
-
 def test_looking_leaves_no_trace():
     """Neither in the random state, which the sampled curvature draws from, nor in layers that keep statistics, nor in a mode."""
     norm, seen = nn.BatchNorm1d(4, affine=False), []
@@ -255,12 +250,6 @@ def test_optimizers_that_ask_for_a_closure_in_their_step():
     for kind in (Asserting, Calling):
         message = f"the step of optimizer_cls, a {kind.__name__}, raised .*; it is called without a closure"
         refused(RuntimeError, message, optimizer_cls=kind, passes=1)
-
-
-def test_what_the_model_says_of_three_images_is_told_to_be_of_them():
-    refused(
-        RuntimeError, "^marglik_training: on 3 images of train_loader: .*3x5 and 6x3", model=Watched(nn.Linear(6, 3))
-    )
 
 
 def trained_with(optimizer_cls, **kwargs) -> None:

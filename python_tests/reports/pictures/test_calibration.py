@@ -71,16 +71,3 @@ def test_a_line_for_each_method_over_the_angle():
     assert [figure.axes[k].get_ylim()[1] for k in (1, 2)] == [100, 100]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["MAP", "predictive"]
     check_page(figure)
-
-
-def test_nothing_to_draw_is_said():
-    none = Reliability(torch.zeros(2, dtype=torch.long), *torch.full((2, 2), float("nan"), dtype=torch.float64))
-    with pytest.raises(ValueError, match="methods must hold at least one, got none"):
-        draw_reliability({})
-    with pytest.raises(ValueError, match="methods: MAP must have predictions, got none"):
-        draw_reliability({"MAP": none})
-    for methods in ({}, {"MAP": []}):
-        with pytest.raises(ValueError, match="methods must hold at least one, each with rows"):
-            draw_rotations(methods)
-    with pytest.raises(ValueError, match=r"a row of MAP must have degrees, nll, .*, lacks confidence, entropy"):
-        draw_rotations({"MAP": [{"degrees": 0, "nll": 1.0, "accuracy": 50.0}]})

@@ -190,19 +190,6 @@ def test_a_state_of_another_hyper_optimizer_is_refused(options, words):
             begun.load_state_dict(other.state_dict())
 
 
-def test_a_state_from_before_there_were_several_is_adams():
-    begun, other = mackay(hyper_optimizer="adam"), mackay(hyper_optimizer="adam", hyper_step_limit=1.0)
-    begun.epoch()
-    begun.evidence_step()
-    state = begun.state_dict()
-    assert "hyper_step_limit" not in state["settings"]  # it means nothing there
-    del state["settings"]["hyper_optimizer"]
-    other.load_state_dict(state)
-    assert other.epochs == 1
-    with pytest.raises(ValueError, match="hyper_optimizer='adam', this run has 'mackay'"):
-        mackay().load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

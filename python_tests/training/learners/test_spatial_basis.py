@@ -60,13 +60,6 @@ def test_only_what_is_asked_for_moves(learn, moves):
     assert not any(b.requires_grad for b in model.buffers())
 
 
-def test_map_leaves_the_shape_alone():
-    model = network()
-    before = shape(model)
-    run(model, objective="map")
-    assert all(torch.equal(b, before[n]) for n, b in shape(model).items())
-
-
 @pytest.mark.parametrize("learn", [BOTH, ["anchors"], ["lengthscales"]])
 def test_lengthscales_and_anchors_have_rates_of_their_own(learn):
     def moved(**options) -> dict[str, float]:
@@ -128,21 +121,6 @@ def test_a_step_follows_the_gradient_at_the_fit():
         clear = gradient.abs() > 1e-5 * la.n_data  # Adam's epsilon is 1e-8
         assert clear.any()
         assert_same(moved[clear], 0.05 * gradient[clear].sign(), rtol=1e-2, atol=1e-5)
-
-
-def test_a_lengthscale_moves_along_the_gradient_in_its_logarithm():
-    model = network()
-    x, y = data().tensors
-    (learner,) = learners_of(["lengthscales"], model, 1, {"lr_lengthscales": 1e-2})
-    learner.optimizer = torch.optim.SGD(learner.optimizer.param_groups[0]["params"], lr=1e-2)
-    basis = model[0].s_conv.basis
-    basis.inverse_lengthscale.fill_(0.4)  # by a user, after the shape was taken
-    with learner.differentiable():
-        la = KronLaplace(model).fit([(x, y)])
-        (slope,) = torch.autograd.grad(la.log_marginal_likelihood(), basis.inverse_lengthscale)
-    learner.step(la, {name: slope / la.n_data if "s_conv" in name else torch.zeros(()) for name in learner.tensors()})
-    expected = math.log(0.4) + 1e-2 * float(slope) * 0.4 / la.n_data
-    assert math.log(float(basis.inverse_lengthscale)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_last_evaluation_moves_nothing_and_is_returned():

@@ -30,8 +30,8 @@ from ella_cuda.cli.grid import (
 from ella_cuda.experiments import DENSE_PATH, DENSE_REASON, OBJECTIVES, RunConfig, configure, recipe
 from ella_cuda.experiments.declaring import settings_of
 from ella_cuda.experiments.hyperparameters import ROTATED, can_learn
-from ella_cuda.reports import layer_table, results_table
-from ella_cuda.reports.results import amounts_table, learned, rotations_table
+from ella_cuda.reports import layer_table
+from ella_cuda.reports.results import learned, run_tables
 from ella_cuda.reports.text import layer_title
 from ella_cuda.training.learners import WORDS
 
@@ -68,12 +68,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dict[str, Any], out_dir: Path) -> None:
     """Print the tables of a folder."""
-    print()
-    print(results_table(rows))
-    if turned := rotations_table(rows):
-        print(f"\n{turned}")
-    if amounts := amounts_table(rows):
-        print(f"\n{amounts}")
+    print("\n" + "\n\n".join(run_tables(rows)))
     if missing := _left_out(configs, options):
         print(f"\nnot run: {', '.join(map(layer_title, missing))} (evidence): {DENSE_REASON}.")
     for row in rows:
@@ -83,8 +78,7 @@ def _show(rows: list[dict[str, Any]], configs: Sequence[RunConfig], options: dic
         tasks = dict.fromkeys(c.task for c in configs if ROTATED not in c.ood.split("+"))
         print(f"\nnot rotated: task {', '.join(tasks)}, whose labels say where things are.")
     if learned(rows):
-        print()
-        print(layer_table(learned(rows)))
+        print("\n" + layer_table(learned(rows)))
     say_written(out_dir)
 
 

@@ -393,7 +393,7 @@ def test_a_note_of_the_environment_in_another_encoding_is_written_anew(tmp_path)
 
 @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(RunConfig) if f.type in ("int", "int | None")])
 def test_every_whole_number_of_a_run_has_its_bounds(name):
-    with pytest.raises(ValueError, match=f"^{name} must be (less than|at most) "):
+    with pytest.raises(ValueError, match=f"^{name} must be at most "):
         dataclasses.replace(small(), **{name: 2**64})
     with pytest.raises(ValueError, match=f"^{name} must be at least "):
         dataclasses.replace(small(), **{name: -(2**64)})

@@ -257,13 +257,3 @@ class Own(torch.optim.SGD):
             for p in group["params"]:
                 self.state[p]["rows"] = torch.zeros(7)
         super().step()
-
-
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Rprop, Own]
-)
-def test_optimizers_of_other_forms_are_resumed(tmp_path, optimizer):
-    """Momentum that is not there, states of other shapes, products, signs, and somebody's own."""
-    finished = train(tmp_path / "run.pt", optimizer_cls=optimizer)
-    again = train(tmp_path / "run.pt", optimizer_cls=optimizer)
-    assert all(map(torch.equal, finished.parameters(), again.parameters()))

@@ -233,23 +233,3 @@ def test_a_pass_that_cannot_be_repeated_is_found_before_a_step():
     with pytest.raises(ValueError, match=r"train_loader yielded no data in epoch 1.*__iter__ starts a new pass"):
         marglik_training(model, DataLoader(Once(), 7), n_epochs=3, objective="map", progress_bar=False)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
-
-
-def test_a_counted_run_resumes_bit_for_bit(tmp_path):
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation) -> None:
-        if evaluation.epoch == 2:
-            raise Stop
-
-    def run(name: str, **options):
-        seeded()
-        loader = DataLoader(DATA, batch_sampler=Buckets())
-        model = train(loader, 3, objective="evidence", fisher="mc", checkpoint=tmp_path / name, **options)
-        return [*model.parameters()]
-
-    whole = run("whole.pt")
-    with pytest.raises(Stop):
-        run("part.pt", on_evaluation=stop)
-    assert all(torch.equal(a, b) for a, b in zip(run("part.pt"), whole, strict=True))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from ella_cuda import marglik_training
 from ella_cuda.data import FlipsShifts, TensorLoader
@@ -136,16 +136,6 @@ def test_a_checkpoint_of_other_rates_of_single_weights_is_refused(tmp_path):
         run((1,))
 
 
-@pytest.mark.parametrize("other", [{"step_size": 3}, {"gamma": 0.9}])
-def test_a_checkpoint_of_another_schedule_is_refused(tmp_path, other):
-    def run(**kwargs):
-        small_run(tmp_path / "c.pt", n_epochs=2, scheduler_cls=torch.optim.lr_scheduler.StepLR, scheduler_kwargs=kwargs)
-
-    run(step_size=2, gamma=0.5)
-    with pytest.raises(ValueError, match="scheduler_kwargs"):
-        run(**{"step_size": 2, "gamma": 0.5, **other})
-
-
 def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
     """Another session's function is another object at another address; both are kept here, or they might share it."""
     functions = [lambda step: 0.5 for _ in range(2)]
@@ -242,29 +232,6 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path):
     assert not (tmp_path / "c.pt").exists()
 
 
-def test_resume_repeats_a_batch_samplers_own_generator(tmp_path):
-    def run(n_epochs: int, stop_after: int | None) -> list[torch.Tensor]:
-        torch.manual_seed(4)
-        data, generator = TensorDataset(*images()), torch.Generator().manual_seed(9)
-        loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data, generator=generator), 8, False))
-
-        def stop(evaluation) -> None:
-            if evaluation.epoch == stop_after:
-                raise KeyboardInterrupt
-
-        _, model, _, _ = marglik_training(
-            Network(), loader, n_epochs=n_epochs, objective="map", checkpoint=tmp_path / f"{stop_after}.pt",
-            on_evaluation=stop, progress_bar=False,
-        )  # fmt: skip
-        return list(model.parameters())
-
-    whole = run(4, None)
-    with pytest.raises(KeyboardInterrupt):
-        run(4, 3)
-    (tmp_path / "3.pt").rename(tmp_path / "0.pt")
-    assert all(torch.equal(a, b) for a, b in zip(whole, run(4, 0), strict=True))
-
-
 def test_one_step_minimises_the_stated_objective():
     """Plain gradient descent against the gradient of mean cross-entropy + (1/2N) sum delta |theta|^2 by autograd."""
     x, y = torch.randn(8, 5), torch.randint(3, (8,))
@@ -353,40 +320,6 @@ def test_tied_precisions(structure):
         groups.setdefault(name.rpartition(".")[0] if structure == "module" else "", set()).add(value)
     assert all(len(values) == 1 for values in groups.values())
     assert len(set.union(*groups.values())) == len(groups)
-
-
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
-@pytest.mark.parametrize("shuffle", ["global generator", "own generator", "tensor loader"])
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, fisher, shuffle):
-    class Stop(Exception):
-        pass
-
-    def run(checkpoint, stop_at=None):
-        torch.manual_seed(5)
-        model = Network()
-        if shuffle == "tensor loader":
-            loader = TensorLoader(*images(), 10, shuffle=True)
-        else:
-            generator = torch.Generator().manual_seed(7) if shuffle == "own generator" else None
-            loader = DataLoader(TensorDataset(*images()), batch_size=10, shuffle=True, generator=generator)
-
-        def stop(evaluation):
-            if evaluation.epoch == stop_at:
-                raise Stop
-
-        return marglik_training(
-            model, loader, n_epochs=6, n_epochs_burnin=1, marglik_frequency=2, n_hypersteps=2, progress_bar=False, fisher=fisher,
-            checkpoint=checkpoint, on_evaluation=stop,
-        )  # fmt: skip
-
-    whole, after = run(None), torch.rand(3)
-    with pytest.raises(Stop):
-        run(tmp_path / "run.pt", stop_at=4)  # stops before the checkpoint of epoch 4 is written: two epochs are lost
-    assert read_checkpoint(tmp_path / "run.pt")["epoch"] == 2
-    torch.rand(17)
-    for _ in range(2):  # the second time the run is finished, and only refitted
-        same_results(run(tmp_path / "run.pt"), whole)
-        assert torch.equal(torch.rand(3), after)
 
 
 def test_evidence_of_augmented_images_is_refused():

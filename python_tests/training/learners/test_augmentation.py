@@ -52,13 +52,6 @@ def at_zero(augment: AffineAugment) -> AffineAugment:
     return augment
 
 
-def assert_same_runs(one: MarglikTrainer, other: MarglikTrainer) -> None:
-    assert one.losses == other.losses and one.margliks == other.margliks and one.history == other.history
-    states = one.model.state_dict(), other.model.state_dict()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert torch.equal(one.la.log_marginal_likelihood(), other.la.log_marginal_likelihood())
-
-
 def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
     """Rings under an arc of 120 degrees, one network, one start of 30 degrees: the loss moves the amount to 0, the evidence to 100 and
     more."""
@@ -86,32 +79,6 @@ def test_the_training_loss_gives_an_invariance_up_and_the_evidence_does_not():
     )
     assert math.degrees(model.augment.amounts()["turn"]) > 100
     assert margliks[-1] < margliks[0] - 10
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"keep": "best", "optimizer_kwargs": {"lr": 0.1}},
-        {"aug_sampling": "independent", "aug_data": 20},
-        {"aug_columns": "one", "aug_sampling": "sobol"},
-        {"augment": lambda: AffineAugment(4, "rotation", 0.2, "grid", "raw"), "lr_aug_min": 0.01},
-    ],
-)
-def test_a_resumed_run_is_an_uninterrupted_one(options, tmp_path):
-    whole = trainer(**options)
-    amounts = whole.model.augment.raw.clone()
-    whole.run()
-    assert not torch.equal(whole.model.augment.raw, amounts)
-    part = trainer(**options)
-    for _ in range(3):
-        part.epoch()
-        part.evidence_step()
-    torch.save(part.state_dict(), tmp_path / "state.pt")
-    rest = trainer(**options)
-    rest.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    rest.run()
-    assert_same_runs(whole, rest)
 
 
 def test_the_best_evidence_is_kept_with_its_amounts():

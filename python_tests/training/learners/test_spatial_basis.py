@@ -161,28 +161,6 @@ def test_with_the_weights_held_the_shape_climbs_the_evidence():
     assert margliks[-1] < without[-1] - 0.5  # nats of all data
 
 
-@pytest.mark.parametrize("learn", [BOTH, ("lengthscales",)])
-def test_resume_gives_the_numbers_of_an_uninterrupted_run(tmp_path, learn):
-    class Stop(Exception):
-        pass
-
-    def stop(evaluation):
-        if evaluation.epoch == 6:
-            raise Stop
-
-    whole = network()
-    la, _, margliks, losses = run(whole, learn, n_epochs=8)
-    with pytest.raises(Stop):
-        run(network(), learn, n_epochs=8, checkpoint=tmp_path / "c.pt", on_evaluation=stop)
-    resumed = network()
-    la_2, _, margliks_2, losses_2 = run(resumed, learn, n_epochs=8, checkpoint=tmp_path / "c.pt")
-    assert margliks == margliks_2 and losses == losses_2
-    assert all(torch.equal(b, shape(resumed)[n]) for n, b in shape(whole).items())
-    assert torch.equal(la.log_marginal_likelihood(), la_2.log_marginal_likelihood())
-    with pytest.raises(ValueError, match="learn"):
-        run(network(), (), n_epochs=8, checkpoint=tmp_path / "c.pt")
-
-
 def test_where_position_does_not_matter_the_factored_path_becomes_constant():
     """The label is whether one pixel, anywhere, is bright: only a weight that is alike everywhere sees it. The
     evidence leads there, and is better there than at the start's lengthscale."""

@@ -107,8 +107,10 @@ def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
         "40",
         "--test-size",
         "40",
+        "--burn-in",
+        "0",
     ]
-    options += ["--burn-in", "0", "--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
+    options += ["--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "dir"
     first = forks.start(["train", *options, "--out", "dir"], tmp_path)
@@ -232,15 +234,14 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change", [{"batch_size": 32}, {"seed": 3}, {"augment": "flips-shifts"}, {"data_seed": 5}])
 @pytest.mark.parametrize("done", [False, True])
-def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, change, done):
+def test_an_edited_configuration_is_refused(tmp_path, monkeypatch, capsys, done):
     config = small(epochs=1 if done else 3)
     if done:
         run_grid([config], tmp_path / "dir", progress=False)
     else:
         begun(config, tmp_path / "dir", monkeypatch)
-    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(change))
+    edit(tmp_path / "dir" / "config.json", lambda c: c["runs"][0].update(batch_size=32))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.*") if p.is_file()}
     assert cli.main(["train", "--resume", str(tmp_path / "dir")]) == 2
     err = capsys.readouterr().err

@@ -61,7 +61,7 @@ def _train(args: argparse.Namespace) -> int:
         out_dir = shared_folder(args, configs, configs[0].data, ranks)
         with failure_noted(out_dir, ranks):
             rows = do_runs("train", args, configs, options, out_dir, ranks=ranks)
-    if ranks is None or ranks.is_first:
+    if ranks.is_first:
         _show(rows, configs, options, out_dir)
     return DONE
 

@@ -98,19 +98,6 @@ def test_augmented_images_keep_their_labels_and_differ_between_epochs(shuffle):
     assert torch.equal(loader.images, before)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_restoring_the_generator_repeats_augmented_epochs(own):
-    generator = torch.Generator().manual_seed(5) if own else None
-    loader = numbered(shuffle=True, generator=generator)
-    list(loader)
-    state = generator.get_state() if own else torch.get_rng_state()
-    globally = torch.get_rng_state()
-    first = [x for _ in range(2) for x, _ in loader]
-    assert own == torch.equal(torch.get_rng_state(), globally)
-    generator.set_state(state) if own else torch.set_rng_state(state)
-    assert all(torch.equal(a, b) for a, (b, _) in zip(first, [*loader, *loader], strict=True))
-
-
 class Transfers(TorchDispatchMode):
     """Counts what goes from one device to another; on the meta device, reading a value back is an error of torch's."""
 
@@ -134,16 +121,3 @@ def test_an_epoch_moves_one_tensor_to_the_data(augmented):
     with Transfers() as transfers:
         assert [x.shape for x, _ in loader] == [(10, 3, 8, 8)] * 10
     assert transfers.count == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: augmentation("mixup", load("digits")), "name must be one of none, flips-shifts, got 'mixup'"),
-        (lambda: FlipsShifts(torch.tensor(0.0)), r"fill must have shape \(C,\)"),
-        (lambda: FlipsShifts(torch.zeros(1), -1), "max_shift must be at least 0"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ella_cuda.data import TASKS, Dataset, load, make_task, subsample
+from ella_cuda.data import TASKS, Dataset, make_task
 
 CORNERS = ((0, 0), (0, 16), (16, 0), (16, 16))
 
@@ -73,26 +73,6 @@ def test_reordering_the_images_reorders_the_task():
     whole, permuted = make_task(data, "quadrant"), make_task(shuffled, "quadrant")
     assert torch.equal(permuted.train_images, whole.train_images[order])
     assert torch.equal(permuted.train_labels, whole.train_labels[order])
-
-
-def test_leaving_images_out_leaves_the_others_where_they_were():
-    data = load("digits")
-    whole, part = make_task(data, "quadrant"), make_task(subsample(data, 100), "quadrant")
-    position = {int(i): k for k, i in enumerate(whole.train_ids)}
-    index = torch.tensor([position[int(i)] for i in part.train_ids])
-    assert torch.equal(part.train_images, whole.train_images[index])
-    assert torch.equal(part.train_labels, whole.train_labels[index])
-
-
-def test_neighbouring_images_are_drawn_independently():
-    n = 40000
-    data = Dataset(
-        torch.ones(n, 1, 1, 1), torch.zeros(n, dtype=torch.int64), torch.ones(1, 1, 1, 1), torch.zeros(1).long(), 1
-    )
-    quadrant = make_task(data, "quadrant", image_size=2).train_labels
-    pairs = (4 * quadrant[:-1] + quadrant[1:]).bincount(minlength=16)
-    chi_squared = float(((pairs - n / 16) ** 2 / (n / 16)).sum())
-    assert chi_squared < 45  # 15 degrees of freedom: above 45 once in ten thousand
 
 
 def test_small_images_are_resized_into_the_quadrant():

@@ -10,7 +10,6 @@ import torch
 from scipy import ndimage, stats
 
 from ella_cuda.data import Dataset, load, make_task, rotated, subsample
-from ella_cuda.data.draws import uniform
 
 WARPED = ("rotated", "translated", "scaled")
 
@@ -116,18 +115,6 @@ def test_magnifications_are_uniform_in_logarithm():
     right, down = centroids(images)
     assert np.allclose(down, 0, atol=1e-3)
     assert is_uniform(np.log(right / 5), -math.log(2), math.log(2))
-
-
-def test_neighbours_seeds_and_purposes_are_drawn_independently():
-    ids = torch.arange(20000)
-    draws = {
-        key: uniform(ids, seed, purpose, 0, 1).numpy()
-        for key, seed, purpose in (("a", 0, "angle"), ("b", 1, "angle"), ("c", 0, "shift right"))
-    }
-    for first, second in (("a", "b"), ("a", "c")):
-        assert stats.pearsonr(draws[first], draws[second]).pvalue > 0.01
-    assert stats.pearsonr(draws["a"][:-1], draws["a"][1:]).pvalue > 0.01
-    assert stats.kstest(draws["a"], "uniform").pvalue > 0.01
 
 
 @pytest.mark.parametrize("task", WARPED)

@@ -18,7 +18,6 @@ from ella_cuda import cli
 from ella_cuda.data import load, resize
 from ella_cuda.experiments import LoadedRun, RunConfig, configure, load_run, prepare_for, run_one
 from ella_cuda.experiments.evaluation import asked_images, describe_predictions
-from ella_cuda.experiments.hyperparameters import EvaluationConfig
 from ella_cuda.reports import results_table
 from python_tests.data.test_sources import write_cifar, write_idx
 
@@ -181,13 +180,6 @@ def test_a_run_goes_on_to_the_same_predictions_and_may_be_asked_more(tmp_path):
 def test_what_a_run_cannot_be_asked(change, words):
     with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
         dataclasses.replace(small(), **change)
-
-
-def test_words_in_any_order_are_one_run():
-    assert small(ood="rotated+mnist+rotated").ood == small(ood="mnist+rotated").ood == "mnist+rotated"
-    assert configure("digits", "quadrant", "conv", "map", **SMALL, ood="mnist+rotated").ood == "mnist"
-    assert small(ood="mnist").chosen == small().chosen and small(ood="mnist").name == small().name
-    assert dataclasses.replace(small(ood="mnist"), **dataclasses.asdict(EvaluationConfig())) == small()
 
 
 TINY = [

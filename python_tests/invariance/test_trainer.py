@@ -15,7 +15,6 @@ from ella_cuda.augment import AffineAugment
 from ella_cuda.data import TensorLoader
 from ella_cuda.invariance import BayesianLinear, ElboTrainer, InvariantFilterBank, ShallowNetwork
 from ella_cuda.training.checkpoint import read_checkpoint
-from python_tests.training.test_points import LOADERS
 
 
 def images(n: int = 40, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,24 +335,6 @@ def test_wrong_arguments_are_refused():
         ShallowNetwork(model.features, model.layer, "poisson")
     with pytest.raises(ValueError, match="sigma_noise must be positive"):
         ShallowNetwork(model.features, model.layer, "regression", sigma_noise=0)
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_n_is_what_a_pass_yields(kind):
-    pairs = list(LOADERS[kind])
-    assert ElboTrainer(network(), LOADERS[kind], progress_bar=False).n_data == sum(len(y) for _, y in pairs)
-
-
-def test_a_sampler_of_some_images_trains_as_a_data_set_of_them():
-    x, y = images(23)
-    few = [3, 5, 1, 22, 9, 14, 2, 7]
-    drawn = DataLoader(TensorDataset(x, y), 4, sampler=few, generator=torch.Generator())
-    whole = [(x[few[:4]], y[few[:4]]), (x[few[4:]], y[few[4:]])]
-    trained = [ElboTrainer(network(), drawn, progress_bar=False), ElboTrainer(network(), whole, n_data=8)]
-    torch.manual_seed(1)
-    first = trained[0].epoch()
-    torch.manual_seed(1)
-    assert trained[1].epoch() == first
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,7 @@ from ella_cuda import run_folder
 from ella_cuda.reports import results_table, save_report
 from ella_cuda.reports.results import results_csv
 from ella_cuda.reports.text import (
-    network_title,
     number,
-    run_title,
 )
 from python_tests.reports.rows import evaluations, row
 
@@ -169,19 +167,3 @@ def test_data_sets_and_group_convolutions_are_kept_apart():
         ["mnist,", "plain", "10.00", "20.00", "30.00"],
         ["cifar10,", "plain", "40.00", "-", "-"],
     ]
-
-
-def test_labels_say_the_group_and_else_only_what_rows_differ_in():
-    rows = [
-        row("plain", layer, group=group, group_conv=variant, width=10)
-        for layer, group, variant in (("gconv", "p4", "full"), ("gconv", "p4m", "full"), ("conv", "", ""))
-    ]
-    rows[2]["width"] = 4  # a network without a group is none of theirs
-    assert [network_title(r, rows) for r in rows] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]
-    assert network_title(rows[1], rows[1:]) == "GCONV (p4m)"  # a folder of its own, beside another's
-    rows.append({**rows[0], "group_conv": "pointwise"})
-    assert [network_title(r, rows) for r in rows[::3]] == ["GCONV (p4, full)", "GCONV (p4, pointwise)"]
-    assert network_title(rows[1]) == "GCONV (p4m, full), width 10"
-    assert "GCONV (p4m, full), width 10" in run_title(rows[1])
-    head = results_table(rows[:3]).splitlines()[2]
-    assert [cell.strip() for cell in head.split("  ") if cell.strip()][1:] == ["GCONV (p4)", "GCONV (p4m)", "CONV"]

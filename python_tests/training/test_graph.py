@@ -11,7 +11,6 @@ from torch import nn
 
 from ella_cuda import marglik_training
 from ella_cuda.data import TensorLoader
-from ella_cuda.experiments import configure, run_grid
 from ella_cuda.nn import SparseFactoredLinear2d
 from ella_cuda.training import graph, trainer
 from ella_cuda.training.step import TrainingStep
@@ -137,42 +136,6 @@ def test_batches_of_several_inputs_are_recorded(device, graphs):
         marglik_training(
             Pair().to(device), mappings(device, scale=1.0), cuda_graph=True, n_epochs=1, progress_bar=False
         )
-
-
-def test_sequences_with_labels_to_ignore_are_recorded(device, graphs):
-    """What is put in the place of labels that are no class is not put in theirs."""
-    torch.manual_seed(8)
-    labels = torch.randint(10, (24, 4)).masked_fill(torch.rand(24, 4) < 0.5, -100)
-
-    def sequence_run(cuda_graph: bool, y: torch.Tensor):
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 40), nn.Unflatten(1, (4, 10)))
-        return run(device, cuda_graph, model, y=y)
-
-    same_numbers(*(sequence_run(c, labels) for c in (True, False)))
-    assert graphs[0].replayed
-
-
-@pytest.mark.parametrize(("likelihood", "wrong"), [("binary", 2), ("poisson", -1)])
-def test_targets_that_come_to_fit_no_more_are_told(likelihood, wrong, device, graphs):
-    """In the second epoch, whose steps are recorded ones."""
-    x, y = (t.to(device) for t in (images()[0], (images()[1] > 4).float()[:, None]))
-
-    class Loader(list):
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            yield (
-                x,
-                torch.where(torch.arange(24, device=device)[:, None] == 3, float(wrong), y) if self.passes >= 3 else y,
-            )
-
-    model = nn.Sequential(nn.Flatten(1), nn.Linear(64, 1)).to(device)
-    options = {"n_epochs": 6, "objective": "map", "optimizer_kwargs": {"lr": 0.01, "fused": True}, "n_data": 24}
-    with pytest.raises(ValueError, match=rf"for likelihood='{likelihood}', got {wrong}"):
-        marglik_training(model, Loader(), likelihood, cuda_graph=True, progress_bar=False, **options)
-    assert graphs[0].replayed
 
 
 def test_lengthscales_that_move_are_recorded_anew(device, graphs):
@@ -315,16 +278,6 @@ def test_after_an_epoch_undone_steps_are_recorded_anew(device, graphs):
     assert (graphs[0].warmed, graphs[0].recorded, graphs[0].replayed) == (2, 2, 3 * 12 - 1 + 12 - 1)
 
 
-def test_labels_are_asked_for_every_epoch(device, graphs):
-    """A label that was no class in one pass alone."""
-
-    def change(loader: Changing, number: int) -> None:
-        loader.labels[-1] = 10 if number == 2 else 3
-
-    _, loader = map_run(device, True, change)
-    assert loader.passes == 5
-
-
 def test_what_cannot_be_recorded_is_refused(device, graphs):
     with pytest.raises(ValueError, match=r"capturable.*SGD"):
         run(device, True, optimizer_cls=torch.optim.SGD, optimizer_kwargs={"lr": 0.1})
@@ -378,14 +331,6 @@ def test_an_approximation_keeps_no_node_of_the_weights(device, learn):
     assert kept_nodes(model) == [] and held[0].log_marginal_likelihood().isfinite()
     kept = model(images()[0].to(device)).sum()
     assert len(kept_nodes(model)) == len(list(model.parameters())) and kept.isfinite()
-
-
-def test_runs_of_a_grid_are_recorded(graphs, device, tmp_path, without_pictures):
-    small = {"width": 1, "epochs": 3, "burn_in": 1, "frequency": 1, "hypersteps": 2, "train_size": 40, "test_size": 40}
-    run_config = configure("digits", "digit", "f_fc+conv", "evidence", device=str(device), **small)
-    rows = [run_grid([run_config], tmp_path / str(c), progress=False, cuda_graph=c)[0] for c in (True, False)]
-    assert rows[0]["neg_log_marginal_likelihood"] == pytest.approx(rows[1]["neg_log_marginal_likelihood"], rel=1e-3)
-    assert len(graphs) == 1 and graphs[0].replayed
 
 
 def test_only_cuda_has_graphs(tmp_path: Path):

@@ -277,20 +277,6 @@ def test_a_weight_decay_beside_the_prior_is_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("y", "likelihood", "words"),
-    [
-        (torch.randn(20), "regression", r"expected the outputs' shape \(3, 1\), got \(3,\); pass y\[:, None\]"),
-        (Y.float(), "classification", "at least 2 outputs"),
-    ],
-)
-def test_errors_of_the_trial_say_that_it_is_of_three_images(y, likelihood, words):
-    loader = DataLoader(TensorDataset(X, y), 10)
-    for name, options in (("train_loader", {"loader": loader}), ("marglik_loader", {"marglik_loader": loader})):
-        message = f"^marglik_training: on 3 images of {name}: .*{words}"
-        refused(ValueError, message, model=Watched(nn.Linear(5, 1)), likelihood=likelihood, **options)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"optimizer_cls": functools.partial(torch.optim.SGD, lr=0.1)},

@@ -120,22 +120,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path, change, message)
         small_run(tmp_path / "c.pt", n_epochs=2, **{"optimizer_kwargs": {"lr": 1e-3}, **change})
 
 
-def test_a_checkpoint_of_other_rates_of_single_weights_is_refused(tmp_path):
-    def run(shares):
-        def optimizer(parameters, lr):
-            groups = [{"params": [p], "lr": lr * share} for p, share in zip(parameters, shares, strict=False)]
-            return torch.optim.Adam([*groups, {"params": list(parameters)[len(shares) :]}], lr=lr)
-
-        return small_run(tmp_path / "c.pt", n_epochs=2, optimizer_cls=optimizer, optimizer_kwargs={"lr": 1e-3})
-
-    run((1, 0.5))
-    run((1, 0.5))
-    with pytest.raises(ValueError, match=r"optimizer_groups\[1\]\['lr'\]='0.0005', this run has '0.0001'"):
-        run((1, 0.1))
-    with pytest.raises(ValueError, match="optimizer_groups"):
-        run((1,))
-
-
 def test_functions_of_a_schedule_are_compared_by_name(tmp_path):
     """Another session's function is another object at another address; both are kept here, or they might share it."""
     functions = [lambda step: 0.5 for _ in range(2)]
@@ -358,18 +342,6 @@ def test_killed_process_resumes(tmp_path, beside_the_tests):
         same_results(small_run(tmp_path / "run.pt", n_epochs=12), small_run(n_epochs=12))
     finally:
         torch.set_num_threads(before)
-
-
-def test_interruption_leaves_a_usable_run(tmp_path):
-    def interrupt(evaluation):
-        if evaluation.epoch == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        small_run(tmp_path / "run.pt", on_evaluation=interrupt)
-    state = read_checkpoint(tmp_path / "run.pt")
-    assert state["epoch"] == 2 and len(state["history"]) == 1
-    same_results(small_run(tmp_path / "run.pt"), small_run())
 
 
 def test_loss_that_is_not_finite_names_the_layer(tmp_path):

@@ -49,9 +49,3 @@ def test_samples_are_their_pixels_with_the_image_apart():
     between = [np.flatnonzero((picture == 255).all(0))]
     steps = np.split(between[0], np.flatnonzero(np.diff(between[0]) > 1) + 1)
     assert [len(step) for step in steps] == [5, 2]
-
-
-def test_samples_of_several_groups_are_panels():
-    figure = draw_samples({name: np.zeros((2, 3, 5, 5), int).tolist() for name in "abc"}, TITLE, note="A note.")
-    check_page(figure)
-    assert [axis.get_title() for axis in shown(figure)] == ["a", "b", "c"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ella_cuda.metrics import Reliability
@@ -40,19 +39,6 @@ def test_bars_are_accuracies_beside_the_diagonal_and_counts_are_below():
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [
         "accuracy in the bin", "at its mean confidence", "calibrated",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("count", [1, 2, 4, 5])
-def test_methods_go_on_in_the_next_line_and_fit_on_a_page(count):
-    figure = draw_reliability({f"method {k}": FOUND for k in range(count)}, "a title")
-    shown = [axis for axis in figure.axes if axis.get_visible()]
-    assert len(shown) == 2 * count
-    for k in range(count):  # the counts of a method are under its bars
-        (upper,) = [axis for axis in shown if axis.get_title().startswith(f"method {k},")]
-        place = upper.get_position()
-        under = [a for a in shown if abs(a.get_position().x0 - place.x0) < 1e-6 and a.get_position().y1 < place.y0]
-        assert max(under, key=lambda a: a.get_position().y1).get_xlabel() == "confidence"
-    check_page(figure)
 
 
 def test_a_line_for_each_method_over_the_angle():

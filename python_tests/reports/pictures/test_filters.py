@@ -175,16 +175,6 @@ def test_anchors_are_seen_in_large_grids_and_apart():
     assert max(s for s, n in zip(sides, positions, strict=True) if n < 64) < 0.8
 
 
-def test_a_lengthscale_that_all_have_is_said_once():
-    model, made, weights = read("s_conv")
-    figure = draw_anchors(made, weights, None)
-    assert [a.get_title() for a in figure.axes if "px" in a.get_title()] == []
-    reach = 1 / float(model.blocks[0].s_conv.basis.inverse_lengthscale)
-    assert f"1/ω = {reach:.2f} px" in figure.legends[0].get_texts()[1].get_text()
-    figure.draw_without_rendering()
-    assert min(a.get_window_extent().width for a in figure.axes if a.images) > figure.dpi  # no other needs the room
-
-
 def test_anchors_outside_the_grid_are_seen_and_a_flat_basis_has_no_circle():
     model, made = network("s_conv")
     basis = model.blocks[0].s_conv.basis

@@ -42,24 +42,6 @@ def test_layers_without_a_type_are_marked():
     ]
 
 
-def test_three_paths_stack_too():
-    made = row(layer="f_fc+conv")
-    for layer in made["layers"]:
-        conv = layer["paths"]["conv"]
-        layer["paths"]["gconv"] = {**conv, "relative_effective_parameters": conv["relative_effective_parameters"] / 4}
-        conv["relative_effective_parameters"] *= 3 / 4
-    made["layer"] = "f_fc+conv+gconv"
-    figure = draw_layers([made, row()])
-    f_fc, conv, gconv = figure.axes[0].containers
-    assert [b.get_height() for b in gconv] == pytest.approx([20, 12.5, 5])
-    assert [b.get_y() for b in gconv] == pytest.approx([80, 87.5, 95])
-    assert [b.get_y() for b in conv] == pytest.approx([b.get_height() for b in f_fc])
-    assert figure.axes[0].get_title() == "F-FC+CONV+GCONV"
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["F-FC", "CONV", "GCONV"]
-    styles = [(b[0].get_facecolor(), b[0].get_hatch()) for b in (f_fc, conv, gconv)]
-    assert len(set(styles)) == 3
-
-
 def test_seeds_share_a_panel_as_their_mean():
     other = row(seed=1)
     for layer in other["layers"]:

@@ -8,10 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib import image
-from matplotlib.lines import Line2D
 
 from ella_cuda.reports import draw_anchors, draw_curves, draw_filters, draw_layers, draw_precisions, save_picture
-from ella_cuda.reports.pictures.page import PATH_STYLES, finish, folded, panels, path_styles
+from ella_cuda.reports.pictures.page import PATH_STYLES, folded, panels, path_styles
 from python_tests.reports.pictures.networks import read
 from python_tests.reports.pictures.pages import check_page, check_same_sizes
 from python_tests.reports.rows import evaluations, row
@@ -103,33 +102,6 @@ def test_folded_text_is_whole_and_narrow():
     rendered = figure.text(0, 0, found, fontsize=8).get_window_extent().width / figure.dpi
     assert 1.3 < rendered <= 2.0
     assert folded("", 2.0, 8) == ""
-
-
-@pytest.mark.parametrize(
-    ("labels", "least"),
-    [
-        ([f"network {i}" for i in range(11)], 3),
-        (["short", "a very much longer label than the others", "x", "y"], 2),
-        ([f"S-FC+S-CONV+GCONV, {name}" for name in ("MAP", "evidence")], 1),
-        (["F-FC+CONV+GCONV", "GCONV"], 2),
-    ],
-)
-def test_a_legend_has_the_columns_that_fit(labels, least):
-    figure, _ = panels(1, 1, 4.0, 2.0)
-    finish(figure, legend={label: Line2D([], []) for label in labels}, note="what it is")
-    check_page(figure)
-    lefts = {round(t.get_window_extent().x0) for t in figure.legends[0].get_texts()}
-    assert len(lefts) >= least
-    assert figure.legends[0].get_title().get_text() == "what it is"
-
-
-def test_a_panel_keeps_its_height_under_more_lines():
-    heights = []
-    for count in (1, 8):
-        figure, (axis,) = panels(1, 1, 2.0, 2.0)
-        finish(figure, "a title of many words " * count, {f"a longer entry {i}": Line2D([], []) for i in range(count)})
-        heights.append(axis.get_window_extent().height / figure.dpi)
-    assert heights[1] == pytest.approx(heights[0], abs=0.15)
 
 
 def test_both_files_can_be_read_and_are_the_same_when_drawn_again(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 
@@ -15,7 +14,6 @@ from ella_cuda import marglik_training
 from ella_cuda.laplace import KronLaplace, evidence_gradient
 from ella_cuda.nn import RelaxedEquivariance, SparseConv2d, SparseFactoredLinear2d
 from ella_cuda.training import MarglikTrainer
-from ella_cuda.training.learners import learners_of
 from python_tests.ops.checks import assert_same
 
 BOTH = ("anchors", "lengthscales")
@@ -191,16 +189,6 @@ def test_where_position_does_not_matter_the_factored_path_becomes_constant():
     omega, evidence = learned(["lengthscales"])
     _, fixed = learned([])
     assert omega < 0.2 and evidence < fixed - 0.05
-
-
-def test_what_is_learned_is_kept_as_plain_strings():
-    class Kind(str, enum.Enum):
-        ANCHORS = "anchors"
-        LENGTHSCALES = "lengthscales"
-
-    learn = learners_of([Kind.LENGTHSCALES, Kind.ANCHORS], network(), 1, {})
-    names = [learner.name for learner in learn]
-    assert names == ["anchors", "lengthscales"] and {type(name) for name in names} == {str}
 
 
 def test_learn_must_list_what_there_is():

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,22 +22,7 @@ from ella_cuda.testing import KernelCheck
 from python_tests.forked import Child
 
 CODE = "import sys; from ella_cuda_command import main; sys.exit(main())"
-SMALL = [
-    "--width",
-    "1",
-    "--epochs",
-    "2",
-    "--burn-in",
-    "0",
-    "--frequency",
-    "1",
-    "--hypersteps",
-    "2",
-    "--train-size",
-    "40",
-    "--test-size",
-    "40",
-]
+SMALL = shlex.split("--width 1 --epochs 2 --burn-in 0 --frequency 1 --hypersteps 2 --train-size 40 --test-size 40")
 
 
 def command(*args: str) -> list[str]:
@@ -91,9 +77,7 @@ def test_train_then_inspect_then_resume(tmp_path, monkeypatch, capsys):
     rows = rows_of(folder)
     assert [(r["objective"], r["seed"]) for r in rows] == [("map", 0), ("evidence", 0), ("map", 1), ("evidence", 1)]
     for row in rows:
-        assert set(
-            ["task", "layer", "objective", "seed", "accuracy", "nll", "neg_log_marginal_likelihood", "layers"]
-        ) <= set(row)
+        assert set(shlex.split("task layer objective seed accuracy nll neg_log_marginal_likelihood layers")) <= set(row)
         assert 0 <= row["accuracy"] <= 100
         assert len(row["layers"]) == 8
     assert "mean over seeds 0, 1" in done.stdout
@@ -305,12 +289,12 @@ def test_without_arguments_the_papers_table_but_fc(asked):
 
 
 def test_named_runs_only(asked):
-    assert cli.main(["train", "--task", "plain", "--layer", "fc", "--objective", "evidence", "--seed", "3", "4"]) == 0
+    assert cli.main(shlex.split("train --task plain --layer fc --objective evidence --seed 3 4")) == 0
     assert kinds(asked[0].configs) == [("plain", "fc", "evidence", 3), ("plain", "fc", "evidence", 4)]
 
 
 def test_what_is_learned_is_a_run_of_its_own_where_there_is_something_to_learn(asked):
-    command = ["train", "--task", "digit", "--layer", "conv", "s_fc", "--learn", "none", "anchors", "lengthscales"]
+    command = shlex.split("train --task digit --layer conv s_fc --learn none anchors lengthscales")
     assert cli.main(command) == cli.main(["train", "--layer", "s_conv", "--objective", "evidence"]) == 0
     assert [(c.layer, c.objective, c.learn) for c in asked[0].configs] == [
         ("conv", "map", ""),
@@ -333,7 +317,7 @@ def test_a_folder_without_an_evaluation_has_nothing_to_draw(tmp_path, monkeypatc
 
 
 def test_the_order_of_what_is_learned_does_not_matter(asked, capsys):
-    command = ["train", "--layer", "s_fc", "--objective", "evidence", "--task", "digit", "--learn"]
+    command = shlex.split("train --layer s_fc --objective evidence --task digit --learn")
     assert cli.main([*command, "lengthscales+anchors", "anchors+lengthscales"]) == 0
     assert [c.learn for c in asked[0].configs] == ["anchors+lengthscales"]  # one run, not the same one twice
     assert cli.main([*command, "anchors+anchors"]) == 2

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 from argparse import Namespace
 from pathlib import Path
@@ -94,23 +95,10 @@ def test_a_file_in_the_place_of_the_results_is_said(tmp_path, monkeypatch, capsy
 def test_two_that_go_on_with_one_folder(tmp_path, monkeypatch, capsys, forks):
     """The second ends at once and says who is first, inspect shows the folder, a killed first leaves its place, and nothing is lost."""
     monkeypatch.setattr("ella_cuda.claim.PATIENCE", 0.2)
-    options = [
-        "--task",
-        "digit",
-        "--layer",
-        "conv",
-        "--objective",
-        "map",
-        "--width",
-        "1",
-        "--train-size",
-        "40",
-        "--test-size",
-        "40",
-        "--burn-in",
-        "0",
-    ]
-    options += ["--frequency", "1", "--hypersteps", "2", "--epochs", "30", "--jobs", "1"]
+    options = shlex.split(
+        "--task digit --layer conv --objective map --width 1 --train-size 40 --test-size 40 --burn-in 0"
+    )
+    options += shlex.split("--frequency 1 --hypersteps 2 --epochs 30 --jobs 1")
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "dir"
     first = forks.start(["train", *options, "--out", "dir"], tmp_path)

@@ -330,7 +330,7 @@ def restore(
     if scheduler is not None:
         parts["scheduler"] = (scheduler, state["scheduler"])
     parts |= {f"learner {one.name}": (one, state["learners"].get(one.name)) for one in learners}
-    before, random_before = copy.deepcopy([part.state_dict() for part, _ in parts.values()]), random_state(loaders)
+    before, random_before = Snapshot(*(part for part, _ in parts.values())), random_state(loaders)
     name = "random"
     try:
         restore_random_state(state["random"], loaders)
@@ -338,11 +338,22 @@ def restore(
             part, saved = parts[name]
             part.load_state_dict(saved)
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        for (part, _), own in zip(parts.values(), before, strict=True):
-            part.load_state_dict(own)
+        before.restore()
         restore_random_state(random_before, loaders)
         raise _does_not_fit(source, f"{name} is of another form ({error})") from error
     _warn_of_threads(source, state, model)
+
+
+class Snapshot:
+    """Copies of the states of parts of a training."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._parts = [part for part in parts if part is not None]
+        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
+
+    def restore(self) -> None:
+        for part, state in zip(self._parts, self._states, strict=True):
+            part.load_state_dict(state)
 
 
 def _warn_of_threads(source: str, state: Mapping[str, Any], model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -192,15 +191,3 @@ class GraphedStep:
     def _present_options(self) -> list[dict[str, Any]]:
         groups = self._step.optimizer.param_groups
         return [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in groups]
-
-
-class Snapshot:
-    """Copies of what an epoch changes: weights, optimizer, schedule."""
-
-    def __init__(self, step: TrainingStep, scheduler: Any) -> None:
-        self._parts = [part for part in (step.model, step.optimizer, scheduler) if part is not None]
-        self._states = [copy.deepcopy(part.state_dict()) for part in self._parts]
-
-    def restore(self) -> None:
-        for part, state in zip(self._parts, self._states, strict=True):
-            part.load_state_dict(state)

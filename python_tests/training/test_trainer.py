@@ -545,5 +545,23 @@ def test_the_evidence_is_tried_before_the_first_step_of_a_loop_by_hand():
 def test_the_function_has_the_trainer_s_arguments_and_explains_each():
     of_function, of_class = inspect.signature(marglik_training), inspect.signature(MarglikTrainer)
     assert list(of_function.parameters.values()) == list(of_class.parameters.values())
+    named = {
+        "n_epochs": 300,
+        "lr_hyp": 0.1,
+        "prior_prec_init": 1.0,
+        "n_epochs_burnin": 0,
+        "n_hypersteps": 10,
+        "checkpoint": None,
+    }
+    named |= {
+        "likelihood": "classification",
+        "marglik_frequency": 1,
+        "progress_bar": True,
+        "lr_anchors": 0.003,
+        "lr_aug": 0.05,
+    }
+    assert named.items() <= {name: p.default for name, p in of_class.parameters.items()}.items()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epochs'"):
+        small_trainer(epochs=3)
     explained = marglik_training.__doc__.split("Args:")[1].split("Returns:")[0]
     assert [name for name in of_function.parameters if not re.search(rf"^ +(.*\. )?{name}: ", explained, re.M)] == []

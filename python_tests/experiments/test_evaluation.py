@@ -205,7 +205,7 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
     monkeypatch.chdir(tmp_path)
     for name, code, words in (
         ("cifar10", 1, "ood must name data whose images have the 1 channel(s) of digits's, got cifar10 with 3."),
-        ("mnist", 1, "ood: MNIST: no folder holds"),
+        ("mnist", 1, "ood: mnist: no folder holds"),
     ):
         where = str(data_dir if name == "cifar10" else tmp_path)
         for out in ([], ["--out", "there"]):
@@ -217,7 +217,7 @@ def test_other_data_that_do_not_fit_are_refused_before_anything_is_written(data_
     assert f"do not say where things are: --task {tasks}." in capsys.readouterr().err
     assert (
         cli.main([*TINY, "--ood-size", "5"]) == 2
-        and "--ood-size is of the data that --ood names" in capsys.readouterr().err
+        and "--ood-size: of the data that --ood names" in capsys.readouterr().err
     )
     assert not [*tmp_path.iterdir()]
 
